@@ -1,0 +1,142 @@
+"""Settings, parsed once from the environment (`MLX_SERVER_`), frozen, handed out in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+DEMO_MODEL = "mlx-manager/demo"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one model's engine may take on.
+
+    max_rows: sequences decoded together. max_waiting: requests queued beyond those.
+    page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step.
+    prefix_cache: whether unreferenced pages stay for reuse.
+    """
+
+    max_rows: int = 128
+    max_waiting: int = 1024
+    page_size: int = 16
+    prefill_chunk: int = 512
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How many models stay loaded and how many bytes everything may take (None: ask the device)."""
+
+    max_models: int = 4
+    memory_limit: int | None = None
+    weights: Literal["auto", "keep", "dequantize"] = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSources:
+    """Where loadable models are looked for. `allow_download` lets a named model be fetched."""
+
+    default_model: str = DEMO_MODEL
+    available_models: tuple[str, ...] = ()
+    models_dir: Path | None = None
+    hf_cache: bool = True
+    allow_download: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What the HTTP rim accepts. Sizes in bytes, times in seconds."""
+
+    max_body: int = 32 * 2**20
+    keepalive: float = 10.0
+    strict_fields: bool = False
+
+
+class MLXServerSettings(BaseSettings):
+    """Every setting of the server; each is an environment variable `MLX_SERVER_<NAME>`."""
+
+    model_config = SettingsConfigDict(env_prefix="MLX_SERVER_", frozen=True, extra="ignore")
+
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
+    model: str = Field(
+        DEMO_MODEL, description="Model served when a request names none; loaded at start"
+    )
+    available_models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="More models to offer, as Hugging Face ids or folders, comma-separated"
+    )
+    models_dir: Path | None = Field(None, description="Folder whose sub-folders are models")
+    hf_cache: bool = Field(True, description="Offer the models found in the Hugging Face cache")
+    allow_download: bool = Field(
+        False, description="Let a request for a configured model download it"
+    )
+    max_models: int = Field(4, ge=1, description="Models kept loaded at once")
+    memory_limit_gb: float | None = Field(
+        None, gt=0, description="Memory for weights and KV pages; default 0.9 of the device's"
+    )
+    weights: Literal["auto", "keep", "dequantize"] = Field(
+        "auto", description="Form of the weights in memory: fastest that fits, as stored, or dense"
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that a model repository ships"
+    )
+    max_rows: int = Field(128, ge=1, description="Sequences decoded together, per model")
+    max_waiting: int = Field(1024, ge=0, description="Requests waiting, per model, before 429")
+    page_size: int = Field(16, ge=1, le=256, description="Tokens in a KV page")
+    prefill_chunk: int = Field(512, ge=16, description="Most prompt tokens processed in one step")
+    prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
+    max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
+    keepalive_seconds: float = Field(
+        10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
+    )
+    strict_fields: bool = Field(
+        False, description="Refuse request fields nobody knows, instead of naming them in a header"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="What the log shows"
+    )
+    logfire_enabled: bool = Field(False, description="Trace requests with LogFire")
+
+    @field_validator("available_models", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @cached_property
+    def engine(self) -> EngineLimits:
+        return EngineLimits(
+            self.max_rows, self.max_waiting, self.page_size, self.prefill_chunk, self.prefix_cache
+        )
+
+    @cached_property
+    def pool(self) -> PoolLimits:
+        limit = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 2**30)
+        return PoolLimits(self.max_models, limit, self.weights, self.trust_remote_code)
+
+    @cached_property
+    def catalog(self) -> CatalogSources:
+        return CatalogSources(
+            self.model, self.available_models, self.models_dir, self.hf_cache, self.allow_download
+        )
+
+    @cached_property
+    def api(self) -> ApiLimits:
+        return ApiLimits(int(self.max_body_mb * 2**20), self.keepalive_seconds, self.strict_fields)
+
+
+def __getattr__(name: str) -> MLXServerSettings:
+    """`config.mlx_server_settings`: the environment's settings, read at first use."""
+    if name == "mlx_server_settings":
+        settings = MLXServerSettings()
+        globals()[name] = settings
+        return settings
+    raise AttributeError(name)

@@ -1,0 +1,244 @@
+"""The vocabulary of the server: what is asked, what comes back, who answers.
+
+Every protocol (chat, completions, Responses, Messages) is translated to one `GenerationRequest`
+and from one stream of `Event`s. This module is standard library only and imports nothing of ours,
+so that every other module may depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Role = Literal["system", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+# ---------------------------------------------------------------------------------------------
+# What is asked
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant message made. `arguments` is the JSON text the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    content: str = ""
+    name: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call. `parameters` is its JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """`tool_choice` that names one function."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that the model's chat template renders.
+
+    `template_args` are handed to the template as they are (`enable_thinking`, ...).
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A raw prompt; the tokenizer adds its BOS unless the text already begins with it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt that is tokenised already; nothing is added to it."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = Conversation | Text | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one token is drawn from the logits.
+
+    Order: penalties and bias on the logits, then temperature, then top_k, top_p, min_p, then the
+    draw. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
+    `repetition_penalty` is sign-aware and multiplicative (CTRL, arXiv:1909.05858) over prompt and
+    output; `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
+    The same `seed` gives the same tokens whoever shares the batch; None draws a fresh one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a row ends, besides its token limit.
+
+    `strings` end the text before their first occurrence, wherever token borders fall.
+    `ignore_eos` lets the row run past the model's end-of-turn tokens, and `min_tokens` forbids
+    them until that many tokens have been generated.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One row of work, whatever protocol it came by.
+
+    `max_tokens` None means: up to the model's context. `echo` puts the prompt's text before the
+    completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best.
+    """
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: StopRules = field(default_factory=StopRules)
+    max_tokens: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    request_id: str = ""
+
+
+# ---------------------------------------------------------------------------------------------
+# What comes back
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. `cached_tokens` of the prompt were found in the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token, its natural-log probability, and the best alternatives at its place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The prompt has been processed; the first token follows."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStarted:
+    """A call begins. `index` counts the answer's calls from 0; `id` stays the same."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call's JSON arguments; joined in order they are the arguments."""
+
+    index: int
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every stream that did not fail. Failures are raised, never an event.
+
+    `stop_sequence` is the stop string or token text that matched, None for an end of turn.
+    """
+
+    reason: FinishReason
+    usage: Usage
+    stop_sequence: str | None = None
+
+
+Event = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
+
+
+# ---------------------------------------------------------------------------------------------
+# Who answers
+# ---------------------------------------------------------------------------------------------
+
+
+class Backend(Protocol):
+    """A loaded model that answers requests."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
+        """Yield the answer's events, a list for each step that had any, `Finished` last.
+
+        Closing the iterator (`aclose`) cancels the request wherever it is: waiting, between
+        prefill chunks, or at the next decode step.
+
+        Raises:
+            MLXManagerError: whatever went wrong with this request, from `errors`.
+        """
+        ...

@@ -1,0 +1,134 @@
+"""Everything that can go wrong, as one tree. Each class carries its HTTP status and code.
+
+    MLXManagerError                   500 internal_error
+    ├── InvalidRequest                400 invalid_request
+    │   ├── InvalidParameter          422 invalid_parameter        a value out of its range
+    │   ├── UnsupportedParameter      422 unsupported_parameter    known, and not honoured (yet)
+    │   ├── ContextLengthExceeded     400 context_length_exceeded
+    │   └── RequestTooLarge           413 request_too_large
+    ├── AuthenticationFailed          401 invalid_api_key
+    ├── ModelNotFound                 404 model_not_found
+    ├── ModelLoadFailed               503 model_load_failed        broken files, say
+    │   ├── ModelNotSupported         422 model_not_supported      no such architecture
+    │   ├── ModelGated                403 model_gated
+    │   └── ModelTooLarge             507 model_too_large          does not fit this machine
+    ├── Overloaded                    429 overloaded               the queue is full
+    │   └── OutOfMemory               503 out_of_memory            no room now; try again later
+    ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
+    ├── RequestTimedOut               504 timeout
+    └── GenerationFailed              500 generation_failed        the step failed; rows were lost
+
+`api/errors.py` turns them into the body that the caller's protocol expects.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MLXManagerError(Exception):
+    """The root. `param` names the request field at fault, `retry_after` is in seconds."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class InvalidRequest(MLXManagerError):
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+
+class InvalidParameter(InvalidRequest):
+    status = 422
+    code = "invalid_parameter"
+
+
+class UnsupportedParameter(InvalidRequest):
+    status = 422
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_large"
+
+
+class AuthenticationFailed(MLXManagerError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class ModelNotFound(MLXManagerError):
+    status = 404
+    code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class ModelLoadFailed(MLXManagerError):
+    status = 503
+    code = "model_load_failed"
+
+
+class ModelNotSupported(ModelLoadFailed):
+    status = 422
+    code = "model_not_supported"
+    type = "invalid_request_error"
+
+
+class ModelGated(ModelLoadFailed):
+    status = 403
+    code = "model_gated"
+    type = "permission_error"
+
+
+class ModelTooLarge(ModelLoadFailed):
+    status = 507
+    code = "model_too_large"
+
+
+class Overloaded(MLXManagerError):
+    status = 429
+    code = "overloaded"
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+
+
+class OutOfMemory(Overloaded):
+    status = 503
+    code = "out_of_memory"
+    type = "server_error"
+
+
+class ServerNotReady(MLXManagerError):
+    status = 503
+    code = "server_not_ready"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, param=param, retry_after=retry_after)
+
+
+class RequestTimedOut(MLXManagerError):
+    status = 504
+    code = "timeout"
+    type = "timeout_error"
+
+
+class GenerationFailed(MLXManagerError):
+    code = "generation_failed"
