@@ -1,0 +1,175 @@
+"""Memory: what the device has, what is in use, and what is promised to whom. Sizes in bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+
+import mlx.core as mx
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+LIMIT_SHARE = 0.9
+
+
+def get_memory_usage() -> dict[str, int]:
+    """MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse) and `limit`."""
+    limit = mx.set_memory_limit(0)
+    mx.set_memory_limit(limit)
+    return {
+        "active": mx.get_active_memory(),
+        "peak": mx.get_peak_memory(),
+        "cache": mx.get_cache_memory(),
+        "limit": limit,
+    }
+
+
+def set_memory_limit(nbytes: int) -> int:
+    """Tell MLX's allocator to stay under `nbytes`; returns the limit it had.
+
+    On Metal as much of it is wired as the device recommends, so that weights are not paged out.
+    """
+    previous: int = mx.set_memory_limit(nbytes)
+    if mx.metal.is_available():
+        mx.set_wired_limit(min(nbytes, device_memory()))
+    return previous
+
+
+def clear_cache() -> None:
+    """Give MLX's buffer cache back to the system."""
+    mx.clear_cache()
+
+
+def device_memory() -> int:
+    """What the default device can use: Metal's recommended working set, CUDA's total memory, or
+    on a CPU the machine's, less where a cgroup allows less."""
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "total_memory"):
+        if key in info:
+            return int(info[key])
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *cgroup_limits(CGROUP_ROOT, Path("/proc/self/cgroup"))])
+
+
+def default_limit() -> int:
+    """The limit of a server whose owner set none."""
+    return int(LIMIT_SHARE * device_memory())
+
+
+def cgroup_limits(root: Path, membership: Path) -> Iterator[int]:
+    """The memory limits (cgroup v1 and v2) that this process and its ancestors are under.
+
+    `membership` is `/proc/self/cgroup`. Inside a container its paths may name folders that only
+    the host sees; the container's own limit then stands at the root.
+    """
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        match controllers:
+            case "":
+                base, name = root, "memory.max"
+            case "memory":
+                base, name = root / "memory", "memory.limit_in_bytes"
+            case _:
+                continue
+        leaf = base / path.lstrip("/")
+        for folder in (leaf, *leaf.parents):
+            if folder.is_relative_to(base) and (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                if text != "max":
+                    yield int(text)
+
+
+class Relief(IntEnum):
+    """Where room comes from when the ledger is full, in this order."""
+
+    PAGES = 1
+    BUFFER_CACHE = 2
+    IDLE_MODELS = 3
+
+
+class Ledger:
+    """What the memory limit is promised to, by line: `lines + MLX's buffer cache <= limit`.
+
+    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `prefill:<model>`.
+    The MLX thread owns it: only there may `reserve`, `record` and relief run, since relief frees
+    arrays. `available` and `figures` may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        cache_bytes: Callable[[], int] = mx.get_cache_memory,
+        drop_cache: Callable[[], None] = clear_cache,
+    ) -> None:
+        self.limit = limit
+        self._cache_bytes = cache_bytes
+        self._lines: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._relief: list[tuple[Relief, Callable[[int], None]]] = []
+        self.add_relief(Relief.BUFFER_CACHE, lambda lacking: drop_cache())
+
+    def available(self) -> int:
+        """Bytes that can be reserved with nothing being freed first; negative when overdrawn."""
+        with self._lock:
+            return self.limit - sum(self._lines.values()) - self._cache_bytes()
+
+    def reserve(self, line: str, nbytes: int) -> bool:
+        """Promise `nbytes` more to `line`; relief is called until they are there.
+
+        False, with nothing promised, when they can't be had. Much may then have been freed.
+        """
+        lacking = self._promise(line, nbytes)
+        for _, free in tuple(self._relief):
+            if lacking <= 0:
+                break
+            free(lacking)
+            lacking = self._promise(line, nbytes)
+        return lacking <= 0
+
+    def _promise(self, line: str, nbytes: int) -> int:
+        """Enter `nbytes` if there is room; returns how many bytes lack (0 or less: entered)."""
+        with self._lock:
+            lacking = sum(self._lines.values()) + self._cache_bytes() + nbytes - self.limit
+            if lacking <= 0:
+                self._lines[line] = self._lines.get(line, 0) + nbytes
+            return lacking
+
+    def release(self, line: str, nbytes: int) -> None:
+        """Take back `nbytes` of what `line` was promised; a line that falls to 0 goes."""
+        with self._lock:
+            left = self._lines[line] - nbytes
+            if left < 0:
+                raise ValueError(f"{line} gives back {nbytes} bytes of {left + nbytes}")
+            if left:
+                self._lines[line] = left
+            else:
+                del self._lines[line]
+
+    def record(self, line: str, nbytes: int) -> None:
+        """Set `line` to what was measured, whatever it was promised; 0 strikes it out."""
+        with self._lock:
+            self._lines[line] = nbytes
+            if not nbytes:
+                del self._lines[line]
+
+    def add_relief(self, rank: Relief, free: Callable[[int], None]) -> None:
+        """Let `free(lacking)` be called when bytes lack; it releases what it frees itself.
+
+        Callbacks run by rank, those of one rank in the order they came.
+        """
+        self._relief.append((rank, free))
+        self._relief.sort(key=lambda entry: entry[0])
+
+    def remove_relief(self, free: Callable[[int], None]) -> None:
+        self._relief = [entry for entry in self._relief if entry[1] != free]
+
+    def figures(self) -> dict[str, int]:
+        """Every line, with `buffer_cache`, `limit` and `available`."""
+        with self._lock:
+            lines, cache = dict(self._lines), self._cache_bytes()
+        rest = self.limit - sum(lines.values()) - cache
+        return {**lines, "buffer_cache": cache, "limit": self.limit, "available": rest}

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_manager.mlx_server.utils import memory
+from mlx_manager.mlx_server.utils.memory import Ledger, Relief, cgroup_limits
+
+
+def empty_cache_ledger(limit: int) -> Ledger:
+    return Ledger(limit, cache_bytes=lambda: 0, drop_cache=lambda: None)
+
+
+def test_usage_counts_an_array_and_leaves_the_limit_alone():
+    before = memory.get_memory_usage()
+    array = mx.ones((256, 1024))
+    mx.eval(array)
+    after = memory.get_memory_usage()
+    assert after["active"] - before["active"] == array.nbytes
+    assert after["limit"] == before["limit"] > 0
+    assert after["peak"] >= after["active"]
+
+
+def test_setting_the_limit_returns_the_one_before():
+    before = memory.get_memory_usage()["limit"]
+    assert memory.set_memory_limit(10**9) == before
+    assert memory.get_memory_usage()["limit"] == 10**9
+    memory.set_memory_limit(before)
+
+
+def test_clear_cache_empties_the_buffer_cache():
+    array = mx.ones((256, 1024))
+    mx.eval(array)
+    del array
+    memory.clear_cache()
+    assert memory.get_memory_usage()["cache"] == 0
+
+
+def test_default_limit_is_nine_tenths_of_the_device():
+    assert memory.default_limit() == int(0.9 * memory.device_memory()) > 0
+
+
+def test_cgroup_limits_are_read_from_the_process_and_its_ancestors(tmp_path: Path):
+    leaf = tmp_path / "a" / "b"
+    leaf.mkdir(parents=True)
+    (leaf / "memory.max").write_text("max\n")
+    (leaf.parent / "memory.max").write_text("1000\n")
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("9:cpu:/x\n4:memory:/seen/by/the/host/only\n0::/a/b\n")
+    assert sorted(cgroup_limits(tmp_path, membership)) == [1000, 2000]
+
+
+def test_no_cgroups_no_limits(tmp_path: Path):
+    assert list(cgroup_limits(tmp_path, tmp_path / "absent")) == []
+
+
+def test_reserve_grants_up_to_the_limit_and_not_beyond():
+    ledger = empty_cache_ledger(100)
+    assert ledger.reserve("weights:a", 60)
+    assert ledger.reserve("pages:a", 40)
+    assert not ledger.reserve("pages:a", 1)
+    assert ledger.figures() == {
+        "weights:a": 60,
+        "pages:a": 40,
+        "buffer_cache": 0,
+        "limit": 100,
+        "available": 0,
+    }
+
+
+def test_relief_runs_by_rank_and_stops_once_there_is_room():
+    ledger = empty_cache_ledger(100)
+    ledger.reserve("weights:idle", 50)
+    ledger.reserve("pages:a", 50)
+    called: list[tuple[str, int]] = []
+
+    def evict_model(lacking: int) -> None:
+        called.append(("model", lacking))
+        ledger.release("weights:idle", 50)
+
+    def drop_pages(lacking: int) -> None:
+        called.append(("pages", lacking))
+        ledger.release("pages:a", 10)
+
+    ledger.add_relief(Relief.IDLE_MODELS, evict_model)
+    ledger.add_relief(Relief.PAGES, drop_pages)
+    assert ledger.reserve("prefill:a", 10)
+    assert called == [("pages", 10)]
+    assert ledger.reserve("prefill:a", 30)
+    assert called == [("pages", 10), ("pages", 30), ("model", 20)]
+    ledger.remove_relief(evict_model)
+    assert not ledger.reserve("prefill:a", 100)
+    assert [name for name, _ in called[3:]] == ["pages"]
+
+
+def test_buffer_cache_counts_and_is_dropped_for_room():
+    cache = [70]
+    ledger = Ledger(100, cache_bytes=lambda: cache[0], drop_cache=lambda: cache.__setitem__(0, 0))
+    assert ledger.available() == 30
+    assert ledger.reserve("weights:a", 90)
+    assert cache == [0]
+    assert ledger.available() == 10
+
+
+def test_measured_figures_replace_the_promise_even_when_they_overdraw():
+    ledger = empty_cache_ledger(100)
+    ledger.reserve("weights:a", 10)
+    ledger.record("weights:a", 120)
+    assert ledger.available() == -20
+    ledger.record("weights:a", 0)
+    assert "weights:a" not in ledger.figures()
+
+
+def test_giving_back_more_than_was_promised_is_an_error():
+    ledger = empty_cache_ledger(100)
+    ledger.reserve("pages:a", 5)
+    with pytest.raises(ValueError, match="pages:a gives back 6 bytes of 5"):
+        ledger.release("pages:a", 6)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-40, 60))))
+def test_lines_never_exceed_the_limit(steps: list[tuple[str, int]]):
+    ledger = empty_cache_ledger(100)
+    held: dict[str, int] = dict.fromkeys("abc", 0)
+    for line, nbytes in steps:
+        if nbytes > 0:
+            fits = sum(held.values()) + nbytes <= 100
+            assert ledger.reserve(line, nbytes) == fits
+            held[line] += nbytes if fits else 0
+        elif held[line] >= -nbytes > 0:
+            ledger.release(line, -nbytes)
+            held[line] += nbytes
+        assert ledger.available() == 100 - sum(held.values()) >= 0
