@@ -1,0 +1,151 @@
+"""KV pages as bookkeeping: which page is whose, which is free, which may be forgotten.
+
+Pure Python; the arrays behind the page numbers live in `store`. A page is in exactly one of three
+states:
+
+* free: nobody holds it and nothing in it is worth keeping;
+* held: `references(page) > 0` sequences have it in their tables;
+* cached: nobody holds it, its tokens are known to the prefix index, and it is reused by whoever
+  asks for the same tokens, or taken (least recently used first) when free pages run out.
+
+Only full pages are ever shared, and a full page is never written again: that is the whole proof
+that no page is written while shared.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node, PrefixIndex
+
+
+class PagePool:
+    """The pages of one model.
+
+    Args:
+        page_size: tokens a page holds.
+        pages: pages that exist at first; `grow` adds more.
+        prefix_cache: whether full pages are indexed for reuse.
+    """
+
+    def __init__(self, page_size: int, pages: int = 0, *, prefix_cache: bool = True) -> None:
+        self.page_size = page_size
+        self.size = 0
+        self._free: list[int] = []
+        self._references: list[int] = []
+        self._index = PrefixIndex() if prefix_cache else None
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.grow(pages)
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Unreferenced pages kept for reuse."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        """Pages in some sequence's table."""
+        return self.size - self.available
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens take."""
+        return -(-tokens // self.page_size)
+
+    # -- taking and giving ---------------------------------------------------------------------
+
+    def grow(self, pages: int) -> None:
+        """Add `pages` free pages at the end."""
+        for page in range(self.size, self.size + pages):
+            heapq.heappush(self._free, page)
+        self._references.extend([0] * pages)
+        self.size += pages
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` pages, each with one reference, or None (and nothing taken) if short.
+
+        The lowest numbers first, so that a lone sequence's pages are neighbours and its keys can
+        be read as a slice instead of being gathered.
+        """
+        if count > self.available:
+            return None
+        pages = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        while len(pages) < count:
+            pages.append(self._evict())
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to each page; a cached page becomes held."""
+        for page in pages:
+            if self._references[page] == 0:
+                del self._cached[page]
+            self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page of a table.
+
+        Last page first: the end of a prefix must be forgotten before its beginning, without
+        which it could never be found again.
+        """
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if self._index is not None and self._index.knows(page):
+                    self._cached[page] = None
+                else:
+                    heapq.heappush(self._free, page)
+
+    def drop_cached(self) -> int:
+        """Forget every unreferenced page; returns how many became free."""
+        dropped = len(self._cached)
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
+        return dropped
+
+    def _evict(self) -> int:
+        assert self._index is not None
+        page, _ = self._cached.popitem(last=False)
+        self._index.forget(page)
+        return page
+
+    # -- prefix reuse --------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The longest known run of full pages at the start of `tokens`, unretained.
+
+        Never all of `tokens`: at least the last one is left to compute, for its logits.
+        """
+        if self._index is None:
+            return []
+        return self._index.match(tokens, self.page_size, (len(tokens) - 1) // self.page_size)
+
+    def commit(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
+        """Record that held `page` is full and holds `tokens` after `parent`; returns its node.
+
+        If an equal page is known already, that one stays indexed and this one stays private.
+        """
+        if self._index is None:
+            return ROOT
+        return self._index.insert(parent, tuple(tokens), page)
+
+    def node(self, page: int) -> Node:
+        """The node of an indexed page, as parent for the page that follows it."""
+        return ROOT if self._index is None else self._index.node(page)

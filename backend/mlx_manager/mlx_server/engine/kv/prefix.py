@@ -1,0 +1,60 @@
+"""Which page holds which tokens: an index by (parent, tokens).
+
+A page's keys and values depend on every token before it, so a page is identified by the node of
+the page before it and its own tokens, as in vLLM's automatic prefix caching. Keys are compared
+whole, so two prefixes are never taken for one another, whatever their hashes. Node numbers are
+never reused: the children of a forgotten page can no longer be reached, and age out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import NewType
+
+Node = NewType("Node", int)
+ROOT = Node(0)
+
+
+class PrefixIndex:
+    """Full pages by what they hold."""
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[Node, tuple[int, ...]], tuple[int, Node]] = {}
+        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}
+        self._nodes = count(1)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def knows(self, page: int) -> bool:
+        return page in self._keys
+
+    def node(self, page: int) -> Node:
+        return self._pages[self._keys[page]][1]
+
+    def match(self, tokens: Sequence[int], page_size: int, limit: int) -> list[int]:
+        """Pages for the longest known prefix of `tokens`, at most `limit` of them."""
+        pages: list[int] = []
+        parent = ROOT
+        for i in range(limit):
+            key = (parent, tuple(tokens[i * page_size : (i + 1) * page_size]))
+            found = self._pages.get(key)
+            if found is None:
+                break
+            page, parent = found
+            pages.append(page)
+        return pages
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
+        """Index `page`, unless an equal one is known; returns the node to continue from."""
+        known = self._pages.get((parent, tokens))
+        if known is not None:
+            return known[1]
+        node = Node(next(self._nodes))
+        self._pages[parent, tokens] = (page, node)
+        self._keys[page] = (parent, tokens)
+        return node
+
+    def forget(self, page: int) -> None:
+        del self._pages[self._keys.pop(page)]

@@ -1,0 +1,108 @@
+"""From the MLX thread to asyncio: one wake-up a step for all rows, coalesced for slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from mlx_manager.mlx_server.core import Event, Finished, ReasoningDelta, TextDelta
+from mlx_manager.mlx_server.errors import MLXManagerError
+
+
+class EventStream:
+    """One request's events on their way to its reader.
+
+    The MLX thread never touches it: it hands a step's deliveries to `deliver`, which runs in the
+    event loop. Iterating gives all events that have come since the last time, neighbouring text
+    merged, so a slow reader gets fewer, longer lists and delays nobody.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._events: list[Event] = []
+        self._error: MLXManagerError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        """The events since the last call.
+
+        Raises:
+            MLXManagerError: the request failed; events before the failure are given first.
+        """
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events if len(events) == 1 else merge(events)
+
+    def push(self, events: Sequence[Event]) -> None:
+        self._events.extend(events)
+        if type(events[-1]) is Finished:
+            self.ended = True
+        self._wake()
+
+    def fail(self, error: MLXManagerError) -> None:
+        self._error = error
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+Delivery = tuple[EventStream, Sequence[Event] | MLXManagerError]
+
+
+def merge(events: list[Event]) -> list[Event]:
+    """Join neighbouring deltas of the same kind; their text and log-probabilities are kept."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        match last, event:
+            case (TextDelta(), TextDelta()):
+                merged[-1] = TextDelta(last.text + event.text, last.logprobs + event.logprobs)
+            case (ReasoningDelta(), ReasoningDelta()):
+                merged[-1] = ReasoningDelta(last.text + event.text, last.logprobs + event.logprobs)
+            case _:
+                merged.append(event)
+    return merged
+
+
+class Outbox:
+    """What a step has to tell its readers; `flush` costs one wake-up per event loop."""
+
+    def __init__(self) -> None:
+        self._deliveries: list[Delivery] = []
+
+    def put(self, stream: EventStream, events: Sequence[Event]) -> None:
+        if events:
+            self._deliveries.append((stream, events))
+
+    def fail(self, stream: EventStream, error: MLXManagerError) -> None:
+        self._deliveries.append((stream, error))
+
+    def flush(self) -> None:
+        deliveries, self._deliveries = self._deliveries, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        for delivery in deliveries:
+            by_loop.setdefault(delivery[0].loop, []).append(delivery)
+        for loop, batch in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, batch)
+
+
+def _deliver(batch: list[Delivery]) -> None:
+    for stream, outcome in batch:
+        if isinstance(outcome, MLXManagerError):
+            stream.fail(outcome)
+        else:
+            stream.push(outcome)
