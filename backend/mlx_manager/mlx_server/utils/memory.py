@@ -16,13 +16,11 @@ LIMIT_SHARE = 0.9
 
 def get_memory_usage() -> dict[str, int]:
     """MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse) and `limit`."""
-    limit = mx.set_memory_limit(0)
-    mx.set_memory_limit(limit)
     return {
         "active": mx.get_active_memory(),
         "peak": mx.get_peak_memory(),
         "cache": mx.get_cache_memory(),
-        "limit": limit,
+        "limit": mx.get_memory_limit(),
     }
 
 
