@@ -1,0 +1,39 @@
+.PHONY: help setup serve test lint types check bench clean
+.DEFAULT_GOAL := help
+
+BIN := $(CURDIR)/.venv/bin
+BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace memory
+
+help:
+	@echo 'make serve   set up .venv if needed and serve the embedded model on 127.0.0.1:8000'
+	@echo '             more options: make serve ARGS="--model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000"'
+	@echo 'make setup   only set up .venv (PYTHON=/path/to/python3, MLX=metal|cuda13|cuda12|cpu to choose)'
+	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
+	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
+	@echo 'make bench   run every benchmark (minutes); one of them: see benchmarks/README.md'
+	@echo 'make clean   remove .venv and every cache'
+
+setup:
+	@scripts/setup.sh
+
+serve: setup
+	@exec $(BIN)/mlx-manager serve $(ARGS)
+
+test: lint types check
+
+lint: setup
+	cd backend && $(BIN)/ruff check --config pyproject.toml . ../benchmarks
+	cd backend && $(BIN)/ruff format --check --config pyproject.toml . ../benchmarks
+
+types: setup
+	cd backend && $(BIN)/mypy
+
+check: setup
+	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+clean:
+	rm -rf .venv backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
+	find backend benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
