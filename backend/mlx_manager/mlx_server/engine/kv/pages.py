@@ -18,7 +18,49 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node, PrefixIndex
+
+
+class PageTable:
+    """The pages of one sequence, in order.
+
+    Attributes:
+        neighbours: whether each page follows the one before it, so that the sequence's keys are
+            one slice of the store.
+    """
+
+    def __init__(self, pages: Iterable[int] = ()) -> None:
+        self._array = np.zeros(8, np.int32)
+        self._size = 0
+        self.neighbours = True
+        self.extend(pages)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """(pages,) view of the table."""
+        return self._array[: self._size]
+
+    def extend(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if self._size == len(self._array):
+                self._array = np.concatenate([self._array, np.zeros_like(self._array)])
+            if self._size and page != self._array[self._size - 1] + 1:
+                self.neighbours = False
+            self._array[self._size] = page
+            self._size += 1
+
+    def clear(self) -> list[int]:
+        """Empty the table and return the pages that were in it."""
+        pages: list[int] = self.pages.tolist()
+        self._size = 0
+        self.neighbours = True
+        return pages
 
 
 class PagePool:

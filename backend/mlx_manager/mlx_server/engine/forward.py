@@ -1,0 +1,536 @@
+"""How a step's tokens go through the model: three ways, the first that is right is taken.
+
+* `RaggedForward`: every token of the step in one pass, all layers on pages. For models whose
+  layers all keep plain or sliding-window keys and values and attend through mlx-lm's function.
+* `SeparateForward`: running rows as one batch, each prompt chunk as a pass of its own. For models
+  that compute attention themselves (soft caps, latent attention) or keep another kind of state
+  (recurrent, linear attention): keys and values are on pages all the same, the other layers'
+  state is in mlx-lm's own batch caches.
+* `AloneForward`: each row by itself over mlx-lm's own caches. For everything else.
+
+Which one is right is not looked up in a list of families but found out when a model is loaded:
+`choose` compares each with the model's own forward pass, by logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_manager.mlx_server.engine.kv.attention import (
+    PagedLayer,
+    Pass,
+    Reading,
+    Span,
+    StepPlan,
+    route,
+)
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one sequence's prompt. `final` chunks give logits for the first token."""
+
+    key: int
+    span: Span
+    tokens: list[int]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The running rows of a step: one span of one query each, and (rows,) tokens, in order."""
+
+    keys: list[int]
+    spans: list[Span]
+    tokens: mx.array
+
+
+class Forward(Protocol):
+    """Runs steps of one model.
+
+    Attributes:
+        kind: "ragged", "separate" or "alone".
+        stores: the layers' pages; empty when the rows keep mlx-lm's own caches.
+        shares_prefixes: whether pages alone are all there is to a prefix.
+    """
+
+    kind: ClassVar[str]
+    stores: list[LayerStore]
+    shares_prefixes: bool
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """Indices that put decoding rows in the order `run` wants them."""
+        ...
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        """Logits (rows + final chunks, vocabulary), rows first; not evaluated."""
+        ...
+
+    def forget(self, key: int) -> None:
+        """The sequence has ended or is paused; drop what is kept for it besides pages."""
+        ...
+
+    def state(self) -> list[mx.array]:
+        """Arrays that outlive a step and must be evaluated with it."""
+        ...
+
+
+class NotApplicable(Exception):
+    """This way of running cannot serve this model; the message says why."""
+
+
+class RaggedForward:
+    """All tokens of a step in one pass, (tokens, 1)."""
+
+    kind: ClassVar[str] = "ragged"
+    shares_prefixes = True
+
+    def __init__(self, model: nn.Module, page_size: int) -> None:
+        self._model = model
+        self._page_size = page_size
+        self._pass = Pass()
+        self._selection = HiddenSelection(model)
+        self._caches = _paged(make_prompt_cache(model), probe(model), page_size, self._pass)
+        self.stores = [layer.store for layer in _layers(self._caches)]
+        if len(self.stores) < len(self._caches):
+            raise NotApplicable("some layers keep another kind of state than keys and values")
+        route(model)
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        return sorted(range(len(lengths)), key=lengths.__getitem__)
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
+        self._pass.plan = StepPlan(spans, self._page_size)
+        parts = [decode.tokens] if decode else []
+        parts += [mx.array(chunk.tokens, mx.int32) for chunk in chunks]
+        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        rows = list(range(len(decode.keys) if decode else 0))
+        end = len(rows)
+        for chunk in chunks:
+            end += len(chunk.tokens)
+            if chunk.final:
+                rows.append(end - 1)
+        everything = len(rows) == end
+        wanted = None if everything else mx.array(rows or [0], mx.int32)
+        hidden = (lambda h: h) if wanted is None else (lambda h: h[wanted])
+        return self._selection.run(lambda: self._model(tokens[:, None], cache=self._caches), hidden)
+
+    def forget(self, key: int) -> None:
+        pass
+
+    def state(self) -> list[mx.array]:
+        return [array for store in self.stores for array in (store.keys, store.values)]
+
+
+class SeparateForward:
+    """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
+
+    kind: ClassVar[str] = "separate"
+
+    def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
+        self._model = model
+        self._page_size = page_size
+        self._pass = Pass()
+        self._shapes = probe(model)
+        self._reading = reading
+        self._shared = _paged(
+            make_prompt_cache(model), self._shapes, page_size, self._pass, reading
+        )
+        self._selection = HiddenSelection(model)
+        self.stores = [layer.store for layer in _layers(self._shared)]
+        self.shares_prefixes = all(_is_paged(entry) for entry in self._shared)
+        self._own: dict[int, list[Any]] = {}
+        self._batch: list[Any] = []
+        self._rows: list[int] = []
+        route(model)
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """Rows that are in the batch stay where they are; the others follow."""
+        place = {key: i for i, key in enumerate(self._rows)}
+        return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        logits = []
+        if decode:
+            self._arrange(decode.keys)
+            logits.append(self._pass_through(decode.spans, decode.tokens[:, None], self._batch))
+        for chunk in chunks:
+            own = self._own.get(chunk.key)
+            if own is None:
+                own = self._own[chunk.key] = self._fresh()
+            tokens = mx.array([chunk.tokens], mx.int32)
+            out = self._pass_through([chunk.span], tokens, own, chunk=True)
+            if chunk.final:
+                logits.append(out)
+            # Each pass writes to the same pages: evaluated in between, it does so in place.
+            mx.eval(out, self.state(), _arrays(own))
+        return mx.concatenate(logits) if logits else mx.zeros((0, 1))
+
+    def forget(self, key: int) -> None:
+        self._own.pop(key, None)
+        if key in self._rows:
+            keep = [i for i, row in enumerate(self._rows) if row != key]
+            self._rows = [self._rows[i] for i in keep]
+            self._batch = [_filter(entry, keep) for entry in self._batch] if keep else []
+
+    def state(self) -> list[mx.array]:
+        pages = [array for store in self.stores for array in (store.keys, store.values)]
+        return pages + _arrays(self._batch)
+
+    def _fresh(self) -> list[Any]:
+        """A row's own caches, its pages' layers being those that all rows share."""
+        return [
+            _combine(shared, fresh)
+            for shared, fresh in zip(self._shared, make_prompt_cache(self._model), strict=True)
+        ]
+
+    def _arrange(self, keys: list[int]) -> None:
+        """Make the batch hold exactly `keys`, in that order."""
+        gone = [key for key in self._rows if key not in set(keys)]
+        for key in gone:
+            self.forget(key)
+        joining = [key for key in keys if key not in set(self._rows)]
+        if joining:
+            rows = [self._own.pop(key) for key in joining]
+            merged = [_merge(list(entries)) for entries in zip(*rows, strict=True)]
+            self._batch = (
+                [_extend(a, b) for a, b in zip(self._batch, merged, strict=True)]
+                if self._batch
+                else merged
+            )
+            self._rows += joining
+
+    def _pass_through(
+        self, spans: list[Span], tokens: mx.array, caches: list[Any], *, chunk: bool = False
+    ) -> mx.array:
+        self._pass.plan = StepPlan(spans, self._page_size)
+        self._pass.chunk = chunk
+        last = (lambda h: h[:, -1:]) if chunk else (lambda h: h)
+        return self._selection.run(lambda: self._model(tokens, cache=caches), last)
+
+
+class AloneForward:
+    """Each row by itself, over mlx-lm's own caches."""
+
+    kind: ClassVar[str] = "alone"
+    shares_prefixes = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: dict[int, list[Any]] = {}
+        self.stores: list[LayerStore] = []
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        return list(range(len(keys)))
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        logits = []
+        if decode:
+            for i, key in enumerate(decode.keys):
+                logits.append(self._row(key, decode.tokens[i : i + 1][None]))
+        for chunk in chunks:
+            out = self._row(chunk.key, mx.array([chunk.tokens], mx.int32))
+            if chunk.final:
+                logits.append(out)
+        return mx.concatenate(logits) if logits else mx.zeros((0, 1))
+
+    def forget(self, key: int) -> None:
+        self._own.pop(key, None)
+
+    def state(self) -> list[mx.array]:
+        return [array for own in self._own.values() for array in _arrays(own)]
+
+    def _row(self, key: int, tokens: mx.array) -> mx.array:
+        own = self._own.get(key)
+        if own is None:
+            own = self._own[key] = make_prompt_cache(self._model)
+        logits: mx.array = self._model(tokens, cache=own)[:, -1]
+        return logits
+
+
+# ---------------------------------------------------------------------------------------------
+# Choosing
+# ---------------------------------------------------------------------------------------------
+
+
+def choose(model: nn.Module, page_size: int) -> Forward:
+    """The first way of running `model` whose logits are those of its own forward pass."""
+    ways: list[Callable[[], Forward]] = [
+        lambda: RaggedForward(model, page_size),
+        lambda: SeparateForward(model, page_size, Reading.PAGES),
+        lambda: SeparateForward(model, page_size, Reading.GATHERED),
+        lambda: SeparateForward(model, page_size, Reading.GROUPED),
+    ]
+    for way in ways:
+        try:
+            forward = way()
+            disagreement = compare(model, forward, page_size)
+        except (NotApplicable, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            # What an architecture makes of caches it was not written for shows in many ways.
+            log.debug("%s: %s", type(model).__module__, error)
+            continue
+        if disagreement is None:
+            for store in forward.stores:
+                store.resize(0)
+            return forward
+        log.debug("%s forward: %s", forward.kind, disagreement)
+    log.warning(
+        "%s cannot be batched: its requests are served one at a time", type(model).__module__
+    )
+    return AloneForward(model)
+
+
+def compare(model: nn.Module, forward: Forward, page_size: int) -> str | None:
+    """Run two sequences through `forward` with joins, mixed chunks and a leave; None if right.
+
+    The reference is the model itself over each sequence alone, with mlx-lm's caches.
+    """
+    lengths = (page_size + 5, page_size // 2 + 3)
+    texts = [[3 + (7 * i + 13 * j) % 50 for j in range(n + 3)] for i, n in enumerate(lengths)]
+    expected = [_alone(model, text, n) for text, n in zip(texts, lengths, strict=True)]
+    pages = [-(-len(text) // page_size) for text in texts]
+    for store in forward.stores:
+        store.resize(sum(pages))
+    # Interleaved, so that no table is a plain slice; the second one runs backwards.
+    order = list(range(sum(pages)))[::-1]
+    tables = [PageTable(order[: pages[0]]), PageTable(order[pages[0] :])]
+    a, b = lengths
+    got: list[list[mx.array]] = [[], []]
+    half = page_size // 2
+    forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
+    mx.eval(forward.state())
+    first = forward.run(
+        None,
+        [
+            Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
+            Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
+        ],
+    )
+    mx.eval(first, forward.state())
+    for row in (0, 1):
+        got[row].append(first[row])
+    for step in range(3):
+        # The second row leaves before the last step.
+        rows = [0, 1] if step < 2 else [0]
+        keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
+        tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
+        spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
+        logits = forward.run(Decode(keys, spans, tokens), [])
+        mx.eval(logits, forward.state())
+        for i, k in enumerate(keys):
+            got[k].append(logits[i])
+        if step == 1:
+            forward.forget(1)
+    forward.forget(0)
+    return _disagreement(got, expected)
+
+
+def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
+    caches = make_prompt_cache(model)
+    logits = [model(mx.array([text[:prompt]], mx.int32), cache=caches)[0, -1]]
+    for token in text[prompt:]:
+        logits.append(model(mx.array([[token]], mx.int32), cache=caches)[0, -1])
+        mx.eval(logits[-1])
+    return logits
+
+
+def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:
+    errors = []
+    for mine, theirs in zip(got, expected, strict=True):
+        for x, y in zip(mine, theirs, strict=False):
+            wide = y.astype(mx.float32)
+            distance = mx.linalg.norm(x.astype(mx.float32) - wide) / mx.linalg.norm(wide)
+            errors.append(float(distance))
+    worst = max(errors)
+    exact = expected[0][0].dtype == mx.float32
+    # Half precision rounds differently in products of different shapes.
+    allowed = 2e-3 if exact else 5e-2
+    if worst <= allowed:
+        return None
+    return f"its logits differ from the model's own by {worst:.2g} (relative; allowed {allowed})"
+
+
+# ---------------------------------------------------------------------------------------------
+# Caches
+# ---------------------------------------------------------------------------------------------
+
+
+def probe(model: nn.Module) -> list[LayerShape | None]:
+    """The shape of each key-value cache of `model`, in order, found by running two tokens.
+
+    None for caches of any other kind; a `CacheList` counts as its members.
+    """
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2]], mx.int32), cache=caches))
+    return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
+
+
+def _shape(cache: Any) -> LayerShape | None:
+    match cache:
+        case KVCache():
+            window = None
+        case RotatingKVCache(keep=0):
+            window = cache.max_size
+        case ArraysCache():
+            return None
+        case _:
+            raise NotApplicable(f"a cache of type {type(cache).__name__} cannot be batched")
+    if cache.keys is None:
+        raise NotApplicable("a layer does not use its cache")
+    _, heads, _, key_dim = cache.keys.shape
+    return LayerShape(heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window)
+
+
+def _paged(
+    caches: Sequence[Any],
+    shapes: Sequence[LayerShape | None],
+    page_size: int,
+    current: Pass,
+    reading: Reading = Reading.PAGES,
+) -> list[Any]:
+    """`caches` with pages in place of keys and values."""
+    remaining = iter(shapes)
+
+    def replace(entry: Any) -> Any:
+        if isinstance(entry, CacheList):
+            return CacheList(*(replace(member) for member in entry.caches))
+        shape = next(remaining)
+        if shape is None:
+            return entry
+        return PagedLayer(LayerStore(shape, page_size), reading, current)
+
+    return [replace(entry) for entry in caches]
+
+
+def _leaves(entry: Any) -> Iterable[Any]:
+    if isinstance(entry, CacheList):
+        for member in entry.caches:
+            yield from _leaves(member)
+    else:
+        yield entry
+
+
+def _layers(caches: Sequence[Any]) -> list[PagedLayer]:
+    return [leaf for e in caches for leaf in _leaves(e) if isinstance(leaf, PagedLayer)]
+
+
+def _is_paged(entry: Any) -> bool:
+    return all(isinstance(leaf, PagedLayer) for leaf in _leaves(entry))
+
+
+def _combine(shared: Any, fresh: Any) -> Any:
+    """`fresh` with the pages of `shared` in place of keys and values."""
+    if isinstance(shared, CacheList):
+        return CacheList(*map(_combine, shared.caches, fresh.caches))
+    return shared if isinstance(shared, PagedLayer) else fresh
+
+
+def _merge(entries: list[Any]) -> Any:
+    first = entries[0]
+    if isinstance(first, CacheList):
+        return CacheList(*(_merge(list(m)) for m in zip(*(e.caches for e in entries), strict=True)))
+    return first if isinstance(first, PagedLayer) else type(first).merge(entries)
+
+
+def _extend(batch: Any, more: Any) -> Any:
+    if isinstance(batch, CacheList):
+        return CacheList(*map(_extend, batch.caches, more.caches))
+    if not isinstance(batch, PagedLayer):
+        batch.extend(more)
+    return batch
+
+
+def _filter(batch: Any, keep: list[int]) -> Any:
+    for leaf in _leaves(batch):
+        if not isinstance(leaf, PagedLayer):
+            leaf.filter(keep)
+    return batch
+
+
+def _arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """The arrays that the caches which are not pages hold."""
+    found: list[mx.array] = []
+    for leaf in (leaf for entry in caches for leaf in _leaves(entry)):
+        if isinstance(leaf, ArraysCache):
+            found += [array for array in leaf.cache if array is not None]
+        elif not isinstance(leaf, PagedLayer) and not leaf.empty():
+            found += [leaf.keys, leaf.values]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Logits only where they are wanted
+# ---------------------------------------------------------------------------------------------
+
+
+class HiddenSelection:
+    """Lets the output projection see only the tokens whose logits are wanted.
+
+    mlx-lm's models are a body that gives hidden states and a head that gives logits, with no seam
+    between them, and a vocabulary of 128 000 costs more than a layer. This gives the body's class
+    a subclass that selects what the head gets to see. Models without a recognisable body compute
+    all logits, and the selection is made afterwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._select: Callable[[mx.array], mx.array] | None = None
+        self._inside = False
+        body = _body(model)
+        if body is not None:
+            self._inside = True
+            self._install(body)
+
+    def run(
+        self, forward: Callable[[], mx.array], select: Callable[[mx.array], mx.array]
+    ) -> mx.array:
+        """`forward()`'s logits (rows, vocabulary) where `select` picks of (batch, tokens, …)."""
+        self._select = select
+        logits = forward()
+        if not self._inside:
+            logits = select(logits)
+        return logits[:, -1] if logits.shape[1] == 1 else logits.reshape(-1, logits.shape[-1])
+
+    def _install(self, body: nn.Module) -> None:
+        base = type(body)
+        origin = getattr(base, "selects_from", base)
+        selection = self
+
+        class Selecting(origin):  # type: ignore[misc, valid-type]
+            selects_from = origin
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                out = super().__call__(*args, **kwargs)
+                chosen, selection._select = selection._select, None
+                return out if chosen is None else chosen(out)
+
+        Selecting.__module__ = origin.__module__
+        body.__class__ = Selecting
+
+
+def _body(model: nn.Module) -> nn.Module | None:
+    """The module under the head: what every family calls `model`, `transformer` or `backbone`."""
+    while "language_model" in model.children():
+        model = model["language_model"]
+    for name in ("model", "transformer", "backbone"):
+        if name in model.children():
+            body: nn.Module = model[name]
+            return body
+    return None

@@ -1,0 +1,379 @@
+"""Attention over pages: what a step reads, the portable implementation, and the way in.
+
+mlx-lm's modules call `cache.update_and_fetch(keys, values)` and then their module's
+`scaled_dot_product_attention(..., cache=cache, ...)`. `PagedLayer` is that cache: it writes the
+step's keys and values into pages, and `route` makes the module's attention function ask the cache
+to attend whenever the cache is one of ours. Modules that compute attention by themselves get the
+pages gathered into the padded arrays they expect (`Reading.GATHERED`).
+
+A step is ragged: every new token is a row of its own, (tokens, 1), whether it is the next token
+of a running row or one of many of a prompt's chunk, so projections run as one product and nothing
+is padded. `StepPlan` says which tokens belong together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+
+# A row at least this long, whose pages are neighbours, is read in place; shorter ones are
+# gathered together, since one larger product beats many small ones.
+SLICE_TOKENS = 192
+# Rows of a gathered group differ in pages by at most this factor: what padding can cost.
+GROUP_SPREAD = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of one sequence that a step computes.
+
+    table: the sequence's pages. length: tokens visible at its end, the step's own included.
+    queries: how many of those are the step's own.
+    """
+
+    table: PageTable
+    length: int
+    queries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Stands for a mask: each token sees only the last `size` tokens, itself included."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Spans attended in one call: rows `start` to `start + rows * queries` of the step.
+
+    source: slot range of a single span, or the page table (rows, n) to gather.
+    mask: None, "causal", or bool, broadcastable to (rows, heads, queries, keys).
+    """
+
+    start: int
+    rows: int
+    queries: int
+    source: tuple[int, int] | mx.array
+    mask: mx.array | str | None
+
+    def read(self, store: LayerStore) -> tuple[mx.array, mx.array]:
+        if isinstance(self.source, tuple):
+            return store.slice(*self.source)
+        return store.gather(self.source)
+
+
+class StepPlan:
+    """Everything the layers of one forward pass need to know.
+
+    Args:
+        spans: in the order of the step's tokens. Decoding spans (one query) are best ordered by
+            `decode_order`, so that those of similar length are neighbours.
+        page_size: tokens a page.
+
+    Attributes:
+        positions: (tokens,) int32, each token's place in its sequence.
+        slots: (tokens,) int32 slot each token's keys and values are written to, or a slice.
+    """
+
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+        self.spans = spans
+        self.page_size = page_size
+        places = np.concatenate([np.arange(s.length - s.queries, s.length) for s in spans])
+        pages = np.concatenate(
+            [
+                s.table.pages[place // page_size]
+                for s, place in zip(spans, _split(places, spans), strict=True)
+            ]
+        )
+        slots = pages * page_size + places % page_size
+        self.positions = mx.array(places.astype(np.int32))
+        first = int(slots[0])
+        neighbours = bool((np.diff(slots) == 1).all())
+        self.slots: mx.array | slice = (
+            slice(first, first + len(slots)) if neighbours else mx.array(slots.astype(np.int32))
+        )
+        self._groups: dict[int | None, list[Group]] = {}
+        self._table: mx.array | None = None
+
+    @property
+    def first_position(self) -> int:
+        """Where a lone span begins; what modules that want one offset for a chunk are given."""
+        return self.spans[0].length - self.spans[0].queries
+
+    def groups(self, window: int | None) -> list[Group]:
+        """How to read the pages, for layers that see `window` tokens back (None: all)."""
+        if window not in self._groups:
+            self._groups[window] = list(self._make_groups(window))
+        return self._groups[window]
+
+    def _make_groups(self, window: int | None) -> list[Group]:
+        groups: list[Group] = []
+        start, i = 0, 0
+        while i < len(self.spans):
+            span = self.spans[i]
+            taken = [span] if span.queries > 1 else self._alike(i)
+            if len(taken) == 1:
+                groups.append(self._single(span, start, window))
+            else:
+                groups.append(self._gathered(taken, start, window))
+            start += len(taken) * span.queries
+            i += len(taken)
+        return groups
+
+    def _alike(self, i: int) -> list[Span]:
+        """The decoding spans from `i` on that may be padded to one another."""
+        first = self.spans[i]
+        if first.length >= SLICE_TOKENS and first.table.neighbours:
+            return [first]
+        most = len(first.table) * GROUP_SPREAD + 2
+        least = len(first.table) / GROUP_SPREAD - 2
+        j = i + 1
+        while j < len(self.spans):
+            span = self.spans[j]
+            if span.queries > 1 or not least <= len(span.table) <= most:
+                break
+            if span.length >= SLICE_TOKENS and span.table.neighbours:
+                break
+            j += 1
+        return list(self.spans[i:j])
+
+    def _single(self, span: Span, start: int, window: int | None) -> Group:
+        seen_from = 0 if window is None else max(0, span.length - span.queries - window + 1)
+        from_page = seen_from // self.page_size
+        base = from_page * self.page_size
+        pages = span.table.pages[from_page : -(-span.length // self.page_size)]
+        source: tuple[int, int] | mx.array
+        if span.table.neighbours:
+            first = int(pages[0]) * self.page_size
+            source, base = (first + seen_from - base, first + span.length - base), seen_from
+        else:
+            source = mx.array(pages[None])
+        keys = source[1] - source[0] if isinstance(source, tuple) else len(pages) * self.page_size
+        return Group(start, 1, span.queries, source, _mask(span, base, keys, window))
+
+    def _gathered(self, spans: list[Span], start: int, window: int | None) -> Group:
+        size = self.page_size
+        if window is None:
+            froms = [0] * len(spans)
+        else:
+            froms = [max(0, s.length - window) // size for s in spans]
+        pages = max(-(-s.length // size) - f for s, f in zip(spans, froms, strict=True))
+        table = np.zeros((len(spans), pages), np.int32)
+        for row, (span, first) in enumerate(zip(spans, froms, strict=True)):
+            used = span.table.pages[first : -(-span.length // size)]
+            table[row, : len(used)] = used
+        base = np.asarray(froms, np.int32) * size
+        last = np.asarray([s.length for s in spans], np.int32) - base
+        places = np.arange(pages * size, dtype=np.int32)
+        visible = places < last[:, None]
+        if window is not None:
+            visible &= places >= (last - window)[:, None]
+        mask = None if visible.all() else mx.array(visible[:, None, None])
+        return Group(start, len(spans), 1, mx.array(table), mask)
+
+    # -- for modules that attend by themselves ------------------------------------------------
+
+    def table(self) -> mx.array:
+        """(rows, n) int32 page table of all spans, padded to the longest."""
+        if self._table is None:
+            longest = max(-(-s.length // self.page_size) for s in self.spans)
+            table = np.zeros((len(self.spans), longest), np.int32)
+            for row, span in enumerate(self.spans):
+                used = span.table.pages[: -(-span.length // self.page_size)]
+                table[row, : len(used)] = used
+            self._table = mx.array(table)
+        return self._table
+
+    def dense_mask(self, window: int | None) -> mx.array:
+        """Bool (rows, 1, queries, keys) over the gathered table: what each token may see."""
+        keys = self.table().shape[1] * self.page_size
+        queries = self.spans[0].queries
+        ends = mx.array([s.length for s in self.spans], mx.int32)[:, None, None, None]
+        here = ends - queries + mx.arange(queries)[:, None]
+        places = mx.arange(keys)
+        visible = places <= here
+        if window is not None:
+            visible = visible & (places > here - window)
+        return visible
+
+
+class Reading(Enum):
+    """How a module gets at its keys and values.
+
+    PAGES: it attends through mlx-lm's function, which reads pages. GATHERED: it is given padded
+    arrays and a mask (rows, 1, queries, keys). GROUPED: the same, with a mask for scores that have
+    an axis of query groups (rows, 1, 1, queries, keys), as Gemma 2's have.
+    """
+
+    PAGES = "pages"
+    GATHERED = "gathered"
+    GROUPED = "grouped"
+
+
+@dataclass(slots=True)
+class Pass:
+    """The forward pass under way, seen by all layers.
+
+    `chunk` says that it is one sequence's chunk, (1, tokens), instead of ragged, (tokens, 1).
+    """
+
+    plan: StepPlan | None = None
+    chunk: bool = False
+
+
+class PagedLayer:
+    """One layer's cache with mlx-lm's interface, over pages."""
+
+    def __init__(self, store: LayerStore, reading: Reading, current: Pass) -> None:
+        self.store = store
+        self.reading = reading
+        self._pass = current
+
+    @property
+    def plan(self) -> StepPlan:
+        assert self._pass.plan is not None
+        return self._pass.plan
+
+    @property
+    def chunk(self) -> bool:
+        return self._pass.chunk
+
+    @property
+    def offset(self) -> mx.array | int:
+        return self.plan.first_position if self.chunk else self.plan.positions
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | Window | None:
+        window = self.store.shape.window if window_size is None else window_size
+        match self.reading:
+            case Reading.PAGES:
+                return None if window is None else Window(window)
+            case Reading.GATHERED:
+                return self.plan.dense_mask(window)
+            case Reading.GROUPED:
+                return self.plan.dense_mask(window)[:, None]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
+        if self.chunk:
+            self.store.write(keys[0], values[0], self.plan.slots)
+        else:
+            self.store.write(
+                keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), self.plan.slots
+            )
+        if self.reading is Reading.PAGES:
+            return keys, values
+        return self.store.gather(self.plan.table())
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention of the step's queries over their own sequences' pages.
+
+        Args:
+            queries: (tokens, heads, 1, dim), or (1, heads, tokens, dim) for a chunk.
+            sinks: (heads,) logits that join each softmax (gpt-oss), or None.
+
+        Returns:
+            An array of the queries' shape, with the values' dim.
+        """
+        window = self.store.shape.window if mask is None else mask.size
+        groups = self.plan.groups(window)
+        if self.chunk:
+            keys, values = groups[0].read(self.store)
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=groups[0].mask, sinks=sinks
+            )
+        parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _attend_group(
+    queries: mx.array, group: Group, store: LayerStore, scale: float, sinks: mx.array | None
+) -> mx.array:
+    keys, values = group.read(store)
+    own = queries[group.start : group.start + group.rows * group.queries]
+    if group.queries > 1:
+        own = own.transpose(2, 1, 0, 3)
+        out = mx.fast.scaled_dot_product_attention(
+            own, keys, values, scale=scale, mask=group.mask, sinks=sinks
+        )
+        return out.transpose(2, 1, 0, 3)
+    if sinks is not None:
+        return mx.fast.scaled_dot_product_attention(
+            own, keys, values, scale=scale, mask=group.mask, sinks=sinks
+        )
+    # The query heads that share a key head are its queries: one product instead of several.
+    rows, heads, _, dim = own.shape
+    shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
+    out = mx.fast.scaled_dot_product_attention(shared, keys, values, scale=scale, mask=group.mask)
+    return out.reshape(rows, heads, 1, out.shape[-1])
+
+
+def route(model: nn.Module) -> None:
+    """Make the attention function of `model`'s modules honour `PagedLayer`.
+
+    This is the one place where mlx-lm is patched: each module of `mlx_lm.models` that this model
+    is built from and that imported `scaled_dot_product_attention` from `base` gets it wrapped.
+    Caches of any other type are served by the original, so other models are not affected.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        namespace = vars(sys.modules[name])
+        original = namespace.get("scaled_dot_product_attention")
+        if original is not None and not isinstance(original, _Routed):
+            namespace["scaled_dot_product_attention"] = _Routed(original)
+
+
+class _Routed:
+    """mlx-lm's attention function, unless the cache is ours and reads pages."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(  # noqa: PLR0917 mlx-lm's signature
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> Any:
+        if isinstance(cache, PagedLayer) and cache.reading is Reading.PAGES:
+            if mask is not None and not isinstance(mask, Window):
+                raise TypeError("this module brings a mask of its own; pages cannot honour it")
+            return cache.attend(queries, scale, mask, sinks)
+        return self._original(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+        )
+
+
+def _split(places: np.ndarray[Any, Any], spans: Sequence[Span]) -> list[np.ndarray[Any, Any]]:
+    return np.split(places, np.cumsum([s.queries for s in spans])[:-1])
+
+
+def _mask(span: Span, base: int, keys: int, window: int | None) -> mx.array | str | None:
+    """What a single span's queries may see of `keys` keys that begin at position `base`."""
+    exact = base + keys == span.length
+    narrow = window is not None and span.length - base > window
+    if exact and not narrow:
+        return None if span.queries == 1 else "causal"
+    here = np.arange(span.length - span.queries, span.length)[:, None]
+    places = base + np.arange(keys)
+    visible = places <= here
+    if window is not None:
+        visible &= places > here - window
+    return mx.array(visible)

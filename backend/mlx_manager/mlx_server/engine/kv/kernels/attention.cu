@@ -1,0 +1,501 @@
+// Decode attention over pages for NVIDIA GPUs of compute capability 8.0 and later.
+//
+// One thread block takes one work item (a run of 16-token tiles of one query's context) for one
+// block of query heads that share a key/value head. Each warp walks its own tiles through a ring
+// of shared-memory stages filled by cp.async, so no block-wide barrier is met before the merge.
+// Scores are computed transposed, tokens x heads, on the tensor cores: tokens fill the 16 rows of
+// an mma and the heads of the group its 8 columns, so a group of 1 to 8 heads costs the same. The
+// tile after softmax is turned with movmatrix into the second operand of values^T x weights.
+// Softmax runs online in base 2 with float32 sums. The last block of a split query merges the
+// partial results, so nothing is launched after it.
+
+#ifndef PAGED_EMULATED
+namespace paged {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, of which those beyond `bytes` are written as zeros and not read.
+__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes));
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ unsigned transpose_matrix(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1, const __nv_bfloat16*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1, const __half*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high, const __nv_bfloat16*) {
+  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&x);
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high, const __half*) {
+  __half2 x = __floats2half2_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&x);
+}
+
+__device__ __forceinline__ float2 unpack(unsigned x, const __nv_bfloat16*) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&x));
+}
+
+__device__ __forceinline__ float2 unpack(unsigned x, const __half*) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float shuffle_xor(float x, int lanes) {
+  return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
+
+__device__ __forceinline__ int shuffle(int x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
+__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
+// Reads past the first-level cache, where another block's results can't be seen.
+__device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
+__device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
+
+}  // namespace paged
+#endif
+
+namespace paged {
+
+constexpr int kTile = 16;
+constexpr int kMaxSplits = 64;
+constexpr float kLog2e = 1.4426950408889634f;
+// Stands for minus infinity where a difference of two of them must be 0 and not NaN.
+constexpr float kLowest = -1e30f;
+
+__host__ __device__ constexpr int heads_per_block(int group) { return group < 16 ? group : 16; }
+
+// Elements from one token to the next in shared memory: an odd number of 16-byte pieces, so that
+// the 8 rows that ldmatrix reads at once fall into different banks.
+__host__ __device__ constexpr int shared_stride(int head_dim) { return (head_dim / 8 | 1) * 8; }
+
+// The value at `x` after softmax's denominator takes in the head's sink.
+struct Denominator {
+  float scale;
+  __device__ Denominator(float maximum, float sum, bool has_sink, float sink) {
+    float factor = 1.f;
+    if (has_sink) {
+      float top = fmaxf(maximum, sink * kLog2e);
+      factor = power_of_two(maximum - top);
+      sum = sum * factor + power_of_two(sink * kLog2e - top);
+    }
+    scale = sum > 0.f ? factor / sum : 0.f;
+  }
+};
+
+template <typename T, int D, int GROUP, int PAGE, int WARPS, int STAGES, int WINDOW, bool CAP,
+          bool SINKS>
+struct Attend {
+  static constexpr int HEADS = heads_per_block(GROUP);
+  static constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
+  static constexpr int COLUMNS = (HEADS + 7) / 8;
+  static constexpr int STRIDE = shared_stride(D);
+  static constexpr int PIECES = kTile * D / 8 / 32;
+  static constexpr int STEPS = D / 16;
+  static constexpr int MERGE_STRIDE = D + 4;
+
+  static_assert(D % 16 == 0 && PAGE % kTile == 0, "head size and page size in tiles of 16");
+
+  const T* k_head;
+  const T* v_head;
+  const int* pages_of_row;
+  int first_tile, count, begin, end;
+  int warp, lane;
+  T* stages;
+  int page_of_lane;
+
+  float output[STEPS][COLUMNS][4];
+  float maximum[COLUMNS][2];
+  float sum[COLUMNS][2];
+
+  __device__ __forceinline__ int tile(int i) const { return first_tile + warp + i * WARPS; }
+
+  __device__ __forceinline__ void fetch(int i) {
+    if (i < count) {
+      if (i % 32 == 0) {
+        int mine = i + lane < count ? i + lane : i;
+        page_of_lane = pages_of_row[tile(mine) * kTile / PAGE];
+      }
+      long page = shuffle(page_of_lane, i % 32);
+      int start = tile(i) * kTile;
+      long offset = (page * PAGE + start % PAGE) * D;
+      T* k_stage = stages + (i % STAGES) * 2 * kTile * STRIDE;
+      T* v_stage = k_stage + kTile * STRIDE;
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        int piece = j * 32 + lane;
+        int token = piece / (D / 8);
+        int to = token * STRIDE + piece % (D / 8) * 8;
+        int bytes = start + token >= begin && start + token < end ? 16 : 0;
+        copy_async(k_stage + to, k_head + offset + piece * 8, bytes);
+        copy_async(v_stage + to, v_head + offset + piece * 8, bytes);
+      }
+    }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void scores(const T* k_stage, const unsigned (&query)[STEPS][COLUMNS][2],
+                                         float (&s)[COLUMNS][4]) const {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[n][e] = 0.f;
+    const T* row = k_stage + (lane % 16) * STRIDE + lane / 16 * 8;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      unsigned a[4];
+      load_matrices(a, row + step * 16);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+        multiply(s[n], a, query[step][n][0], query[step][n][1], static_cast<const T*>(nullptr));
+    }
+  }
+
+  __device__ __forceinline__ void mask(int start, float scale, float cap,
+                                       float (&s)[COLUMNS][4]) const {
+    bool whole = start >= begin && start + kTile <= end;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float x = s[n][e] * scale;
+        if constexpr (CAP) x = cap * tanhf(x / cap);
+        int token = start + lane / 4 + (e / 2) * 8;
+        s[n][e] = whole || (token >= begin && token < end) ? x * kLog2e : -INFINITY;
+      }
+  }
+
+  __device__ __forceinline__ void rescale(const float (&s)[COLUMNS][4]) {
+    bool grew = false;
+    float top[COLUMNS][2];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float x = fmaxf(s[n][e], s[n][e + 2]);
+        x = fmaxf(x, shuffle_xor(x, 4));
+        x = fmaxf(x, shuffle_xor(x, 8));
+        x = fmaxf(x, shuffle_xor(x, 16));
+        top[n][e] = x;
+        grew = grew || x > maximum[n][e];
+      }
+    if (!any_lane(grew)) return;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float higher = fmaxf(maximum[n][e], top[n][e]);
+        float factor = power_of_two(maximum[n][e] - higher);
+        maximum[n][e] = higher;
+        sum[n][e] *= factor;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+          output[step][n][e] *= factor;
+          output[step][n][e + 2] *= factor;
+        }
+      }
+  }
+
+  __device__ __forceinline__ void take(const T* v_stage, float (&s)[COLUMNS][4]) {
+    unsigned weights[COLUMNS][2];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s[n][e] = power_of_two(s[n][e] - maximum[n][e % 2]);
+        sum[n][e % 2] += s[n][e];
+      }
+      weights[n][0] = transpose_matrix(pack(s[n][0], s[n][1], static_cast<const T*>(nullptr)));
+      weights[n][1] = transpose_matrix(pack(s[n][2], s[n][3], static_cast<const T*>(nullptr)));
+    }
+    const T* row = v_stage + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      unsigned a[4];
+      load_matrices_transposed(a, row + step * 16);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+        multiply(output[step][n], a, weights[n][0], weights[n][1], static_cast<const T*>(nullptr));
+    }
+  }
+
+  // Loads the queries as the second operand of the scores' products; heads past the group are 0.
+  __device__ __forceinline__ void load_queries(const T* q, int heads,
+                                               unsigned (&query)[STEPS][COLUMNS][2]) const {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      int head = n * 8 + lane / 4;
+      const unsigned* from = reinterpret_cast<const unsigned*>(q + (long)head * D) + lane % 4;
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        query[step][n][0] = head < heads ? from[step * 8] : 0u;
+        query[step][n][1] = head < heads ? from[step * 8 + 4] : 0u;
+      }
+    }
+  }
+
+  // Leaves each warp's unnormalised output, maximum and sum in shared memory.
+  __device__ __forceinline__ void publish(float* merged, float* figures) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        int head = n * 8 + lane % 4 * 2 + e;
+        float total = sum[n][e];
+        total += shuffle_xor(total, 4);
+        total += shuffle_xor(total, 8);
+        total += shuffle_xor(total, 16);
+        if (head >= HEADS) continue;
+        float* to = merged + (warp * HEADS + head) * MERGE_STRIDE + lane / 4;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+          to[step * 16] = output[step][n][e];
+          to[step * 16 + 8] = output[step][n][e + 2];
+        }
+        if (lane < 4) {
+          figures[(warp * HEADS + head) * 2] = maximum[n][e];
+          figures[(warp * HEADS + head) * 2 + 1] = total;
+        }
+      }
+  }
+
+  __device__ void run(const T* q, const T* k_pool, const T* v_pool, const int* table,
+                      const int* lengths, const int* items, const float* sinks,
+                      const int* arrivals, T* out, float* partial, float* partial_figures,
+                      long slots, int table_width, float scale, float cap) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int kv_head = blockIdx.x / BLOCKS;
+    const int head0 = blockIdx.x % BLOCKS * HEADS;
+    const int heads = GROUP - head0 < HEADS ? GROUP - head0 : HEADS;
+    const int* item = items + blockIdx.y * 8;
+    const int q_row = item[0], table_row = item[1], last_tile = item[3];
+    const int split = item[4], splits = item[5];
+    if (q_row < 0) return;
+    const int q_heads = gridDim.x / BLOCKS * GROUP;
+    const long q_head = (long)q_row * q_heads + kv_head * GROUP + head0;
+
+    warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+    first_tile = item[2];
+    count = (last_tile - first_tile - warp + WARPS - 1) / WARPS;
+    const int length = lengths[q_row];
+    begin = WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
+    end = length;
+    k_head = k_pool + kv_head * slots * D;
+    v_head = v_pool + kv_head * slots * D;
+    pages_of_row = table + (long)table_row * table_width;
+    stages = reinterpret_cast<T*>(shared) + warp * STAGES * 2 * kTile * STRIDE;
+
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) fetch(i);
+    unsigned query[STEPS][COLUMNS][2];
+    load_queries(q + q_head * D, heads, query);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        maximum[n][e] = kLowest;
+        sum[n][e] = 0.f;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) output[step][n][e] = output[step][n][e + 2] = 0.f;
+      }
+
+    for (int i = 0; i < count; i++) {
+      wait_copies<STAGES - 2>();
+      __syncwarp();
+      fetch(i + STAGES - 1);
+      const T* k_stage = stages + (i % STAGES) * 2 * kTile * STRIDE;
+      float s[COLUMNS][4];
+      scores(k_stage, query, s);
+      mask(tile(i) * kTile, scale, cap, s);
+      rescale(s);
+      take(k_stage + kTile * STRIDE, s);
+      __syncwarp();
+    }
+    wait_copies<0>();
+    __syncthreads();
+
+    float* merged = reinterpret_cast<float*>(shared);
+    float* figures = merged + WARPS * HEADS * MERGE_STRIDE;
+    publish(merged, figures);
+    __syncthreads();
+
+    const long place = ((long)(item[6] + split) * gridDim.x + blockIdx.x) * HEADS;
+    for (int x = threadIdx.x; x < heads * (D / 2); x += WARPS * 32) {
+      int head = x / (D / 2), d = x % (D / 2) * 2;
+      float top = kLowest, total = 0.f, low = 0.f, high = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) top = fmaxf(top, figures[(w * HEADS + head) * 2]);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        float factor = power_of_two(figures[(w * HEADS + head) * 2] - top);
+        total += factor * figures[(w * HEADS + head) * 2 + 1];
+        low += factor * merged[(w * HEADS + head) * MERGE_STRIDE + d];
+        high += factor * merged[(w * HEADS + head) * MERGE_STRIDE + d + 1];
+      }
+      if (splits == 1) {
+        float sink = SINKS ? sinks[kv_head * GROUP + head0 + head] : 0.f;
+        float by = Denominator(top, total, SINKS, sink).scale;
+        reinterpret_cast<unsigned*>(out + (q_head + head) * D)[d / 2] =
+            pack(low * by, high * by, static_cast<const T*>(nullptr));
+      } else {
+        partial[(place + head) * D + d] = low;
+        partial[(place + head) * D + d + 1] = high;
+        if (d == 0) {
+          partial_figures[(place + head) * 2] = top;
+          partial_figures[(place + head) * 2 + 1] = total;
+        }
+      }
+    }
+    if (splits > 1)
+      finish(q_row, q_head, kv_head * GROUP + head0, heads, item[6], splits, sinks,
+             const_cast<int*>(arrivals), out, partial, partial_figures,
+             reinterpret_cast<float*>(shared));
+  }
+
+  // The block that arrives last merges the splits. It sets the counter back to 0 for the next
+  // launch, so that the counters are cleared once in the life of the process.
+  __device__ void finish(int q_row, long q_head, int sink0, int heads, int base, int splits,
+                         const float* sinks, int* arrivals, T* out, const float* partial,
+                         const float* partial_figures, float* shared) {
+    __shared__ int last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int* mine = arrivals + (long)q_row * gridDim.x + blockIdx.x;
+      last = atomicAdd(mine, 1) == splits - 1;
+      if (last) *mine = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+
+    float* weights = shared;
+    for (int head = warp; head < heads; head += WARPS) {
+      float tops[kMaxSplits / 32], sums[kMaxSplits / 32], top = kLowest, total = 0.f;
+#pragma unroll
+      for (int j = 0; j < kMaxSplits / 32; j++) {
+        int s = j * 32 + lane;
+        float2 figure = make_float2(kLowest, 0.f);
+        if (s < splits) {
+          long at = ((long)(base + s) * gridDim.x + blockIdx.x) * HEADS + head;
+          figure = read_shared_result(reinterpret_cast<const float2*>(partial_figures) + at);
+        }
+        tops[j] = figure.x;
+        sums[j] = figure.y;
+        top = fmaxf(top, figure.x);
+      }
+#pragma unroll
+      for (int o = 16; o; o /= 2) top = fmaxf(top, shuffle_xor(top, o));
+#pragma unroll
+      for (int j = 0; j < kMaxSplits / 32; j++) {
+        tops[j] = power_of_two(tops[j] - top);
+        total += sums[j] * tops[j];
+      }
+#pragma unroll
+      for (int o = 16; o; o /= 2) total += shuffle_xor(total, o);
+      float by = Denominator(top, total, SINKS, SINKS ? sinks[sink0 + head] : 0.f).scale;
+#pragma unroll
+      for (int j = 0; j < kMaxSplits / 32; j++)
+        if (j * 32 + lane < splits) weights[head * kMaxSplits + j * 32 + lane] = tops[j] * by;
+    }
+    __syncthreads();
+    const float4* from = reinterpret_cast<const float4*>(partial);
+    for (int x = threadIdx.x; x < heads * (D / 4); x += WARPS * 32) {
+      int head = x / (D / 4);
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+      for (int s = 0; s < splits; s++) {
+        long at = ((long)(base + s) * gridDim.x + blockIdx.x) * HEADS + head;
+        float4 value = read_shared_result(from + at * (D / 4) + x % (D / 4));
+        float weight = weights[head * kMaxSplits + s];
+        total.x += weight * value.x;
+        total.y += weight * value.y;
+        total.z += weight * value.z;
+        total.w += weight * value.w;
+      }
+      unsigned* to = reinterpret_cast<unsigned*>(out + (q_head + head) * D) + x % (D / 4) * 2;
+      to[0] = pack(total.x, total.y, static_cast<const T*>(nullptr));
+      to[1] = pack(total.z, total.w, static_cast<const T*>(nullptr));
+    }
+  }
+};
+
+// Writes one token of one head, 8 elements a thread. A slot below 0 is skipped.
+template <typename T, int D, typename Strides>
+__device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, const T* k,
+                                            const T* v, const int* slot_of_token, T*,
+                                            long pool_slots, int heads, int tokens,
+                                            const Strides& k_strides, const Strides& v_strides) {
+  const int piece = blockIdx.x * blockDim.x + threadIdx.x;
+  const int head = piece / (D / 8), d = piece % (D / 8) * 8;
+  if (head >= heads) return;
+  const int row = blockIdx.y / tokens, token = blockIdx.y % tokens;
+  const long slot = slot_of_token[blockIdx.y];
+  if (slot < 0) return;
+  const long to = (head * pool_slots + slot) * D + d;
+  const T* k_from = k + row * k_strides[0] + head * k_strides[1] + token * k_strides[2];
+  const T* v_from = v + row * v_strides[0] + head * v_strides[1] + token * v_strides[2];
+  T* k_to = const_cast<T*>(k_pool) + to;
+  T* v_to = const_cast<T*>(v_pool) + to;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    k_to[i] = k_from[(d + i) * k_strides[3]];
+    v_to[i] = v_from[(d + i) * v_strides[3]];
+  }
+}
+
+}  // namespace paged

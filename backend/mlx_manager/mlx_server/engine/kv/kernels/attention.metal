@@ -1,0 +1,193 @@
+// Decode attention over pages for Apple GPUs: the twin of attention.cu, item for item.
+//
+// One threadgroup takes one work item (a run of 16-token tiles of one query's context) for one
+// block of at most 4 query heads that share a key/value head, so that a token's key and value are
+// read once for all of them. A simdgroup takes a tile; `lanes_per_token` lanes hold one token's
+// elements, and 32 / lanes_per_token tokens are in hand at once. Softmax runs online in base 2
+// with float32 sums, separately for each set of lanes; the sets are merged in threadgroup memory.
+// Splits of a query are merged by `merge_splits`, a second launch: Metal has no way to publish
+// results to another threadgroup of the same launch before version 3.2.
+//
+// Arrays of fewer than 8 elements reach a kernel in the constant address space and others in the
+// device space, so pointers to small arrays are template parameters.
+
+namespace paged {
+
+constant constexpr int kTile = 16;
+constant constexpr int kUnroll = 4;
+constant constexpr float kLog2e = 1.4426950408889634f;
+// Stands for minus infinity where a difference of two of them must be 0 and not NaN.
+constant constexpr float kLowest = -1e30f;
+
+constexpr int heads_per_block(int group) { return group < 4 ? group : 4; }
+constexpr int lanes_per_token(int head_dim) {
+  return head_dim == 64 ? 8 : head_dim == 256 ? 32 : 16;
+}
+
+// What the unnormalised output is multiplied with, once the denominator takes in the head's sink.
+inline float normaliser(float maximum, float sum, bool has_sink, float sink) {
+  float factor = 1.0f;
+  if (has_sink) {
+    float top = metal::max(maximum, sink * kLog2e);
+    factor = metal::exp2(maximum - top);
+    sum = sum * factor + metal::exp2(sink * kLog2e - top);
+  }
+  return sum > 0.0f ? factor / sum : 0.0f;
+}
+
+template <typename T, int D, int GROUP, int PAGE, int SIMDGROUPS, int WINDOW, bool CAP, bool SINKS,
+          bool SPLIT, typename Table, typename Lengths, typename Sinks>
+inline void attend(const device T* q, const device T* k_pool, const device T* v_pool, Table table,
+                   Lengths lengths, const device int* items, Sinks sinks, device T* out,
+                   device float* partial, device float* partial_figures, threadgroup float* merged,
+                   threadgroup float* figures, long slots, int table_width, float scale, float cap,
+                   uint3 group, uint3 groups, int thread_index, int simdgroup, int lane) {
+  constexpr int HEADS = heads_per_block(GROUP);
+  constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
+  constexpr int LANES = lanes_per_token(D);
+  constexpr int DIMS = D / LANES;
+  constexpr int TOKENS = 32 / LANES;
+  constexpr int SETS = SIMDGROUPS * TOKENS;
+
+  const int kv_head = int(group.x) / BLOCKS;
+  const int head0 = int(group.x) % BLOCKS * HEADS;
+  const int heads = metal::min(HEADS, GROUP - head0);
+  const device int* item = items + group.y * 8;
+  const int q_row = item[0], table_row = item[1];
+  const int first_tile = item[2], last_tile = item[3], split = item[4], base = item[6];
+  if (q_row < 0) return;
+  const int q_heads = int(groups.x) / BLOCKS * GROUP;
+  const long q_head = long(q_row) * q_heads + kv_head * GROUP + head0;
+  const int length = lengths[q_row];
+  const int begin = WINDOW > 0 ? metal::max(0, length - WINDOW) : 0;
+  const int set = simdgroup * TOKENS + lane / LANES;
+  const int d0 = lane % LANES * DIMS;
+
+  float query[HEADS][DIMS], output[HEADS][DIMS], maximum[HEADS], sum[HEADS];
+  for (int h = 0; h < HEADS; h++) {
+    maximum[h] = kLowest;
+    sum[h] = 0.0f;
+    for (int d = 0; d < DIMS; d++) {
+      query[h][d] = h < heads ? float(q[(q_head + h) * D + d0 + d]) * scale : 0.0f;
+      output[h][d] = 0.0f;
+    }
+  }
+
+  for (int tile = first_tile + simdgroup; tile < last_tile; tile += SIMDGROUPS) {
+    const int start = tile * kTile;
+    const long page = table[long(table_row) * table_width + start / PAGE];
+    const long place = (kv_head * slots + page * PAGE + start % PAGE) * D + d0;
+    for (int pass = 0; pass < kTile; pass += TOKENS * kUnroll) {
+      float key[kUnroll][DIMS], value[kUnroll][DIMS], score[kUnroll][HEADS];
+      bool visible[kUnroll];
+      for (int u = 0; u < kUnroll; u++) {
+        const int token = pass + u * TOKENS + lane / LANES;
+        visible[u] = start + token >= begin && start + token < length;
+        for (int d = 0; d < DIMS; d++) {
+          key[u][d] = visible[u] ? float(k_pool[place + token * D + d]) : 0.0f;
+          value[u][d] = visible[u] ? float(v_pool[place + token * D + d]) : 0.0f;
+        }
+      }
+      for (int u = 0; u < kUnroll; u++)
+        for (int h = 0; h < HEADS; h++) {
+          float x = 0.0f;
+          for (int d = 0; d < DIMS; d++) x += query[h][d] * key[u][d];
+          for (int o = LANES / 2; o > 0; o /= 2) x += metal::simd_shuffle_xor(x, ushort(o));
+          if (CAP) x = cap * metal::precise::tanh(x / cap);
+          score[u][h] = visible[u] ? x * kLog2e : -INFINITY;
+        }
+      for (int h = 0; h < HEADS; h++) {
+        float top = maximum[h];
+        for (int u = 0; u < kUnroll; u++) top = metal::max(top, score[u][h]);
+        const float factor = metal::exp2(maximum[h] - top);
+        maximum[h] = top;
+        sum[h] *= factor;
+        for (int d = 0; d < DIMS; d++) output[h][d] *= factor;
+        for (int u = 0; u < kUnroll; u++) {
+          const float weight = metal::exp2(score[u][h] - top);
+          sum[h] += weight;
+          for (int d = 0; d < DIMS; d++) output[h][d] += weight * value[u][d];
+        }
+      }
+    }
+  }
+
+  for (int h = 0; h < heads; h++) {
+    for (int d = 0; d < DIMS; d++) merged[(set * HEADS + h) * D + d0 + d] = output[h][d];
+    if (d0 == 0) {
+      figures[(set * HEADS + h) * 2] = maximum[h];
+      figures[(set * HEADS + h) * 2 + 1] = sum[h];
+    }
+  }
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+  const long place = (long(base + split) * groups.x + group.x) * HEADS;
+  for (int x = thread_index; x < heads * D; x += SIMDGROUPS * 32) {
+    const int head = x / D, d = x % D;
+    float top = kLowest, total = 0.0f, value = 0.0f;
+    for (int s = 0; s < SETS; s++) top = metal::max(top, figures[(s * HEADS + head) * 2]);
+    for (int s = 0; s < SETS; s++) {
+      const float factor = metal::exp2(figures[(s * HEADS + head) * 2] - top);
+      total += factor * figures[(s * HEADS + head) * 2 + 1];
+      value += factor * merged[(s * HEADS + head) * D + d];
+    }
+    if (SPLIT) {
+      partial[(place + head) * D + d] = value;
+      if (d == 0) {
+        partial_figures[(place + head) * 2] = top;
+        partial_figures[(place + head) * 2 + 1] = total;
+      }
+    } else {
+      const float sink = SINKS ? float(sinks[kv_head * GROUP + head0 + head]) : 0.0f;
+      out[(q_head + head) * D + d] = T(value * normaliser(top, total, SINKS, sink));
+    }
+  }
+}
+
+// One threadgroup of D threads for each query head and work item; the first split of a query
+// merges them all.
+template <typename T, int D, int GROUP, bool SINKS, typename Sinks>
+inline void merge_splits(const device float* partial, const device float* partial_figures,
+                         const device int* items, Sinks sinks, device T* out, uint3 group,
+                         uint3 groups, int d) {
+  constexpr int HEADS = heads_per_block(GROUP);
+  constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
+  const device int* item = items + group.y * 8;
+  const int q_row = item[0], split = item[4], splits = item[5], base = item[6];
+  if (q_row < 0 || split != 0) return;
+  const int q_head = int(group.x), q_heads = int(groups.x), in_group = q_head % GROUP;
+  const int block = q_head / GROUP * BLOCKS + in_group / HEADS;
+  const int blocks = q_heads / GROUP * BLOCKS;
+  float top = kLowest, total = 0.0f, value = 0.0f;
+  for (int s = 0; s < splits; s++) {
+    const long place = (long(base + s) * blocks + block) * HEADS + in_group % HEADS;
+    top = metal::max(top, partial_figures[place * 2]);
+  }
+  for (int s = 0; s < splits; s++) {
+    const long place = (long(base + s) * blocks + block) * HEADS + in_group % HEADS;
+    const float factor = metal::exp2(partial_figures[place * 2] - top);
+    total += factor * partial_figures[place * 2 + 1];
+    value += factor * partial[place * D + d];
+  }
+  const float sink = SINKS ? float(sinks[q_head]) : 0.0f;
+  out[(long(q_row) * q_heads + q_head) * D + d] = T(value * normaliser(top, total, SINKS, sink));
+}
+
+// Writes one token of one head, one element a thread. A slot below 0 is skipped.
+template <typename T, int D, typename Slots>
+inline void write_token(const device T* k_pool, const device T* v_pool, const device T* k,
+                        const device T* v, Slots slot_of_token, long pool_slots, int tokens,
+                        const constant int64_t* k_strides, const constant int64_t* v_strides,
+                        uint3 position) {
+  const int head = int(position.x) / D, d = int(position.x) % D;
+  const int row = int(position.y) / tokens, token = int(position.y) % tokens;
+  const long slot = slot_of_token[position.y];
+  if (slot < 0) return;
+  const long to = (head * pool_slots + slot) * D + d;
+  const long k_from = row * k_strides[0] + head * k_strides[1] + token * k_strides[2];
+  const long v_from = row * v_strides[0] + head * v_strides[1] + token * v_strides[2];
+  const_cast<device T*>(k_pool)[to] = k[k_from + d * k_strides[3]];
+  const_cast<device T*>(v_pool)[to] = v[v_from + d * v_strides[3]];
+}
+
+}  // namespace paged

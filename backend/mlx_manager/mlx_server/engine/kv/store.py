@@ -1,0 +1,77 @@
+"""The arrays behind the page numbers, one pair a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Geometry of one layer's keys and values. `window` is None for full attention."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    window: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+class LayerStore:
+    """Keys and values of one layer.
+
+    `keys` is (kv_heads, slots, key_dim) and `values` (kv_heads, slots, value_dim); page `p` is
+    the slots `p * page_size` to `(p + 1) * page_size`. Heads come first so that a gathered row is
+    (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice.
+    """
+
+    def __init__(self, shape: LayerShape, page_size: int) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
+        self.values = mx.zeros((shape.kv_heads, 0, shape.value_dim), shape.dtype)
+
+    def resize(self, pages: int) -> None:
+        """Change the number of pages, keeping the content of those that stay.
+
+        Evaluated at once, so that at most one layer exists twice at any moment.
+        """
+        slots = pages * self.page_size
+        self.keys = _resized(self.keys, slots)
+        self.values = _resized(self.values, slots)
+        mx.eval(self.keys, self.values)
+
+    def write(self, keys: mx.array, values: mx.array, slots: mx.array | slice) -> None:
+        """Put `keys` and `values`, (kv_heads, tokens, dim), into `slots`, (tokens,) or a slice.
+
+        In place once evaluated, as long as nothing else holds the arrays.
+        """
+        self.keys[:, slots] = keys
+        self.values[:, slots] = values
+
+    def gather(self, table: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""
+        return self._gather(self.keys, table), self._gather(self.values, table)
+
+    def slice(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
+        """Slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""
+        return self.keys[None, :, start:stop], self.values[None, :, start:stop]
+
+    def _gather(self, pool: mx.array, table: mx.array) -> mx.array:
+        heads, slots, dim = pool.shape
+        rows, pages = table.shape
+        paged = pool.reshape(heads, slots // self.page_size, self.page_size * dim)
+        taken = paged[:, table].reshape(heads, rows, pages * self.page_size, dim)
+        return taken.transpose(1, 0, 2, 3)
+
+
+def _resized(pool: mx.array, slots: int) -> mx.array:
+    heads, have, dim = pool.shape
+    if slots <= have:
+        return mx.contiguous(pool[:, :slots])
+    return mx.concatenate([pool, mx.zeros((heads, slots - have, dim), pool.dtype)], axis=1)

@@ -1,0 +1,251 @@
+"""One sampling computation for all rows, whatever each of them asks for.
+
+Every row's parameters become entries of arrays, so 64 rows with 64 temperatures cost what 64 rows
+with one cost. A row's randomness is one number per token, made on the host from its seed and the
+token's place in its output: the same seed gives the same tokens whoever shares the batch, and no
+noise as large as the vocabulary is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from secrets import randbits
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.core import Sampling
+
+# The draw finds its block first and its token within the block.
+BLOCK = 64
+# Candidates that almost always hold the whole nucleus; tried before a full sort on a CPU.
+CANDIDATES = 256
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What sampling needs to know of one sequence, kept up to date by `advance`.
+
+    prompt: distinct prompt tokens, for the repetition penalty; empty unless it is used.
+    banned: token ids that may not be drawn now (end-of-turn tokens before `min_tokens`).
+    """
+
+    sampling: Sampling
+    prompt: frozenset[int] = frozenset()
+    banned: tuple[int, ...] = ()
+    drawn: int = 0
+    counts: Counter[int] = field(default_factory=Counter)
+    seed: int = 0
+
+    @classmethod
+    def of(cls, sampling: Sampling, prompt: Sequence[int]) -> SamplerState:
+        repeats = sampling.repetition_penalty != 1.0
+        seed = randbits(63) if sampling.seed is None else sampling.seed & _MASK64
+        return cls(sampling, frozenset(prompt) if repeats else frozenset(), seed=seed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        s = self.sampling
+        return not self.greedy and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        s = self.sampling
+        return bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits must be changed, which takes the tokens drawn so far."""
+        return self.penalised or bool(self.sampling.logit_bias) or bool(self.banned)
+
+    def advance(self, token: int) -> None:
+        self.drawn += 1
+        if self.penalised:
+            self.counts[token] += 1
+
+    def uniform(self, ahead: int = 0) -> float:
+        """The number in [0, 1) that decides the token `ahead` places after the next one.
+
+        23 bits, so that its product with a float32 sum stays below that sum.
+        """
+        return (_mix(self.seed + (self.drawn + ahead + 1) * 0x9E3779B97F4A7C15) >> 41) / 2**23
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's output function (Steele, Lea, Flood 2014)."""
+    x &= _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def sample(logits: mx.array, rows: Sequence[SamplerState], ahead: int = 0) -> mx.array:
+    """Draw a token for each row.
+
+    Args:
+        logits: (rows, vocabulary), any float dtype.
+        rows: one state a row, in order.
+        ahead: tokens drawn for these rows that their states do not know of yet (lookahead).
+
+    Returns:
+        (rows,) uint32 token ids, not evaluated.
+    """
+    if any(row.adjusted for row in rows):
+        logits = _adjust(logits.astype(mx.float32), rows)
+    best = mx.argmax(logits, axis=-1)
+    if all(row.greedy for row in rows):
+        return best
+    heat = np.array([row.sampling.temperature or 1.0 for row in rows], np.float32)
+    scaled = logits.astype(mx.float32) / mx.array(heat[:, None])
+    scaled = scaled - scaled.max(axis=-1, keepdims=True)
+    if any(row.filtered for row in rows):
+        scaled = _filter(scaled, rows)
+    chance = np.array([row.uniform(ahead) for row in rows], np.float32)
+    drawn = _draw(mx.exp(scaled), mx.array(chance))
+    if not any(row.greedy for row in rows):
+        return drawn
+    return mx.where(mx.array([row.greedy for row in rows]), best, drawn)
+
+
+def _draw(weights: mx.array, chance: mx.array) -> mx.array:
+    """Invert the cumulative distribution: the first token past `chance` of the whole.
+
+    The weights of excluded tokens are 0 and can't be drawn, also where a parallel scan's rounding
+    makes the sums uneven. In two levels, since the scan over a block list is short.
+    """
+    rows, vocabulary = weights.shape
+    blocks = -(-vocabulary // BLOCK)
+    if vocabulary % BLOCK:
+        weights = mx.pad(weights, [(0, 0), (0, blocks * BLOCK - vocabulary)])
+    weights = weights.reshape(rows, blocks, BLOCK)
+    mass = weights.sum(axis=-1)
+    reached = mx.cumsum(mass, axis=-1)
+    target = chance[:, None] * reached[:, -1:]
+    block = mx.argmax((reached > target) & (mass > 0), axis=-1)[:, None]
+    before = mx.take_along_axis(reached - mass, block, axis=-1)
+    inside = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
+    past = before + mx.cumsum(inside, axis=-1) > target
+    # Rounding may leave the target just past the block's last sum: then its last token is it.
+    last = BLOCK - 1 - mx.argmax((inside > 0)[:, ::-1], axis=-1)
+    hit = past & (inside > 0)
+    within = mx.where(hit.any(axis=-1), mx.argmax(hit, axis=-1), last)
+    return block[:, 0] * BLOCK + within
+
+
+def _filter(scaled: mx.array, rows: Sequence[SamplerState]) -> mx.array:
+    """Exclude (-inf) what top_k, top_p over what that leaves, and min_p exclude.
+
+    Only rows that filter are sorted; tokens tied with the last one kept are kept.
+    """
+    chosen = [i for i, row in enumerate(rows) if row.filtered]
+    asked = [rows[i].sampling for i in chosen]
+    everyone = len(chosen) == len(rows)
+    own = scaled if everyone else scaled[mx.array(chosen)]
+    # Relative to the best token, which is at 0: min_p needs no sort.
+    floor = np.array([[np.log(s.min_p) if s.min_p > 0 else -np.inf] for s in asked], np.float32)
+    limit = mx.array(floor)
+    if any(s.top_k > 0 or s.top_p < 1.0 for s in asked):
+        limit = mx.maximum(limit, _nucleus(own, asked))
+    own = mx.where(own < limit, -mx.inf, own)
+    if everyone:
+        return own
+    scaled[mx.array(chosen)] = own
+    return scaled
+
+
+def _nucleus(own: mx.array, asked: Sequence[Sampling]) -> mx.array:
+    """(rows, 1): the logit of the last token that top_k and then top_p keep."""
+    vocabulary = own.shape[-1]
+    keep = np.array([s.top_k if s.top_k > 0 else vocabulary for s in asked])
+    mass = mx.array(np.array([[s.top_p] for s in asked], np.float32))
+    enough = int(keep.max())
+    if enough > CANDIDATES and vocabulary > CANDIDATES and mx.default_device() == mx.cpu:
+        head = _descending(mx.topk(own, CANDIDATES, axis=-1))
+        within = mx.exp(head).sum(-1, keepdims=True) >= mass * mx.exp(own).sum(-1, keepdims=True)
+        wide = mx.array((keep >= vocabulary)[:, None])
+        if mx.where(wide, within & (mass < 1.0), mx.array(keep[:, None]) <= CANDIDATES).all():
+            return _last_kept(head, keep, mass, mx.exp(own).sum(-1, keepdims=True))
+    head = own if enough >= vocabulary else mx.topk(own, enough, axis=-1)
+    return _last_kept(_descending(head), keep, mass, mx.exp(own).sum(-1, keepdims=True))
+
+
+def _last_kept(
+    head: mx.array, keep: NDArray[np.int64], mass: mx.array, whole: mx.array
+) -> mx.array:
+    """The smallest of the sorted `head` that is among the first `keep` and within the nucleus."""
+    size = head.shape[-1]
+    place = mx.arange(size)
+    among = place < mx.array(keep[:, None])
+    weights = mx.where(among, mx.exp(head), 0.0)
+    # Rows with a top_k renormalise over what it keeps; the others over the whole vocabulary.
+    total = mx.where(mx.array((keep <= size)[:, None]), weights.sum(-1, keepdims=True), whole)
+    before = mx.cumsum(weights, axis=-1) - weights
+    kept = among & ((before < mass * total) | (mass >= 1.0))
+    last = mx.maximum(kept.sum(axis=-1, keepdims=True) - 1, 0)
+    return mx.take_along_axis(head, last, axis=-1)
+
+
+def _descending(values: mx.array) -> mx.array:
+    return mx.sort(values, axis=-1)[:, ::-1]
+
+
+def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
+    """Apply repetition, presence and frequency penalties, biases and bans, in that order."""
+    scaled: list[tuple[int, int, float]] = []
+    added: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        s = row.sampling
+        if s.repetition_penalty != 1.0:
+            seen = row.prompt | row.counts.keys()
+            scaled += [(i, token, s.repetition_penalty) for token in seen]
+        if s.presence_penalty or s.frequency_penalty:
+            added += [
+                (i, token, -s.presence_penalty - s.frequency_penalty * times)
+                for token, times in row.counts.items()
+            ]
+        added += [(i, token, bias) for token, bias in s.logit_bias]
+        added += [(i, token, -np.inf) for token in row.banned]
+    if scaled:
+        at, token, penalty = _columns(scaled)
+        value = logits[at, token]
+        logits[at, token] = mx.where(value > 0, value / penalty, value * penalty)
+    if added:
+        at, token, amount = _columns(added)
+        logits = logits.at[at, token].add(amount)
+    return logits
+
+
+def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array, mx.array]:
+    rows, tokens, values = zip(*entries, strict=True)
+    return mx.array(rows), mx.array(tokens), mx.array(values, mx.float32)
+
+
+def logprobs(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Natural-log probabilities, before any penalty, temperature or filter.
+
+    Args:
+        logits: (rows, vocabulary). tokens: (rows,) the tokens drawn.
+        top: how many of the best tokens to report.
+
+    Returns:
+        chosen (rows,), the best tokens' ids (rows, top) and their values (rows, top), best first.
+    """
+    logits = logits.astype(mx.float32)
+    values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+    best = mx.argpartition(-values, kth=max(top - 1, 0), axis=-1)[:, :top]
+    worth = mx.take_along_axis(values, best, axis=-1)
+    order = mx.argsort(-worth, axis=-1)
+    return (
+        chosen,
+        mx.take_along_axis(best, order, axis=-1),
+        mx.take_along_axis(worth, order, axis=-1),
+    )
