@@ -1,0 +1,13 @@
+"""Families of models: their prompts, their turn ends, the form of their answers."""
+
+from mlx_manager.mlx_server.models.adapters.base import DefaultAdapter, ModelAdapter
+from mlx_manager.mlx_server.models.adapters.llama import LlamaAdapter
+from mlx_manager.mlx_server.models.adapters.registry import detect_model_family, get_adapter
+
+__all__ = [
+    "DefaultAdapter",
+    "LlamaAdapter",
+    "ModelAdapter",
+    "detect_model_family",
+    "get_adapter",
+]
