@@ -80,7 +80,10 @@ class Forward(Protocol):
         ...
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        """Logits (rows + final chunks, vocabulary), rows first; not evaluated."""
+        """Logits (rows + final chunks, vocabulary), rows first; not evaluated.
+
+        Where there are none to give, at most one row that means nothing.
+        """
         ...
 
     def forget(self, key: int) -> None:

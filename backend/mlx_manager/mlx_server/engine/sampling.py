@@ -87,13 +87,15 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def sample(logits: mx.array, rows: Sequence[SamplerState], ahead: int = 0) -> mx.array:
+def sample(
+    logits: mx.array, rows: Sequence[SamplerState], ahead: Sequence[int] | None = None
+) -> mx.array:
     """Draw a token for each row.
 
     Args:
         logits: (rows, vocabulary), any float dtype.
         rows: one state a row, in order.
-        ahead: tokens drawn for these rows that their states do not know of yet (lookahead).
+        ahead: tokens drawn for each row that its state does not know of yet (lookahead).
 
     Returns:
         (rows,) uint32 token ids, not evaluated.
@@ -108,8 +110,9 @@ def sample(logits: mx.array, rows: Sequence[SamplerState], ahead: int = 0) -> mx
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if any(row.filtered for row in rows):
         scaled = _filter(scaled, rows)
-    chance = np.array([row.uniform(ahead) for row in rows], np.float32)
-    drawn = _draw(mx.exp(scaled), mx.array(chance))
+    unknown = ahead or [0] * len(rows)
+    chance = [row.uniform(n) for row, n in zip(rows, unknown, strict=True)]
+    drawn = _draw(mx.exp(scaled), mx.array(chance, mx.float32))
     if not any(row.greedy for row in rows):
         return drawn
     return mx.where(mx.array([row.greedy for row in rows]), best, drawn)
@@ -226,26 +229,3 @@ def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
 def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array, mx.array]:
     rows, tokens, values = zip(*entries, strict=True)
     return mx.array(rows), mx.array(tokens), mx.array(values, mx.float32)
-
-
-def logprobs(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Natural-log probabilities, before any penalty, temperature or filter.
-
-    Args:
-        logits: (rows, vocabulary). tokens: (rows,) the tokens drawn.
-        top: how many of the best tokens to report.
-
-    Returns:
-        chosen (rows,), the best tokens' ids (rows, top) and their values (rows, top), best first.
-    """
-    logits = logits.astype(mx.float32)
-    values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
-    best = mx.argpartition(-values, kth=max(top - 1, 0), axis=-1)[:, :top]
-    worth = mx.take_along_axis(values, best, axis=-1)
-    order = mx.argsort(-worth, axis=-1)
-    return (
-        chosen,
-        mx.take_along_axis(best, order, axis=-1),
-        mx.take_along_axis(worth, order, axis=-1),
-    )

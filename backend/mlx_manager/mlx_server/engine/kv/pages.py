@@ -162,6 +162,20 @@ class PagePool:
             heapq.heappush(self._free, self._evict())
         return dropped
 
+    def shrink(self) -> int:
+        """Remove the free pages at the end; returns how many there were."""
+        free = set(self._free)
+        size = self.size
+        while size and size - 1 in free:
+            size -= 1
+        removed = self.size - size
+        if removed:
+            self._free = [page for page in self._free if page < size]
+            heapq.heapify(self._free)
+            del self._references[size:]
+            self.size = size
+        return removed
+
     def _evict(self) -> int:
         assert self._index is not None
         page, _ = self._cached.popitem(last=False)

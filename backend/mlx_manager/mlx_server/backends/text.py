@@ -1,0 +1,169 @@
+"""A loaded text model that answers: prompt to tokens, tokens to the engine, events back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    Text,
+    TextDelta,
+    Tokens,
+    Usage,
+)
+from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.forward import choose
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    InvalidParameter,
+    InvalidRequest,
+)
+from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's prompt as tokens, and what its output will look like."""
+
+    ids: list[int]
+    output: OutputFormat
+
+
+class TextBackend:
+    """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio."""
+
+    def __init__(
+        self, loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    ) -> None:
+        self._loaded = loaded
+        self._thread = thread
+        self._texts = TokenTexts(loaded.tokenizer)
+        self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
+        self._vocabulary = len(loaded.tokenizer)
+        self._engine = TextEngine(
+            loaded.id, choose(loaded.model, limits.page_size), limits, ledger, looks_ahead=False
+        )
+        thread.attach(self._engine)
+
+    def close(self) -> None:
+        """End every stream and free the pages. On the MLX thread."""
+        self._thread.detach(self._engine)
+        self._engine.close()
+        mx.clear_cache()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
+        """Answer `request`; see `core.Backend`.
+
+        Raises:
+            InvalidRequest: the prompt can't be rendered, is empty, or has unknown token ids.
+            ContextLengthExceeded: the prompt leaves no room for an answer.
+            Overloaded: the queue is full.
+        """
+        # Rendering and tokenising a long conversation takes long enough to hold others up.
+        prepared = await asyncio.to_thread(self._prepare, request)
+        if request.max_tokens == 0:
+            yield self._nothing(request, prepared)
+            return
+        stream = EventStream(asyncio.get_running_loop())
+        sequence = self._sequence(request, prepared, stream)
+        self._thread.post(partial(self._engine.submit, sequence))
+        try:
+            async for events in stream:
+                yield self._echoed(request, prepared, events) if request.echo else events
+        finally:
+            if not stream.ended:
+                self._thread.post(partial(self._engine.cancel, sequence))
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """Tokens that the request's prompt takes."""
+        return len(self._prepare(request).ids)
+
+    def _prepare(self, request: GenerationRequest) -> Prepared:
+        adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
+        match request.prompt:
+            case Conversation() as conversation:
+                ids = adapter.render(conversation, tokenizer)
+                output = adapter.output_format(tokenizer, conversation, ids)
+            case Text(text):
+                ids, output = adapter.encode_text(text, tokenizer), PLAIN
+            case Tokens(given):
+                ids, output = list(given), PLAIN
+                if any(not 0 <= token < self._vocabulary for token in ids):
+                    raise InvalidParameter(
+                        f"Token ids must be between 0 and {self._vocabulary - 1}.", param="prompt"
+                    )
+        if not ids:
+            raise InvalidRequest(
+                "The prompt is empty: it has no tokens to go on from.", param="prompt"
+            )
+        self._check_length(request, len(ids))
+        return Prepared(ids, output)
+
+    def _check_length(self, request: GenerationRequest, length: int) -> None:
+        context = self._loaded.context_length
+        asked = request.max_tokens
+        if length + (1 if asked is None else min(asked, 1)) > context:
+            raise ContextLengthExceeded(
+                f"The prompt has {length} tokens and this model's context is {context} tokens, "
+                "which leaves no room for an answer. Shorten the messages.",
+                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
+            )
+
+    def _sequence(
+        self, request: GenerationRequest, prepared: Prepared, stream: EventStream
+    ) -> Sequence:
+        room = self._loaded.context_length - len(prepared.ids)
+        rules = request.stop
+        own = frozenset() if rules.ignore_eos else self._stop_ids
+        return Sequence(
+            prepared.ids,
+            limit=room if request.max_tokens is None else min(request.max_tokens, room),
+            stop_ids=own | frozenset(rules.token_ids),
+            min_tokens=rules.min_tokens,
+            sampler=SamplerState.of(request.sampling, prepared.ids),
+            parser=OutputParser(
+                self._texts.stream(prepared.output), prepared.output, rules.strings
+            ),
+            stream=stream,
+        )
+
+    def _echoed(
+        self, request: GenerationRequest, prepared: Prepared, events: list[Event]
+    ) -> list[Event]:
+        """Put the prompt's text after `Started`."""
+        if not isinstance(events[0], Started):
+            return events
+        return [events[0], TextDelta(self._prompt_text(request, prepared)), *events[1:]]
+
+    def _nothing(self, request: GenerationRequest, prepared: Prepared) -> list[Event]:
+        """The answer to `max_tokens` 0: the prompt, if it is to be echoed."""
+        length = len(prepared.ids)
+        echo = [TextDelta(self._prompt_text(request, prepared))] if request.echo else []
+        return [Started(length), *echo, Finished("length", Usage(length, 0))]
+
+    def _prompt_text(self, request: GenerationRequest, prepared: Prepared) -> str:
+        if isinstance(request.prompt, Text):
+            return request.prompt.text
+        text: str = self._loaded.tokenizer.decode(prepared.ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,241 @@
+"""Who runs in the next step: rows, chunks of prompts, and the pages they need.
+
+No arrays and no clock here: only sequences, pages and a token budget.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.kv.prefix import ROOT
+from mlx_manager.mlx_server.engine.sequence import Sequence
+
+# A waiting prompt gains this many tokens of priority with each step, so that a long one is
+# overtaken by shorter ones for a while, and not for ever.
+AGEING = 8
+# How many waiting prompts are looked at in one step.
+LOOK = 16
+
+
+class Grow(Protocol):
+    """Adds at least `lacking` pages; urgent growth may take memory that others could spare."""
+
+    def __call__(self, lacking: int, *, urgent: bool) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """`tokens` tokens of a prompt are to be processed; `final` ones give the first draw."""
+
+    sequence: Sequence
+    tokens: int
+    final: bool
+
+
+@dataclass(slots=True)
+class Schedule:
+    rows: list[Sequence] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.prefills)
+
+
+class Scheduler:
+    """Owns the queues and the pages.
+
+    Args:
+        pool: the pages.
+        max_rows: sequences that may hold pages at once.
+        grow: adds pages to the pool.
+        forget: told of each sequence that gives up its pages.
+        reuse: whether pages alone make up a prefix, so that the index may be asked.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_rows: int,
+        *,
+        grow: Grow,
+        forget: Callable[[Sequence], None],
+        reuse: bool,
+    ) -> None:
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._max_rows = max_rows
+        self._grow = grow
+        self._forget = forget
+        self._reuse = reuse
+        self._steps = 0
+        # Prompts that this step completes: what they computed is not shared before it is read.
+        self._joining: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.prefilling
+        yield from self.waiting
+
+    @property
+    def tight(self) -> bool:
+        """Whether the running rows may need more pages than there are, so that one is paused."""
+        lacking = sum(
+            self.pool.pages_for(row.computed + 1) > len(row.table) for row in self.running
+        )
+        return lacking > self.pool.available
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.prefilling or self.waiting)
+
+    def submit(self, sequence: Sequence) -> None:
+        sequence.submitted_at = self._steps
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended, wherever it is."""
+        for queue in (self.running, self.prefilling, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._vacate(sequence)
+
+    def schedule(self, budget: int) -> Schedule:
+        """Choose the next step's work and give it pages.
+
+        Counts what it chose into each sequence's `computed`.
+
+        Args:
+            budget: prompt tokens this step may process; at least a page of one prompt is.
+        """
+        self._steps += 1
+        self._joining = []
+        chosen = Schedule()
+        for row in list(self.running):
+            if row in self.running and self._continue(row):
+                chosen.rows.append(row)
+        # A row that was paused for a later one's sake may have been chosen before.
+        chosen.rows = [row for row in chosen.rows if row in self.running]
+        for row in chosen.rows:
+            row.computed += 1
+        for sequence in self._by_priority():
+            if budget <= 0:
+                break
+            if not sequence.table and not self._admit(sequence):
+                continue
+            prefill = self._chunk(sequence, budget, first=not chosen.prefills)
+            if prefill is None:
+                break
+            budget -= prefill.tokens
+            sequence.computed += prefill.tokens
+            chosen.prefills.append(prefill)
+            if prefill.final:
+                self.prefilling.remove(sequence)
+                self.running.append(sequence)
+                self._joining.append(sequence)
+        return chosen
+
+    def share(self, sequence: Sequence) -> None:
+        """Index the pages that the sequence has filled."""
+        if self._reuse:
+            size = self.pool.page_size
+            for start, page in sequence.full_pages(size):
+                tokens = sequence.tokens[start : start + size]
+                sequence.committed(self.pool.commit(sequence.node, tokens, page))
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def _continue(self, row: Sequence) -> bool:
+        """Make room for one more token of a running row, at the cost of the newest if need be."""
+        while True:
+            lacking = self.pool.pages_for(row.computed + 1) - len(row.table)
+            if lacking <= 0:
+                return True
+            pages = self._take(lacking)
+            if pages is not None:
+                row.table.extend(pages)
+                return True
+            newest = max([*self.running, *self.prefilling], key=lambda s: (s.submitted_at, s.key))
+            self._pause(newest)
+            if newest is row:
+                return False
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
+        if len(self.running) + len(self.prefilling) >= self._max_rows:
+            return False
+        known = self.pool.match(sequence.tokens) if self._reuse else []
+        if self._reuse and self._comes_shortly(sequence, len(known)):
+            return False
+        self.pool.retain(known)
+        count = self.pool.pages_for(len(sequence.tokens) + 1) - len(known)
+        # A page for each running row stays free, or this one would be paused again at once.
+        pages = self._take(count) if self._room(count + len(self.running)) else None
+        if pages is None:
+            self.pool.release(known)
+            return False
+        node = self.pool.node(known[-1]) if known else ROOT
+        sequence.adopt(known, len(known) * self.pool.page_size, node)
+        sequence.table.extend(pages)
+        self.waiting.remove(sequence)
+        self.prefilling.append(sequence)
+        return True
+
+    def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
+        """Whether another prompt under way is computing this one's next page."""
+        end = (known + 1) * self.pool.page_size
+        if end >= len(sequence.tokens):
+            return False
+        start = sequence.tokens[:end]
+        return any(other.tokens[:end] == start for other in [*self.prefilling, *self._joining])
+
+    def _room(self, count: int) -> bool:
+        """Whether `count` pages can be had: free, new, cached, or new at others' expense."""
+        return (
+            count <= self.pool.free
+            or self._grow(count - self.pool.free, urgent=False)
+            or count <= self.pool.available
+            or self._grow(count - self.pool.available, urgent=True)
+        )
+
+    def _take(self, count: int) -> list[int] | None:
+        return self.pool.allocate(count) if self._room(count) else None
+
+    def _pause(self, sequence: Sequence) -> None:
+        """Take a sequence's pages away; it will be recomputed when there is room."""
+        (self.running if sequence in self.running else self.prefilling).remove(sequence)
+        self._vacate(sequence)
+        self.waiting.append(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.vacate())
+        self._forget(sequence)
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _by_priority(self) -> list[Sequence]:
+        """Shortest remaining first, with ageing; those that hold pages before those that wait."""
+
+        def rank(sequence: Sequence) -> int:
+            return sequence.remaining - AGEING * (self._steps - sequence.submitted_at)
+
+        waiting = heapq.nsmallest(LOOK, self.waiting, key=rank) if self.waiting else []
+        return sorted([*self.prefilling, *waiting], key=rank)
+
+    def _chunk(self, sequence: Sequence, budget: int, *, first: bool) -> Prefill | None:
+        """As much of the prompt as the budget allows, ending on a page border unless final."""
+        if sequence.remaining <= budget:
+            return Prefill(sequence, sequence.remaining, final=True)
+        size = self.pool.page_size
+        end = (sequence.computed + budget) // size * size
+        if end <= sequence.computed:
+            if not first:
+                return None
+            end = (sequence.computed // size + 1) * size
+        tokens = min(end - sequence.computed, sequence.remaining)
+        return Prefill(sequence, tokens, final=tokens == sequence.remaining)

@@ -1,0 +1,133 @@
+"""One row of work on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+from mlx_manager.mlx_server.core import FinishReason
+from mlx_manager.mlx_server.engine.kv.attention import Span
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.stream import EventStream
+
+_keys = count(1)
+
+
+class Sequence:
+    """A prompt, what has been drawn for it, and the pages that hold its keys and values.
+
+    Args:
+        prompt: token ids, at least one.
+        limit: most tokens to draw, at least one.
+        stop_ids: tokens that end the row, and are not part of its text.
+
+    Attributes:
+        tokens: prompt and drawn tokens, as far as the host knows them.
+        computed: how many tokens' keys and values are in pages, or will be once the step under
+            way is done.
+        pending: tokens drawn on the device that the host has not read yet (lookahead).
+        cached: prompt tokens that were found in pages when the row was first admitted.
+        outcome: why the row stops, once that is known.
+        ended: nothing more is wanted of this row; results still under way are dropped.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        *,
+        limit: int,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+        sampler: SamplerState,
+        parser: OutputParser,
+        stream: EventStream,
+    ) -> None:
+        self.key = next(_keys)
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.limit = limit
+        self.stop_ids = stop_ids
+        self.min_tokens = min_tokens
+        self.sampler = sampler
+        self.parser = parser
+        self.stream = stream
+        self.table = PageTable()
+        self.computed = 0
+        self.pending = 0
+        self.cached: int | None = None
+        self.started = False
+        self.outcome: FinishReason | None = None
+        self.ended = False
+        self.submitted_at = 0
+        self._committed = 0
+        self._node: Node = ROOT
+        self._forbid_early_stop()
+
+    @property
+    def drawn(self) -> int:
+        """Tokens generated so far, known to the host or not."""
+        return len(self.tokens) - self.prompt_length + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are still to be computed before the next draw."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the next draw depends on tokens that the host must have read."""
+        return self.sampler.adjusted
+
+    def span(self, queries: int = 1) -> Span:
+        """What a step that has just been counted into `computed` covers."""
+        return Span(self.table, self.computed, queries)
+
+    def append(self, token: int) -> None:
+        """Take in a token that was drawn."""
+        self.tokens.append(token)
+        self.sampler.advance(token)
+        self._forbid_early_stop()
+
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Whether `token`, the last one appended, ends the row."""
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if self.drawn >= self.limit else None
+
+    def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
+        """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""
+        self.table.extend(pages)
+        self.computed = tokens
+        self._committed = len(self.table)
+        self._node = node
+        if self.cached is None:
+            self.cached = tokens
+
+    def full_pages(self, page_size: int) -> Iterable[tuple[int, int]]:
+        """(first token, page) of each page that is full, known to the host, and not yet shared."""
+        ready = min(self.computed, len(self.tokens)) // page_size
+        for i in range(self._committed, ready):
+            yield i * page_size, int(self.table.pages[i])
+
+    @property
+    def node(self) -> Node:
+        """The prefix index's node of the last page that was shared."""
+        return self._node
+
+    def committed(self, node: Node) -> None:
+        self._node = node
+        self._committed += 1
+
+    def vacate(self) -> list[int]:
+        """Give up all pages; what was drawn is kept and can be recomputed."""
+        self.computed = 0
+        self._committed = 0
+        self._node = ROOT
+        return self.table.clear()
+
+    def _forbid_early_stop(self) -> None:
+        early = len(self.tokens) - self.prompt_length < self.min_tokens
+        self.sampler.banned = tuple(self.stop_ids) if early else ()

@@ -1,0 +1,414 @@
+"""The step loop of one text model: admit, step, route, deliver. Runs on the MLX thread.
+
+A step's tokens are read (`_read`), the next step is queued on the device (`_launch`), and only
+then are the tokens parsed and handed to their readers (`_route`), so that the device hides the
+work of the host. On a GPU the next step is queued even before the last one's tokens are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import Event, Finished, FinishReason, Started, Usage
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward
+from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.pace import Pace
+from mlx_manager.mlx_server.engine.sampling import sample
+from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.stream import Outbox
+from mlx_manager.mlx_server.errors import (
+    GenerationFailed,
+    MLXManagerError,
+    OutOfMemory,
+    Overloaded,
+)
+from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
+
+log = logging.getLogger(__name__)
+
+# Pages are added by at least this many, and by at least half of what there is.
+LEAST_GROWTH = 64
+# MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
+STEPS_BETWEEN_CLEARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing. Bytes are those of all layers together."""
+
+    forward: str
+    running: int
+    prefilling: int
+    waiting: int
+    pages_held: int
+    pages_cached: int
+    pages_free: int
+    page_size: int
+    page_bytes: int
+    tokens_live: int
+    steps: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way: which rows it draws for, and where their tokens will be."""
+
+    rows: list[Sequence]
+    tokens: mx.array
+    running: int
+    prompt_tokens: int
+    read: list[tuple[Sequence, int]] | None = None
+
+
+class TextEngine:
+    """Serves the sequences of one model.
+
+    Args:
+        forward: how the model is run.
+        ledger: asked before pages are added; they stand in it as `pages:<name>`.
+        looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
+            is slower than the device; on a CPU it would turn in-place writes into copies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        limits: EngineLimits,
+        ledger: Ledger,
+        *,
+        looks_ahead: bool,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._forward = forward
+        self._limits = limits
+        self._ledger = ledger
+        self._line = f"pages:{name}"
+        self._looks_ahead = looks_ahead
+        self._clock = clock
+        self._outbox = Outbox()
+        self._steps = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
+        self._start_over()
+        ledger.add_relief(Relief.PAGES, self._relieve)
+
+    def _start_over(self) -> None:
+        reuse = self._limits.prefix_cache and self._forward.shares_prefixes
+        self._pool = PagePool(self._limits.page_size, prefix_cache=reuse)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._limits.max_rows,
+            grow=self._grow,
+            forget=lambda sequence: self._forward.forget(sequence.key),
+            reuse=reuse,
+        )
+        self._pace = Pace(self._limits.prefill_chunk, self._limits.page_size)
+        self._under_way: Step | None = None
+        self._routing: Sequence | None = None
+        self._last_read: float | None = None
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(self, sequence: Sequence) -> None:
+        """Take a sequence on, or fail its stream with the reason."""
+        refusal = self._refusal(sequence)
+        if refusal is None:
+            self._scheduler.submit(sequence)
+        else:
+            sequence.ended = True
+            self._outbox.fail(sequence.stream, refusal)
+            self._outbox.flush()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Nobody reads this sequence any more; its row and pages are free at once."""
+        if not sequence.ended:
+            self._end(sequence)
+
+    def _refusal(self, sequence: Sequence) -> MLXManagerError | None:
+        waiting = len(self._scheduler.waiting)
+        if waiting >= self._limits.max_waiting + self._limits.max_rows:
+            return Overloaded(
+                f"The queue is full: {waiting} requests are waiting, and at most "
+                f"{self._limits.max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
+                retry_after=2,
+            )
+        needed = self._pool.pages_for(len(sequence.tokens) + 1)
+        if needed > self._attainable_pages():
+            return OutOfMemory(
+                f"The prompt of {len(sequence.tokens)} tokens takes "
+                f"{needed * self.page_bytes:,} bytes of KV pages, and at most "
+                f"{self._attainable_pages() * self.page_bytes:,} can be had.",
+                retry_after=30,
+            )
+        sequence.limit = min(sequence.limit, self._attainable_tokens() - len(sequence.tokens))
+        return None
+
+    def _attainable_pages(self) -> int:
+        """Pages there could be if no other row held any, and nothing was kept for reuse."""
+        if not self.page_bytes:
+            return 1 << 40
+        figures = self._ledger.figures()
+        spare = max(0, figures["available"] + figures["buffer_cache"])
+        return self._pool.size + spare // self.page_bytes
+
+    def _attainable_tokens(self) -> int:
+        return self._attainable_pages() * self._limits.page_size
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return self._under_way is not None or self._scheduler.has_work
+
+    def step(self) -> None:
+        """Queue the next step, and read, parse and deliver the last one's tokens."""
+        last = self._under_way
+        if last is not None and not self._may_look_ahead():
+            self._read(last)
+        self._under_way = self._launch(last)
+        if last is not None:
+            if last.read is None:
+                self._read(last)
+            self._route(last)
+        self._outbox.flush()
+        if self._under_way is None:
+            self._last_read = None
+            if not self._scheduler.has_work:
+                clear_cache()
+
+    def _may_look_ahead(self) -> bool:
+        return (
+            self._looks_ahead
+            and not self._scheduler.tight
+            and not any(row.needs_host for row in self._scheduler.running)
+        )
+
+    def _launch(self, last: Step | None) -> Step | None:
+        running = self._scheduler.running
+        full = [row for row in running if row.drawn >= row.limit]
+        for row in full:
+            running.remove(row)
+        schedule = self._scheduler.schedule(self._pace.budget(len(running)))
+        running += full
+        if not schedule:
+            return None
+        decode, rows = self._decode(schedule, last)
+        chunks = [_chunk(prefill) for prefill in schedule.prefills]
+        rows = rows + [p.sequence for p in schedule.prefills if p.final]
+        logits = self._forward.run(decode, chunks)
+        # With nothing to draw, something must still be waited for.
+        tokens = (
+            sample(logits, [r.sampler for r in rows], [r.pending for r in rows])
+            if rows
+            else mx.argmax(logits, axis=-1)
+        )
+        mx.async_eval(tokens, self._forward.state())  # type: ignore[no-untyped-call]
+        for row in rows:
+            row.pending += 1
+        self._count(schedule)
+        return Step(rows, tokens, len(schedule.rows), sum(p.tokens for p in schedule.prefills))
+
+    def _decode(
+        self, schedule: Schedule, last: Step | None
+    ) -> tuple[Decode | None, list[Sequence]]:
+        if not schedule.rows:
+            return None, []
+        given = schedule.rows
+        order = self._forward.order([r.key for r in given], [r.computed for r in given])
+        rows = [given[i] for i in order]
+        if last is not None and last.read is None:
+            place = {row.key: i for i, row in enumerate(last.rows)}
+            tokens = last.tokens[mx.array([place[row.key] for row in rows])]
+        else:
+            tokens = mx.array([row.tokens[-1] for row in rows], mx.int32)
+        return Decode([r.key for r in rows], [r.span() for r in rows], tokens), rows
+
+    def _read(self, step: Step) -> None:
+        """Wait for the step's tokens; rows that they end give up their pages before the next.
+
+        Rows that had ended already (cancelled, or run one step too far by the lookahead) are
+        left out.
+        """
+        tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
+        self._observe(step)
+        step.read = []
+        for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
+            row.pending -= 1
+            if row.ended or row.outcome is not None:
+                continue
+            row.append(token)
+            step.read.append((row, token))
+            row.outcome = row.finish_reason(token)
+            if row.outcome is None:
+                self._scheduler.share(row)
+            else:
+                self._release(row)
+
+    def _observe(self, step: Step) -> None:
+        now = self._clock()
+        if self._last_read is not None:
+            self._pace.observe(now - self._last_read, step.running, step.prompt_tokens)
+        self._last_read = now
+
+    def _route(self, step: Step) -> None:
+        assert step.read is not None
+        for row, token in step.read:
+            if not row.ended:
+                self._routing = row
+                self._outbox.put(row.stream, self._events(row, token))
+        self._routing = None
+
+    def _events(self, row: Sequence, token: int) -> list[Event]:
+        events: list[Event] = []
+        if not row.started:
+            row.started = True
+            events.append(Started(row.prompt_length, row.cached or 0))
+        if row.outcome != "stop":
+            events += row.parser.push(token)
+            if row.parser.complete:
+                row.outcome = "stop"
+        if row.outcome is not None:
+            events += row.parser.finish(row.outcome)
+            events.append(_finished(row, row.outcome))
+            self._end(row)
+        return events
+
+    def _end(self, row: Sequence) -> None:
+        row.ended = True
+        self._release(row)
+
+    def _release(self, row: Sequence) -> None:
+        """Free the row's pages, those it filled being kept for reuse."""
+        self._scheduler.share(row)
+        self._scheduler.remove(row)
+
+    def _count(self, schedule: Schedule) -> None:
+        self._steps += 1
+        if self._steps % STEPS_BETWEEN_CLEARS == 0:
+            clear_cache()
+        for prefill in schedule.prefills:
+            if prefill.final and not prefill.sequence.started:
+                self._prefix_queries += prefill.sequence.prompt_length
+                self._prefix_hits += prefill.sequence.cached or 0
+
+    # -- failure -------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """Fail the row that was being routed, or all of them and start over with fresh pages."""
+        failure = (
+            error
+            if isinstance(error, MLXManagerError)
+            else GenerationFailed("The model failed while generating. The request can be retried.")
+        )
+        if self._routing is not None:
+            row, self._routing = self._routing, None
+            self._end(row)
+            self._outbox.fail(row.stream, failure)
+        else:
+            lost = {row.key: row for row in self._scheduler}
+            if self._under_way is not None:
+                lost |= {row.key: row for row in self._under_way.rows if not row.ended}
+            for row in lost.values():
+                row.ended = True
+                self._forward.forget(row.key)
+                self._outbox.fail(row.stream, failure)
+            self._drop_pages()
+            self._start_over()
+        self._outbox.flush()
+
+    def close(self) -> None:
+        """Fail what is left and give all memory back."""
+        self._routing = None
+        self._ledger.remove_relief(self._relieve)
+        self.fail(GenerationFailed("The model is being unloaded."))
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _grow(self, lacking: int, *, urgent: bool) -> bool:
+        """Add at least `lacking` pages if the ledger grants them.
+
+        Only urgent growth may cost others something; the rest takes what is there.
+        """
+        for pages in (max(lacking, LEAST_GROWTH, self._pool.size // 2), lacking):
+            nbytes = pages * self.page_bytes
+            if (urgent or self._spare(nbytes)) and self._ledger.reserve(self._line, nbytes):
+                self._resize(self._pool.size + pages)
+                self._pool.grow(pages)
+                return True
+        return False
+
+    def _spare(self, nbytes: int) -> bool:
+        if self._ledger.available() < nbytes:
+            clear_cache()
+        return self._ledger.available() >= nbytes
+
+    def _relieve(self, lacking: int) -> None:
+        """Give up cached pages, and the free ones at the end of the stores."""
+        self._pool.drop_cached()
+        removed = self._pool.shrink()
+        if removed:
+            self._resize(self._pool.size)
+            self._ledger.release(self._line, removed * self.page_bytes)
+
+    def _drop_pages(self) -> None:
+        if self._pool.size:
+            self._resize(0)
+            self._ledger.release(self._line, self._pool.size * self.page_bytes)
+
+    def _resize(self, pages: int) -> None:
+        for store in self._forward.stores:
+            store.resize(pages)
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def drop_prefixes(self) -> None:
+        """Forget every cached prefix and give its memory back."""
+        self._relieve(0)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; may be called from any thread."""
+        s = self._scheduler
+        rows = [*s.running, *s.prefilling]
+        return EngineStats(
+            forward=self._forward.kind,
+            running=len(s.running),
+            prefilling=len(s.prefilling),
+            waiting=len(s.waiting),
+            pages_held=self._pool.held,
+            pages_cached=self._pool.cached,
+            pages_free=self._pool.free,
+            page_size=self._pool.page_size,
+            page_bytes=self.page_bytes,
+            tokens_live=sum(row.computed for row in rows),
+            steps=self._steps,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+
+def _chunk(prefill: Prefill) -> Chunk:
+    sequence, n = prefill.sequence, prefill.tokens
+    start = sequence.computed - n
+    tokens = sequence.tokens[start : start + n]
+    return Chunk(sequence.key, sequence.span(n), tokens, prefill.final)
+
+
+def _finished(row: Sequence, reason: FinishReason) -> Finished:
+    usage = Usage(
+        prompt_tokens=row.prompt_length,
+        completion_tokens=len(row.tokens) - row.prompt_length,
+        cached_tokens=row.cached or 0,
+        reasoning_tokens=row.parser.reasoning_tokens,
+    )
+    called = reason == "stop" and row.parser.calls > 0
+    return Finished("tool_calls" if called else reason, usage, row.parser.stopped)

@@ -1,0 +1,137 @@
+"""An engine over a tiny real model, driven from a test as the backend drives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mlx_lm.utils import load_model, load_tokenizer
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import Event, Finished, Sampling, Started
+from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.forward import choose
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.text_engine import TextEngine
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class RecordingParser(OutputParser):
+    """A real parser that also remembers the tokens it was given."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.tokens: list[int] = []
+
+    def push(self, token_id: int, logprob: object = None) -> list[Event]:
+        self.tokens.append(token_id)
+        return super().push(token_id)
+
+
+@dataclass
+class Row:
+    sequence: Sequence
+    parser: RecordingParser
+    stream: EventStream
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.parser.tokens
+
+    async def events(self) -> list[Event]:
+        return [event async for events in self.stream for event in events]
+
+    async def finished(self) -> Finished:
+        last = (await self.events())[-1]
+        assert isinstance(last, Finished)
+        return last
+
+    async def started(self) -> Started:
+        first = (await anext(aiter(self.stream)))[0]
+        assert isinstance(first, Started)
+        return first
+
+
+class Rig:
+    """Owns an MLX thread, a model on it and its engine."""
+
+    def __init__(self, folder: Path, *, memory: int = 1 << 30, **limits: object) -> None:
+        self.thread = MLXThread()
+        self._folder = folder
+        # Other tests' freed buffers are none of this one's business.
+        self.ledger = Ledger(memory, cache_bytes=lambda: 0)
+        self._limits = EngineLimits(**limits)  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> Rig:
+        self.thread.start()
+        await self.thread.call(self._load)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.thread.call(self._unload)
+        self.thread.close()
+
+    def _load(self) -> None:
+        self.model, _ = load_model(self._folder)
+        self.tokenizer = load_tokenizer(self._folder)
+        self.texts = TokenTexts(self.tokenizer)
+        self.forward = choose(self.model, self._limits.page_size)
+        self.engine = TextEngine("tiny", self.forward, self._limits, self.ledger, looks_ahead=False)
+        self.thread.attach(self.engine)
+
+    def _unload(self) -> None:
+        self.thread.detach(self.engine)
+        self.engine.close()
+
+    def row(
+        self,
+        prompt: list[int],
+        limit: int = 16,
+        sampling: Sampling = GREEDY,
+        stop_ids: frozenset[int] = frozenset(),
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+    ) -> Row:
+        """A sequence that has not been submitted."""
+        stream = EventStream(asyncio.get_running_loop())
+        parser = RecordingParser(self.texts.stream(PLAIN), PLAIN, stop)
+        sequence = Sequence(
+            prompt,
+            limit=limit,
+            stop_ids=stop_ids,
+            min_tokens=min_tokens,
+            sampler=SamplerState.of(sampling, prompt),
+            parser=parser,
+            stream=stream,
+        )
+        return Row(sequence, parser, stream)
+
+    def submit(self, *args: object, **kwargs: object) -> Row:
+        row = self.row(*args, **kwargs)  # type: ignore[arg-type]
+        self.thread.post(partial(self.engine.submit, row.sequence))
+        return row
+
+    def submit_together(self, rows: list[Row]) -> None:
+        """Let the rows arrive between the same two steps."""
+
+        def all_of_them() -> None:
+            for row in rows:
+                self.engine.submit(row.sequence)
+
+        self.thread.post(all_of_them)
+
+    def cancel(self, row: Row) -> None:
+        self.thread.post(partial(self.engine.cancel, row.sequence))
+
+    async def on_thread(self, function: Callable[[], object]) -> object:
+        return await self.thread.call(function)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engine.rig import GREEDY, Rig
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.core import Finished, Sampling
+from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+def prompt(length: int, salt: int = 1) -> list[int]:
+    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
+
+
+def alone(model: object, tokens: list[int], limit: int) -> list[int]:
+    """What the model itself says, with mlx-lm's caches."""
+    cache = make_prompt_cache(model)  # type: ignore[arg-type]
+    drawn: list[int] = []
+    given = tokens
+    for _ in range(limit):
+        logits = model(mx.array([given]), cache=cache)  # type: ignore[operator]
+        given = [int(mx.argmax(logits[0, -1]).item())]
+        drawn += given
+    return drawn
+
+
+async def reference(rig: Rig, tokens: list[int], limit: int = 16) -> list[int]:
+    return await rig.thread.call(lambda: alone(rig.model, tokens, limit))
+
+
+async def nothing_left(rig: Rig) -> None:
+    stats = rig.engine.stats()
+    assert (stats.running, stats.prefilling, stats.waiting, stats.pages_held) == (0, 0, 0, 0)
+
+
+async def test_one_row_draws_what_the_model_itself_draws(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        row = rig.submit(prompt(21))
+        finished = await row.finished()
+        assert row.tokens == await reference(rig, prompt(21))
+        assert finished.reason == "length"
+        assert finished.usage.prompt_tokens == 21
+        assert finished.usage.completion_tokens == 16
+        await nothing_left(rig)
+
+
+async def test_a_mixed_crowd_draws_what_each_draws_alone(llama: Path) -> None:
+    lengths = [3, 40, 17, 300, 16, 33, 64, 5]
+    async with Rig(llama, prefill_chunk=48) as rig:
+        rows = []
+        for i, length in enumerate(lengths):
+            rows.append(rig.submit(prompt(length, i + 1), 8 + 3 * i))
+            await asyncio.sleep(0)
+        await asyncio.gather(*(row.finished() for row in rows))
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            assert row.tokens == await reference(rig, prompt(length, i + 1), 8 + 3 * i)
+        await nothing_left(rig)
+
+
+async def test_a_stop_token_ends_the_row_and_is_counted_but_not_shown(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        drawn = await reference(rig, prompt(9))
+        place = next(i for i in range(3, 16) if drawn[i] not in drawn[:i])
+        row = rig.submit(prompt(9), stop_ids=frozenset({drawn[place]}))
+        finished = await row.finished()
+        assert row.tokens == drawn[:place]
+        assert finished.reason == "stop"
+        assert finished.usage.completion_tokens == place + 1
+
+
+async def test_min_tokens_forbids_the_stop_token_before_them(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        drawn = await reference(rig, prompt(9))
+        row = rig.submit(prompt(9), stop_ids=frozenset(drawn), min_tokens=12)
+        await row.finished()
+        assert len(row.tokens) >= 12
+        assert not set(row.tokens[:12]) & set(drawn)
+
+
+async def test_a_shared_prefix_is_computed_once_and_changes_nothing(llama: Path) -> None:
+    shared = prompt(100)
+    async with Rig(llama) as rig:
+        first = rig.submit(shared + prompt(7, 2))
+        assert (await first.finished()).usage.cached_tokens == 0
+        second = rig.submit(shared + prompt(9, 3))
+        assert (await second.finished()).usage.cached_tokens == 96
+        assert second.tokens == await reference(rig, shared + prompt(9, 3))
+
+
+async def test_the_next_turn_finds_the_answer_in_pages_too(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        first = rig.submit(prompt(30), 40)
+        await first.finished()
+        conversation = prompt(30) + first.tokens
+        second = rig.submit(conversation + prompt(5, 2))
+        # All that was computed: the last token drawn was never fed back.
+        assert (await second.finished()).usage.cached_tokens == (len(conversation) - 1) // 16 * 16
+        assert second.tokens == await reference(rig, conversation + prompt(5, 2))
+
+
+async def test_equal_prompts_that_arrive_together_are_processed_once(llama: Path) -> None:
+    async with Rig(llama, prefill_chunk=32) as rig:
+        rows = [rig.row(prompt(100)) for _ in range(4)]
+        rig.submit_together(rows)
+        cached = sorted([(await row.finished()).usage.cached_tokens for row in rows])
+        assert cached == [0, 96, 96, 96]
+        assert len({tuple(row.tokens) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "running"])
+async def test_a_cancelled_row_leaves_nothing_behind(llama: Path, moment: str) -> None:
+    async with Rig(llama, prefill_chunk=16, max_rows=2) as rig:
+        others = [rig.submit(prompt(20, 5), 60), rig.submit(prompt(900, 6), 4)]
+        victim = rig.row(prompt(1000 if moment == "prefilling" else 12, 7), 500)
+        if moment == "waiting":
+            rig.submit_together([victim])
+        elif moment == "prefilling":
+            rig.cancel(others.pop())
+            rig.submit_together([victim])
+        else:
+            rig.cancel(others.pop())
+            rig.submit_together([victim])
+            await victim.started()
+        rig.cancel(victim)
+        await asyncio.gather(*(row.finished() for row in others))
+        await rig.thread.call(lambda: None)
+        await nothing_left(rig)
+        assert victim.sequence.ended
+
+
+async def test_short_of_pages_the_newest_row_pauses_and_still_answers_right(llama: Path) -> None:
+    # Room for about 14 pages: three rows of 4 pages that each grow to 6.
+    page = 16 * 2 * 2 * 16 * 2 * 4
+    async with Rig(llama, memory=14 * page, prefix_cache=False) as rig:
+        assert rig.engine.page_bytes == page
+        rows = [rig.submit(prompt(60, i + 1), 36) for i in range(3)]
+        await asyncio.gather(*(row.finished() for row in rows))
+        for i, row in enumerate(rows):
+            assert row.tokens == await reference(rig, prompt(60, i + 1), 36)
+        await nothing_left(rig)
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llama: Path) -> None:
+    page = 16 * 2 * 2 * 16 * 2 * 4
+    async with Rig(llama, memory=4 * page) as rig:
+        with pytest.raises(OutOfMemory, match="500 tokens"):
+            await rig.submit(prompt(500)).finished()
+        assert (await rig.submit(prompt(40), 4).finished()).reason == "length"
+
+
+async def test_an_answer_is_cut_where_memory_ends(llama: Path) -> None:
+    page = 16 * 2 * 2 * 16 * 2 * 4
+    async with Rig(llama, memory=4 * page) as rig:
+        finished = await rig.submit(prompt(40), 500).finished()
+        assert finished.reason == "length"
+        assert finished.usage.completion_tokens == 4 * 16 - 40
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(llama: Path) -> None:
+    async with Rig(llama, max_rows=1, max_waiting=2) as rig:
+        rows = [rig.row(prompt(5, i), 4) for i in range(1, 6)]
+        rig.submit_together(rows)
+        outcomes = await asyncio.gather(*(r.finished() for r in rows), return_exceptions=True)
+        refused = [o for o in outcomes if isinstance(o, Overloaded)]
+        assert len(refused) == 2
+        assert refused[0].retry_after
+        assert sum(isinstance(o, Finished) for o in outcomes) == 3
+
+
+async def test_the_same_seed_draws_the_same_tokens_in_any_company(llama: Path) -> None:
+    seeded = Sampling(temperature=1.0, top_p=0.9, seed=42)
+    async with Rig(llama) as rig:
+        lone = rig.submit(prompt(11), 24, seeded)
+        await lone.finished()
+        company = [
+            rig.row(prompt(20 + i, i + 2), 30, Sampling(temperature=0.5 + i / 4, top_k=3 * i))
+            for i in range(4)
+        ]
+        again = rig.row(prompt(11), 24, seeded)
+        rig.submit_together([*company, again])
+        await asyncio.gather(*(row.finished() for row in [*company, again]))
+        assert again.tokens == lone.tokens
+
+
+async def test_a_row_whose_parser_fails_fails_alone(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        neighbour = rig.row(prompt(12), 20)
+        broken = rig.row(prompt(13), 20)
+        broken.parser.finish = None  # type: ignore[assignment, method-assign]
+        broken.parser.push = None  # type: ignore[assignment, method-assign]
+        rig.submit_together([neighbour, broken])
+        with pytest.raises(GenerationFailed):
+            await broken.finished()
+        await neighbour.finished()
+        assert neighbour.tokens == await reference(rig, prompt(12), 20)
+        await nothing_left(rig)
+
+
+async def test_a_step_that_fails_fails_its_rows_and_the_next_request_is_answered(
+    llama: Path,
+) -> None:
+    async with Rig(llama) as rig:
+        row = rig.row(prompt(12), 20)
+        row.sequence.tokens[3] = "not a token"  # type: ignore[call-overload]
+        rig.submit_together([row])
+        with pytest.raises(GenerationFailed):
+            await row.finished()
+        good = rig.submit(prompt(12), 20)
+        await good.finished()
+        assert good.tokens == await reference(rig, prompt(12), 20)
+        await nothing_left(rig)
+
+
+async def test_memory_of_pages_is_what_the_ledger_says_and_goes_back_to_zero(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        await rig.submit(prompt(200), 10).finished()
+        pages = sum(s.keys.nbytes + s.values.nbytes for s in rig.forward.stores)
+        assert rig.ledger.figures()["pages:tiny"] == pages
+        await rig.thread.call(rig.engine.drop_prefixes)
+        assert rig.engine.stats().pages_cached == 0
+    assert "pages:tiny" not in rig.ledger.figures()
+
+
+async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        plain = await reference(rig, prompt(9))
+        biased = rig.submit(
+            prompt(9), sampling=Sampling(temperature=0, logit_bias=((plain[0], -100.0),))
+        )
+        await biased.finished()
+        assert plain[0] not in biased.tokens
+        frequent = rig.submit(prompt(9), 40, Sampling(temperature=0, frequency_penalty=2.0))
+        await frequent.finished()
+        greedy = rig.submit(prompt(9), 40, GREEDY)
+        await greedy.finished()
+        assert len(set(frequent.tokens)) > len(set(greedy.tokens))
