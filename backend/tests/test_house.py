@@ -1,0 +1,132 @@
+"""The rules of the house: who may import whom, how long a function may be, what the README says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+BACKEND = Path(__file__).parent.parent
+SERVER = BACKEND / "mlx_manager" / "mlx_server"
+TREES = {
+    path.relative_to(SERVER).as_posix(): ast.parse(path.read_text())
+    for path in sorted(SERVER.rglob("*.py"))
+}
+
+LEAVES = {"core", "errors", "config"}
+FOUNDATION = LEAVES | {"formats", "utils"}
+MAY_IMPORT = {
+    "core": set(),
+    "errors": set(),
+    "config": set(),
+    "formats": set(),
+    "utils": LEAVES,
+    "observability": LEAVES,
+    "schemas": LEAVES,
+    "protocols": LEAVES | {"schemas"},
+    "engine": FOUNDATION,
+    "models": FOUNDATION,
+    "backends": FOUNDATION | {"engine", "models"},
+    # Its two doors for scripts (`generate_chat_completion`) take and give wire types.
+    "services": FOUNDATION | {"backends", "models", "observability", "protocols", "schemas"},
+    "api": LEAVES | {"services", "protocols", "schemas", "observability"},
+}
+"""Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
+
+MLX_ROOMS = ("engine/", "models/", "utils/memory.py")
+FASTAPI_ROOMS = ("api/", "main.py")
+CATCH_ALL = ("api/errors.py", "engine/thread.py")
+LONGEST_FUNCTION = 60
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every name that a module imports, inside functions too, save those for type checkers."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        match node:
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                continue
+            case ast.Import(names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module)):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+        todo += ast.iter_child_nodes(node)
+
+
+def room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def test_imports_point_one_way() -> None:
+    prefix = "mlx_manager.mlx_server."
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in TREES.items()
+        for name in imports(tree)
+        if name.startswith(prefix) and room(path) not in {"main", "__init__"}
+        if name.removeprefix(prefix).split(".")[0] not in MAY_IMPORT[room(path)] | {room(path)}
+    ]
+    assert not wrong
+
+
+def test_mlx_and_fastapi_stay_in_their_rooms() -> None:
+    rooms = {
+        "mlx": MLX_ROOMS,
+        "mlx_lm": MLX_ROOMS,
+        "fastapi": FASTAPI_ROOMS,
+        "starlette": FASTAPI_ROOMS,
+    }
+    wrong = [
+        f"{path} imports {name}"
+        for path, tree in TREES.items()
+        for name in imports(tree)
+        if not path.startswith(rooms.get(name.split(".")[0], ("",)))
+    ]
+    assert not wrong
+
+
+def test_functions_are_short() -> None:
+    wrong = [
+        f"{path}: {node.name} has {length} lines"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    assert not wrong
+
+
+def test_only_the_two_top_levels_catch_everything() -> None:
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and path not in CATCH_ALL
+        if node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+    ]
+    assert not wrong
+
+
+def settings_table() -> str:
+    lines = ["| Variable | Default | Meaning |", "|---|---|---|"]
+    for name, field in MLXServerSettings.model_fields.items():
+        match field.default:
+            case None | ():
+                default = ""
+            case bool(value):
+                default = f"`{str(value).lower()}`"
+            case value:
+                default = f"`{value}`"
+        lines.append(f"| `MLX_SERVER_{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+def test_the_readme_lists_every_setting_as_it_is() -> None:
+    readme = (BACKEND.parent / "README.md").read_text()
+    found = re.search(r"<!-- settings: .*? -->\n(.*?)\n<!-- end of settings -->", readme, re.DOTALL)
+    assert found is not None
+    assert found[1] == settings_table(), f"the table should be:\n{settings_table()}"
