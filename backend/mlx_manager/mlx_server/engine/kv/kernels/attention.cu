@@ -10,6 +10,9 @@
 // partial results, so nothing is launched after it.
 
 #ifndef PAGED_EMULATED
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 namespace paged {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
@@ -115,6 +118,8 @@ constexpr int kMaxSplits = 64;
 constexpr float kLog2e = 1.4426950408889634f;
 // Stands for minus infinity where a difference of two of them must be 0 and not NaN.
 constexpr float kLowest = -1e30f;
+// The score of a token that must not be seen: its weight is 0 whatever the maximum.
+constexpr float kMasked = -3e38f;
 
 __host__ __device__ constexpr int heads_per_block(int group) { return group < 16 ? group : 16; }
 
@@ -214,7 +219,7 @@ struct Attend {
         float x = s[n][e] * scale;
         if constexpr (CAP) x = cap * tanhf(x / cap);
         int token = start + lane / 4 + (e / 2) * 8;
-        s[n][e] = whole || (token >= begin && token < end) ? x * kLog2e : -INFINITY;
+        s[n][e] = whole || (token >= begin && token < end) ? x * kLog2e : kMasked;
       }
   }
 
@@ -411,16 +416,16 @@ struct Attend {
   __device__ void finish(int q_row, long q_head, int sink0, int heads, int base, int splits,
                          const float* sinks, int* arrivals, T* out, const float* partial,
                          const float* partial_figures, float* shared) {
-    __shared__ int last;
+    int* last = reinterpret_cast<int*>(shared + HEADS * kMaxSplits);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
       int* mine = arrivals + (long)q_row * gridDim.x + blockIdx.x;
-      last = atomicAdd(mine, 1) == splits - 1;
-      if (last) *mine = 0;
+      *last = atomicAdd(mine, 1) == splits - 1;
+      if (*last) *mine = 0;
     }
     __syncthreads();
-    if (!last) return;
+    if (!*last) return;
     __threadfence();
 
     float* weights = shared;
@@ -477,8 +482,8 @@ struct Attend {
 // Writes one token of one head, 8 elements a thread. A slot below 0 is skipped.
 template <typename T, int D, typename Strides>
 __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, const T* k,
-                                            const T* v, const int* slot_of_token, T*,
-                                            long pool_slots, int heads, int tokens,
+                                            const T* v, const int* slot_of_token, long pool_slots,
+                                            int heads, int tokens,
                                             const Strides& k_strides, const Strides& v_strides) {
   const int piece = blockIdx.x * blockDim.x + threadIdx.x;
   const int head = piece / (D / 8), d = piece % (D / 8) * 8;
@@ -491,6 +496,13 @@ __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, co
   const T* v_from = v + row * v_strides[0] + head * v_strides[1] + token * v_strides[2];
   T* k_to = const_cast<T*>(k_pool) + to;
   T* v_to = const_cast<T*>(v_pool) + to;
+  const bool dense = k_strides[3] == 1 && v_strides[3] == 1;
+  const unsigned long ends = (unsigned long)(k_from + d) | (unsigned long)(v_from + d);
+  if (dense && ends % 16 == 0) {
+    *reinterpret_cast<uint4*>(k_to) = *reinterpret_cast<const uint4*>(k_from + d);
+    *reinterpret_cast<uint4*>(v_to) = *reinterpret_cast<const uint4*>(v_from + d);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     k_to[i] = k_from[(d + i) * k_strides[3]];

@@ -18,6 +18,8 @@ constant constexpr int kUnroll = 4;
 constant constexpr float kLog2e = 1.4426950408889634f;
 // Stands for minus infinity where a difference of two of them must be 0 and not NaN.
 constant constexpr float kLowest = -1e30f;
+// The score of a token that must not be seen: its weight is 0 whatever the maximum.
+constant constexpr float kMasked = -3e38f;
 
 constexpr int heads_per_block(int group) { return group < 4 ? group : 4; }
 constexpr int lanes_per_token(int head_dim) {
@@ -94,7 +96,7 @@ inline void attend(const device T* q, const device T* k_pool, const device T* v_
           for (int d = 0; d < DIMS; d++) x += query[h][d] * key[u][d];
           for (int o = LANES / 2; o > 0; o /= 2) x += metal::simd_shuffle_xor(x, ushort(o));
           if (CAP) x = cap * metal::precise::tanh(x / cap);
-          score[u][h] = visible[u] ? x * kLog2e : -INFINITY;
+          score[u][h] = visible[u] ? x * kLog2e : kMasked;
         }
       for (int h = 0; h < HEADS; h++) {
         float top = maximum[h];

@@ -1,0 +1,184 @@
+"""The kernels against plain arithmetic, on random pages: what a kernel must pass to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels
+
+Floats = npt.NDArray[np.float32]
+
+# Lengths around the borders of tiles and pages, one that is split, and a padding row.
+LENGTHS = (1, 15, 16, 17, 0, 33, 250, 700, 2600)
+# bfloat16 keeps 8 bits of a weight and of the result.
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a model's attention asks for beyond the plain softmax."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Random queries over random pages; values are exact in the shape's dtype.
+
+    q: (queries, q_heads, head_dim). k_pool, v_pool: (kv_heads, slots, head_dim), NaN wherever no
+    query may look. table: (rows, max_pages). lengths, table_rows: (queries,).
+    """
+
+    shape: AttentionShape
+    features: Features
+    scale: float
+    q: Floats
+    k_pool: Floats
+    v_pool: Floats
+    table: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int32]
+    table_rows: npt.NDArray[np.int32]
+    sinks: Floats | None
+
+    def expected(self) -> Floats:
+        """(queries, q_heads, head_dim), by the definition, in float32; length 0 gives zeros."""
+        out = np.zeros_like(self.q)
+        for query, (length, row) in enumerate(zip(self.lengths, self.table_rows, strict=True)):
+            if length:
+                out[query] = self._attend(query, int(length), self.table[row])
+        return out
+
+    def _attend(self, query: int, length: int, pages: npt.NDArray[np.int32]) -> Floats:
+        size, group = self.shape.page_size, self.shape.group
+        start = max(0, length - self.features.window) if self.features.window else 0
+        places = np.arange(start, length)
+        slots = pages[places // size].astype(np.int64) * size + places % size
+        keys = np.repeat(self.k_pool[:, slots], group, axis=0)
+        values = np.repeat(self.v_pool[:, slots], group, axis=0)
+        scores = np.einsum("hd,htd->ht", self.q[query], keys) * self.scale
+        if self.features.softcap is not None:
+            scores = self.features.softcap * np.tanh(scores / self.features.softcap)
+        top = scores.max(axis=1, keepdims=True)
+        if self.sinks is not None:
+            top = np.maximum(top, self.sinks[:, None])
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=1)
+        if self.sinks is not None:
+            total += np.exp(self.sinks - top[:, 0])
+        return np.asarray(np.einsum("ht,htd->hd", weights, values) / total[:, None])
+
+
+def random_problem(
+    shape: AttentionShape,
+    features: Features = Features(),
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    seed: int = 0,
+    unused_page: int = 0,
+) -> Problem:
+    """Pages of the rows lie in random order; `unused_page` fills the rest of the table."""
+    rng = np.random.default_rng(seed)
+    size = shape.page_size
+    counts = [-(-length // size) for length in lengths]
+    order = rng.permutation(sum(counts)).astype(np.int32)
+    table = np.full((len(counts), max(1, *counts)), unused_page, np.int32)
+    slots = (sum(counts) or 1) * size
+    k_pool = np.full((shape.kv_heads, slots, shape.head_dim), np.nan, np.float32)
+    v_pool = k_pool.copy()
+    taken = 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[row, :count] = order[taken : taken + count]
+        taken += count
+        start = max(0, length - features.window) if features.window else 0
+        places = np.arange(start, length)
+        seen = table[row, places // size].astype(np.int64) * size + places % size
+        drawn = (shape.kv_heads, len(places), shape.head_dim)
+        k_pool[:, seen] = _exact(rng.normal(size=drawn), shape.dtype)
+        v_pool[:, seen] = _exact(rng.normal(size=drawn), shape.dtype)
+    q = rng.normal(size=(len(counts), shape.q_heads, shape.head_dim)) * 2
+    return Problem(
+        shape=shape,
+        features=features,
+        scale=shape.head_dim**-0.5,
+        q=_exact(q, shape.dtype),
+        k_pool=k_pool,
+        v_pool=v_pool,
+        table=table,
+        lengths=np.asarray(lengths, np.int32),
+        table_rows=np.arange(len(counts), dtype=np.int32),
+        sinks=rng.normal(size=shape.q_heads).astype(np.float32) if features.sinks else None,
+    )
+
+
+def self_check(kernels: PagedKernels, features: Features = Features()) -> str | None:
+    """None when the kernels work on this device; else what is wrong."""
+    try:
+        return _check_attention(kernels, features) or _check_write(kernels)
+    except (RuntimeError, ValueError) as error:
+        # What MLX raises when a kernel can't be compiled, loaded or launched.
+        return f"the kernel can't be run: {error}"
+
+
+def difference(out: Floats, expected: Floats) -> float:
+    """The largest norm of an error over the norm of what was expected; NaN counts as infinite."""
+    error = np.linalg.norm(out - expected, axis=-1)
+    norm = np.linalg.norm(expected, axis=-1)
+    ratio = error / np.where(norm > 0, norm, 1.0)
+    return float(np.where(np.isnan(ratio), np.inf, ratio).max())
+
+
+def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
+    problem = random_problem(kernels.shape, features)
+    dtype = kernels.shape.dtype
+    out = kernels.attend(
+        mx.array(problem.q[:, :, None]).astype(dtype),
+        mx.array(problem.k_pool).astype(dtype),
+        mx.array(problem.v_pool).astype(dtype),
+        mx.array(problem.table),
+        mx.array(problem.lengths),
+        mx.zeros((1,), mx.int32),
+        scale=problem.scale,
+        splits=kernels.plan(problem.lengths, window=features.window),
+        window=features.window,
+        softcap=features.softcap,
+        sinks=None if problem.sinks is None else mx.array(problem.sinks),
+    )
+    off = difference(_numbers(out)[:, :, 0], problem.expected())
+    return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
+
+
+def _check_write(kernels: PagedKernels) -> str | None:
+    shape = kernels.shape
+    rng = np.random.default_rng(1)
+    rows, slots = 3, 2 * shape.page_size
+    k_pool = mx.zeros((shape.kv_heads, slots, shape.head_dim), shape.dtype)
+    v_pool = mx.zeros_like(k_pool)
+    mx.eval(k_pool, v_pool)
+    k, v = (
+        mx.array(rng.normal(size=(rows, shape.kv_heads, 1, shape.head_dim))).astype(shape.dtype)
+        for _ in range(2)
+    )
+    mx.eval(kernels.write(k_pool, v_pool, k, v, mx.array([slots - 1, -1, 0], mx.int32)))
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        expected = np.zeros(pool.shape, np.float32)
+        expected[:, slots - 1] = _numbers(new)[0, :, 0]
+        expected[:, 0] = _numbers(new)[2, :, 0]
+        if not np.array_equal(_numbers(pool), expected):
+            return "a write into pages did not arrive, or arrived elsewhere"
+    return None
+
+
+def _exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
+    return _numbers(mx.array(values.astype(np.float32)).astype(dtype))
+
+
+def _numbers(array: mx.array) -> Floats:
+    return np.array(array.astype(mx.float32))

@@ -1,0 +1,143 @@
+"""What every implementation of paged decode attention shares: its shape, its source, its face.
+
+The pools are written in place: MLX hands a kernel its inputs as constant, the kernel casts that
+away, and the write returns a dummy array that the attention takes as an input, which is what
+orders the two. That is what keeps a step from copying the pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits
+
+Lengths = Sequence[int] | npt.NDArray[np.integer]
+Kernel = Callable[..., list[mx.array]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a kernel is compiled for. `page_size` is a multiple of 16 tokens."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: mx.Dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.q_heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """Why no kernel serves a shape on this device."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Constants of one attention kernel beside its shape: one compilation for each."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    divided: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """A kernel as MLX's custom kernels take it. `shared_memory` in bytes, for CUDA alone."""
+
+    name: str
+    header: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shared_memory: int = 0
+
+    @property
+    def unique_name(self) -> str:
+        """The name that MLX caches the compiled kernel by, on disk too: it must change with
+        anything that the source says."""
+        digest = hashlib.sha1(f"{self.header}\0{self.body}".encode(), usedforsecurity=False)
+        return f"{self.name}_{digest.hexdigest()[:16]}"
+
+
+class PagedKernels(Protocol):
+    """Attention of decode steps over pages, and the writes into them.
+
+    Pools are (kv_heads, pages * page_size, head_dim), slot = page * page_size + offset.
+    """
+
+    shape: AttentionShape
+
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits:
+        """Cut a step's work; once a step for all layers with the same window.
+
+        `lengths` are the same numbers that `attend` is given as an array. `table_rows` names the
+        table row of each query where several queries share one.
+        """
+
+    def write(
+        self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
+    ) -> mx.array:
+        """Write `k` and `v`, (rows, kv_heads, tokens, head_dim), into the pools in place.
+
+        `slots` is int32 of rows * tokens elements; a negative slot is skipped. The pools must be
+        evaluated. Returns what `attend` takes as `dep`.
+        """
+
+    def attend(  # noqa: PLR0917
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        dep: mx.array,
+        *,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of `q`, (queries, q_heads, 1, head_dim), each over its row of pages.
+
+        `table` is (rows, max_pages) int32 and `lengths` (queries,) int32, tokens visible
+        including the query's own; length 0 gives zeros. `window` as `splits` was planned with.
+        Scores are `softcap * tanh(scale * q @ k / softcap)`; `sinks`, (q_heads,), are logits that
+        join each softmax's denominator.
+        """
+
+
+@cache
+def source(name: str) -> str:
+    """The text of a source file of this package."""
+    return Path(__file__).with_name(name).read_text()
+
+
+def flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def real(value: float) -> str:
+    """A float32 literal."""
+    text = repr(float(value))
+    return f"{text}f"

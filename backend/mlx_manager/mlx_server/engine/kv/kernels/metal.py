@@ -1,0 +1,196 @@
+"""Paged decode attention on Apple GPUs, from attention.metal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
+    AttentionShape,
+    Kernel,
+    KernelSource,
+    Lengths,
+    Variant,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
+
+_TYPES: dict[Any, str] = {
+    mx.bfloat16: "bfloat16_t",
+    mx.float16: "float16_t",
+    mx.float32: "float",
+}
+
+SIMDGROUPS = 4
+METAL_HEADS_PER_BLOCK = 4
+# Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
+METAL_BLOCKS_WANTED = 1024
+
+
+def build(shape: AttentionShape) -> MetalKernels:
+    return MetalKernels(shape)
+
+
+class MetalKernels:
+    """The Metal kernels; see `PagedKernels`."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self._heads = min(shape.group, METAL_HEADS_PER_BLOCK)
+        self._blocks = shape.kv_heads * -(-shape.group // self._heads)
+        self._kernels: dict[Variant, _MetalPair] = {}
+        self._write = _compiled(write_source(shape), ensure_row_contiguous=False)
+        self._no_sinks = mx.zeros((1,), mx.float32)
+
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits:
+        return plan(
+            lengths,
+            blocks_per_item=self._blocks,
+            blocks_wanted=METAL_BLOCKS_WANTED,
+            window=window,
+            table_rows=table_rows,
+        )
+
+    def write(
+        self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
+    ) -> mx.array:
+        rows, heads, tokens, dim = k.shape
+        (dep,) = self._write(
+            inputs=[k_pool, v_pool, k, v, slots],
+            grid=(heads * dim, rows * tokens, 1),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+        return dep
+
+    def attend(  # noqa: PLR0917
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        dep: mx.array,
+        *,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        variant = Variant(scale, window, softcap, sinks is not None, splits.divided)
+        if variant not in self._kernels:
+            self._kernels[variant] = _MetalPair.build(self.shape, variant)
+        kernels = self._kernels[variant]
+        logits = self._no_sinks if sinks is None else sinks.astype(mx.float32)
+        figures = splits.work * self._blocks * self._heads if splits.divided else 1
+        dim = self.shape.head_dim
+        out, partial, partial_figures = kernels.attend(
+            inputs=[q, k_pool, v_pool, table, lengths, splits.items, logits, dep],
+            grid=(self._blocks * SIMDGROUPS * 32, splits.work, 1),
+            threadgroup=(SIMDGROUPS * 32, 1, 1),
+            output_shapes=[
+                (1,) if splits.divided else q.shape,
+                (figures * dim,),
+                (figures * 2,),
+            ],
+            output_dtypes=[q.dtype, mx.float32, mx.float32],
+        )
+        if not splits.divided:
+            return out
+        (merged,) = kernels.merge(
+            inputs=[partial, partial_figures, splits.items, logits],
+            grid=(self.shape.q_heads * dim, splits.work, 1),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[q.shape],
+            output_dtypes=[q.dtype],
+        )
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class _MetalPair:
+    attend: Kernel
+    merge: Kernel
+
+    @staticmethod
+    def build(shape: AttentionShape, variant: Variant) -> _MetalPair:
+        return _MetalPair(
+            _compiled(attend_source(shape, variant)),
+            _compiled(merge_source(shape, sinks=variant.sinks)),
+        )
+
+
+def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
+    constants = (
+        f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
+        f"{SIMDGROUPS}, {variant.window or 0}, {flag(variant.softcap is not None)}, "
+        f"{flag(variant.sinks)}, {flag(variant.divided)}"
+    )
+    sets = f"{SIMDGROUPS} * (32 / paged::lanes_per_token({shape.head_dim}))"
+    heads = f"paged::heads_per_block({shape.group})"
+    body = (
+        f"threadgroup float merged[{sets} * {heads} * {shape.head_dim}];\n"
+        f"threadgroup float figures[{sets} * {heads} * 2];\n"
+        f"paged::attend<{constants}>(q, k_pool, v_pool, table, lengths, items, sinks, out, "
+        "partial, partial_figures, merged, figures, k_pool_shape[1], table_shape[1], "
+        f"{real(variant.scale)}, {real(variant.softcap or 1.0)}, threadgroup_position_in_grid, "
+        "threadgroups_per_grid, int(thread_index_in_threadgroup), "
+        "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));"
+    )
+    return KernelSource(
+        name="paged_attend",
+        header=source("attention.metal"),
+        body=body,
+        inputs=("q", "k_pool", "v_pool", "table", "lengths", "items", "sinks", "written"),
+        outputs=("out", "partial", "partial_figures"),
+    )
+
+
+def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
+    constants = f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
+    body = (
+        f"paged::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
+        "threadgroup_position_in_grid, threadgroups_per_grid, int(thread_index_in_threadgroup));"
+    )
+    return KernelSource(
+        name="paged_merge",
+        header=source("attention.metal"),
+        body=body,
+        inputs=("partial", "partial_figures", "items", "sinks"),
+        outputs=("out",),
+    )
+
+
+def write_source(shape: AttentionShape) -> KernelSource:
+    body = (
+        f"paged::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
+        "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 1;"
+    )
+    return KernelSource(
+        name="paged_write",
+        header=source("attention.metal"),
+        body=body,
+        inputs=("k_pool", "v_pool", "k", "v", "slots"),
+        outputs=("written",),
+    )
+
+
+def _compiled(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
+    kernel: Kernel = mx.fast.metal_kernel(  # type: ignore[assignment]
+        name=text.unique_name,
+        input_names=list(text.inputs),
+        output_names=list(text.outputs),
+        source=text.body,
+        header=text.header,
+        ensure_row_contiguous=ensure_row_contiguous,
+    )
+    return kernel

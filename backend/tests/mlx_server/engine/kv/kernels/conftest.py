@@ -1,0 +1,153 @@
+"""Runs the kernels' very source on a CPU: compiled by g++ against emulated GPU languages.
+
+The functions are declared as MLX declares them: for each input its pointer, then its shape and
+strides where the source names them, then the outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import KernelSource
+
+Compile = Callable[[Sequence[tuple]], "Library"]
+
+EMULATION = Path(__file__).parent / "emulation"
+CUDA_TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.int32: "int32_t",
+}
+METAL_TYPES = {
+    mx.bfloat16: "bfloat16_t",
+    mx.float16: "float16_t",
+    mx.float32: "float",
+    mx.int32: "int32_t",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel to compile, with the dtypes that its arrays will have."""
+
+    source: KernelSource
+    inputs: Sequence[mx.Dtype]
+    outputs: Sequence[mx.Dtype]
+
+
+class Library:
+    """Compiled kernels; `call` runs one as `mx.fast`'s custom kernels would."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._entries = entries
+
+    def call(
+        self,
+        index: int,
+        inputs: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        grid: tuple[int, int, int],
+        group: tuple[int, int, int],
+    ) -> None:
+        arguments: list[ctypes.c_void_p] = []
+        keep = []
+        for name, array in zip(self._entries[index].source.inputs, inputs, strict=True):
+            arguments.append(array.ctypes.data_as(ctypes.c_void_p))
+            strides = np.array(array.strides, np.int64) // array.itemsize
+            for suffix, numbers in (
+                ("_shape", np.array(array.shape, np.int32)),
+                ("_strides", strides),
+            ):
+                if name + suffix in self._entries[index].source.body:
+                    padded = np.zeros(8, numbers.dtype)
+                    padded[: len(numbers)] = numbers
+                    keep.append(padded)
+                    arguments.append(padded.ctypes.data_as(ctypes.c_void_p))
+        arguments += [array.ctypes.data_as(ctypes.c_void_p) for array in outputs]
+        self._library[f"kernel_{index}"](*arguments, *(ctypes.c_int(n) for n in (*grid, *group)))
+
+
+@pytest.fixture(scope="session")
+def compile_cuda(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    def compile_entries(entries: Sequence[tuple]) -> Library:
+        directory = tmp_path_factory.mktemp("cuda")
+        views = ("Shape", "Strides")
+        return _compile(directory, _entries(entries), "cuda.h", "Index", CUDA_TYPES, views)
+
+    return compile_entries
+
+
+@pytest.fixture(scope="session")
+def compile_metal(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    def compile_entries(entries: Sequence[tuple]) -> Library:
+        directory = tmp_path_factory.mktemp("metal")
+        views = ("const int*", "const int64_t*")
+        return _compile(directory, _entries(entries), "metal.h", "uint3", METAL_TYPES, views)
+
+    return compile_entries
+
+
+def _entries(entries: Sequence[tuple]) -> list[Entry]:
+    return [Entry(*entry) for entry in entries]
+
+
+def _compile(
+    directory: Path,
+    entries: Sequence[Entry],
+    header: str,
+    index: str,
+    types: dict[mx.Dtype, str],
+    views: tuple[str, str],
+) -> Library:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed: the GPU sources can't be compiled for a CPU")
+    parts = [f'#include "{header}"', "#define threadgroup", entries[0].source.header]
+    parts += ["#undef threadgroup", "#define threadgroup static"]
+    parts += [_function(i, entry, index, types, views) for i, entry in enumerate(entries)]
+    text = directory / "kernels.cpp"
+    text.write_text("\n".join(parts))
+    path = directory / "kernels.so"
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{EMULATION}"]
+    subprocess.run([*command, str(text), "-o", str(path)], check=True)
+    return Library(path, entries)
+
+
+def _function(
+    number: int,
+    entry: Entry,
+    index: str,
+    types: dict[mx.Dtype, str],
+    views: tuple[str, str],
+) -> str:
+    parameters, locals_ = [], []
+    for name, dtype in zip(entry.source.inputs, entry.inputs, strict=True):
+        parameters.append(f"const {types[dtype]}* {name}")
+        for suffix, view in zip(("_shape", "_strides"), views, strict=True):
+            if name + suffix in entry.source.body:
+                parameters.append(f"const void* {name}{suffix}_")
+                pointer = f"{name}{suffix}_"
+                value = f"({view}){pointer}" if "*" in view else f"*(const {view}*){pointer}"
+                locals_.append(f"auto {name}{suffix} = {value};")
+    for name, dtype in zip(entry.source.outputs, entry.outputs, strict=True):
+        parameters.append(f"{types[dtype]}* {name}")
+    numbers = "int gx, int gy, int gz, int tx, int ty, int tz"
+    sizes = "{unsigned(gx), unsigned(gy), unsigned(gz)}, {unsigned(tx), unsigned(ty), unsigned(tz)}"
+    if index == "Index":
+        sizes = "{gx, gy, gz}, {tx, ty, tz}"
+    return (
+        f'extern "C" void kernel_{number}({", ".join(parameters)}, {numbers}) {{\n'
+        f"{' '.join(locals_)}\n"
+        f"launch({sizes}, [=] {{\n{entry.source.body}\n}});\n}}"
+    )

@@ -1,0 +1,181 @@
+// What attention.cu needs of CUDA, on a CPU.
+//
+// Matrix instructions follow the fragment layouts of the PTX ISA (warp-level matrix instructions).
+// Asynchronous copies take place when they are waited for and not before, so that a missing wait
+// shows as stale data.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <deque>
+
+#include "group.h"
+
+#define PAGED_EMULATED
+#define __device__
+#define __host__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __align__(n)
+
+struct Index { int x, y, z; };
+inline Index blockIdx, gridDim, blockDim;
+#define threadIdx (Index{group::current, 0, 0})
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  __nv_bfloat16(float x) : bits(bfloat16_of_float(x)) {}
+  operator float() const { return float_of_bfloat16(bits); }
+};
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  __half(float x) : bits(float16_of_float(x)) {}
+  operator float() const { return float_of_float16(bits); }
+};
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline void __syncthreads() { group::block_barrier(); }
+inline void __syncwarp() { group::warp_barrier(); }
+inline void __threadfence() {}
+inline int atomicAdd(int* p, int x) { int old = *p; *p += x; return old; }
+using Strides = std::array<int64_t, 8>;
+using Shape = std::array<int32_t, 8>;
+
+namespace paged {
+
+alignas(16) inline unsigned char shared[256 * 1024];
+
+struct Copy { void* to; const void* from; int bytes; };
+using Copies = std::vector<Copy>;
+inline std::deque<Copies> committed[1024];
+inline Copies pending[1024];
+
+inline void forget_copies() {
+  for (auto& copies : committed) copies.clear();
+  for (auto& copies : pending) copies.clear();
+}
+inline void copy_async(void* to, const void* from, int bytes) {
+  pending[group::current].push_back({to, from, bytes});
+}
+inline void commit_copies() {
+  committed[group::current].push_back(std::move(pending[group::current]));
+  pending[group::current].clear();
+}
+template <int PENDING>
+inline void wait_copies() {
+  auto& groups = committed[group::current];
+  for (; int(groups.size()) > PENDING; groups.pop_front())
+    for (auto& copy : groups.front()) {
+      std::memset(copy.to, 0, 16);
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+}
+
+inline void load(unsigned (&r)[4], const void* row, bool transposed) {
+  group::self().pointer = row;
+  group::warp_barrier();
+  int major = group::lane() / 4, minor = group::lane() % 4 * 2;
+  for (int i = 0; i < 4; i++) {
+    uint16_t pair[2];
+    for (int e = 0; e < 2; e++) {
+      int from = transposed ? minor + e : major, at = transposed ? major : minor + e;
+      pair[e] = static_cast<const uint16_t*>(group::peer(i * 8 + from).pointer)[at];
+    }
+    std::memcpy(&r[i], pair, 4);
+  }
+  group::warp_barrier();
+}
+inline void load_matrices(unsigned (&r)[4], const void* row) { load(r, row, false); }
+inline void load_matrices_transposed(unsigned (&r)[4], const void* row) { load(r, row, true); }
+
+inline unsigned transpose_matrix(unsigned x) {
+  group::self().shown[0] = x;
+  group::warp_barrier();
+  int major = group::lane() / 4, minor = group::lane() % 4 * 2;
+  uint16_t pair[2];
+  for (int e = 0; e < 2; e++) {
+    unsigned from = group::peer((minor + e) * 4 + major / 2).shown[0];
+    pair[e] = uint16_t(from >> major % 2 * 16);
+  }
+  group::warp_barrier();
+  unsigned y;
+  std::memcpy(&y, pair, 4);
+  return y;
+}
+
+template <typename T>
+float element(unsigned word, int which) {
+  uint16_t bits = uint16_t(word >> which * 16);
+  T x;
+  std::memcpy(&x, &bits, 2);
+  return float(x);
+}
+
+// m16n8k16: a has rows lane/4 (+8 for odd registers), columns lane%4*2 (+8 for registers 2, 3);
+// b has rows lane%4*2 (+8 for register 1), columns lane/4; c has rows lane/4 (+8 for registers 2,
+// 3), columns lane%4*2.
+template <typename T>
+void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const T*) {
+  auto& shown = group::self().shown;
+  for (int i = 0; i < 4; i++) shown[i] = a[i];
+  shown[4] = b0;
+  shown[5] = b1;
+  group::warp_barrier();
+  for (int r = 0; r < 4; r++) {
+    int row = group::lane() / 4 + r / 2 * 8, column = group::lane() % 4 * 2 + r % 2;
+    float sum = 0.f;
+    for (int k = 0; k < 16; k++) {
+      unsigned left = group::peer(row % 8 * 4 + k % 8 / 2).shown[row / 8 + k / 8 * 2];
+      unsigned right = group::peer(column * 4 + k % 8 / 2).shown[4 + k / 8];
+      sum += element<T>(left, k % 2) * element<T>(right, k % 2);
+    }
+    c[r] += sum;
+  }
+  group::warp_barrier();
+}
+
+template <typename T>
+unsigned pack(float low, float high, const T*) {
+  T pair[2] = {T(low), T(high)};
+  unsigned x;
+  std::memcpy(&x, pair, 4);
+  return x;
+}
+template <typename T>
+float2 unpack(unsigned x, const T*) { return {element<T>(x, 0), element<T>(x, 1)}; }
+
+inline float power_of_two(float x) { return std::exp2(x); }
+inline float shuffle_xor(float x, int lanes) { return group::exchange(x, group::lane() ^ lanes); }
+inline int shuffle(int x, int lane) { return group::exchange(x, lane); }
+inline bool any_lane(bool x) {
+  group::self().shown[0] = x;
+  group::warp_barrier();
+  bool any = false;
+  for (int i = 0; i < group::kLanes; i++) any = any || group::peer(i).shown[0];
+  group::warp_barrier();
+  return any;
+}
+inline float4 read_shared_result(const float4* p) { return *p; }
+inline float2 read_shared_result(const float2* p) { return *p; }
+
+}  // namespace paged
+
+template <typename Kernel>
+void launch(Index grid, Index block, Kernel kernel) {
+  gridDim = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
+  blockDim = block;
+  for (int y = 0; y < gridDim.y; y++)
+    for (int x = 0; x < gridDim.x; x++) {
+      blockIdx = {x, y, 0};
+      // Not a number in every format: what is read before it is written shows.
+      std::memset(paged::shared, 0xff, sizeof paged::shared);
+      paged::forget_copies();
+      group::run(block.x, kernel);
+    }
+}

@@ -1,0 +1,140 @@
+// A thread group on a CPU: every thread is a fiber, and a barrier hands over to the next one.
+//
+// Fibers run in order and switch at barriers alone, so a run is deterministic. A barrier that some
+// thread of its group never reaches is a deadlock on a GPU; here it ends the process with a message.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+namespace group {
+
+constexpr int kLanes = 32;
+constexpr size_t kStack = 1 << 18;
+
+enum class Waits { nobody, warp, block, done };
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  Waits waits;
+  // What this thread shows to the other lanes of its warp.
+  unsigned shown[8];
+  const void* pointer;
+};
+
+inline std::vector<Thread> threads;
+inline ucontext_t scheduler;
+inline int current;
+inline std::function<void()> body;
+
+inline int lane() { return current % kLanes; }
+inline Thread& self() { return threads[current]; }
+inline Thread& peer(int lane) { return threads[current / kLanes * kLanes + lane]; }
+
+inline void wait(Waits what) {
+  self().waits = what;
+  swapcontext(&self().context, &scheduler);
+}
+
+inline void entry() {
+  body();
+  self().waits = Waits::done;
+  swapcontext(&self().context, &scheduler);
+}
+
+inline void resume(int first, int count) {
+  for (int i = first; i < first + count; i++)
+    if (threads[i].waits != Waits::done) {
+      threads[i].waits = Waits::nobody;
+      current = i;
+      swapcontext(&scheduler, &threads[i].context);
+    }
+}
+
+inline bool all(int first, int count, Waits what) {
+  for (int i = first; i < first + count; i++)
+    if (threads[i].waits != what) return false;
+  return true;
+}
+
+inline void run(int size, std::function<void()> what) {
+  body = std::move(what);
+  threads.resize(size);
+  for (auto& thread : threads) {
+    thread.stack.resize(kStack);
+    thread.waits = Waits::nobody;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data();
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, entry, 0);
+  }
+  resume(0, size);
+  while (!all(0, size, Waits::done)) {
+    bool moved = false;
+    for (int warp = 0; warp + kLanes <= size; warp += kLanes)
+      while (all(warp, kLanes, Waits::warp)) {
+        resume(warp, kLanes);
+        moved = true;
+      }
+    if (all(0, size, Waits::block)) {
+      resume(0, size);
+      moved = true;
+    }
+    if (!moved && !all(0, size, Waits::done)) {
+      std::fprintf(stderr, "deadlock: not every thread reached the same barrier\n");
+      std::abort();
+    }
+  }
+}
+
+inline void warp_barrier() { wait(Waits::warp); }
+inline void block_barrier() { wait(Waits::block); }
+
+// The value that `lane` shows while this thread shows `x`.
+template <typename T>
+T exchange(T x, int lane) {
+  static_assert(sizeof(T) == 4);
+  std::memcpy(&self().shown[0], &x, 4);
+  warp_barrier();
+  T y;
+  std::memcpy(&y, &peer(lane).shown[0], 4);
+  warp_barrier();
+  return y;
+}
+
+}  // namespace group
+
+inline float float_of_bfloat16(uint16_t x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline uint16_t bfloat16_of_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (std::isnan(x)) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline float float_of_float16(uint16_t x) {
+  _Float16 y;
+  std::memcpy(&y, &x, 2);
+  return float(y);
+}
+
+inline uint16_t float16_of_float(float x) {
+  _Float16 y = _Float16(x);
+  uint16_t bits;
+  std::memcpy(&bits, &y, 2);
+  return bits;
+}

@@ -1,0 +1,59 @@
+// What attention.metal needs of the Metal Shading Language, on a CPU.
+#pragma once
+#include <algorithm>
+
+#include "group.h"
+
+#define device
+#define constant
+#define thread
+
+struct uint3 { unsigned x, y, z; };
+typedef unsigned short ushort;
+
+struct bfloat16_t {
+  uint16_t bits;
+  bfloat16_t() = default;
+  explicit bfloat16_t(float x) : bits(bfloat16_of_float(x)) {}
+  operator float() const { return float_of_bfloat16(bits); }
+};
+struct float16_t {
+  uint16_t bits;
+  float16_t() = default;
+  explicit float16_t(float x) : bits(float16_of_float(x)) {}
+  operator float() const { return float_of_float16(bits); }
+};
+
+inline uint3 threadgroup_position_in_grid, threadgroups_per_grid, threads_per_threadgroup;
+#define thread_index_in_threadgroup (unsigned(group::current))
+#define simdgroup_index_in_threadgroup (unsigned(group::current) / 32)
+#define thread_index_in_simdgroup (unsigned(group::current) % 32)
+#define thread_position_in_grid                                                              \
+  (uint3{threadgroup_position_in_grid.x * threads_per_threadgroup.x + unsigned(group::current), \
+         threadgroup_position_in_grid.y, 0})
+
+namespace metal {
+inline float max(float a, float b) { return std::max(a, b); }
+inline int max(int a, int b) { return std::max(a, b); }
+inline int min(int a, int b) { return std::min(a, b); }
+inline float exp2(float x) { return std::exp2(x); }
+inline float simd_shuffle_xor(float x, ushort lanes) {
+  return group::exchange(x, group::lane() ^ lanes);
+}
+enum class mem_flags { mem_threadgroup, mem_device };
+inline void threadgroup_barrier(mem_flags) { group::block_barrier(); }
+namespace precise {
+inline float tanh(float x) { return std::tanh(x); }
+}
+}  // namespace metal
+
+template <typename Kernel>
+void launch(uint3 grid, uint3 block, Kernel kernel) {
+  threads_per_threadgroup = block;
+  threadgroups_per_grid = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
+  for (unsigned y = 0; y < threadgroups_per_grid.y; y++)
+    for (unsigned x = 0; x < threadgroups_per_grid.x; x++) {
+      threadgroup_position_in_grid = {x, y, 0};
+      group::run(int(block.x), kernel);
+    }
+}

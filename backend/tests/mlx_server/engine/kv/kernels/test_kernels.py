@@ -1,0 +1,258 @@
+"""Both kernel sources against plain arithmetic, run on a CPU through emulated GPU languages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels.check import (
+    TOLERANCE,
+    Features,
+    Problem,
+    difference,
+    random_problem,
+)
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
+
+DEVICE = cuda.CudaDevice(
+    multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024
+)
+NOWHERE = 1 << 28
+F32, I32 = mx.float32, mx.int32
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    shape: AttentionShape
+    features: Features = PLAIN
+    lengths: tuple[int, ...] = (1, 16, 17, 0, 90, 300)
+    divided: bool = True
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(
+            scale=self.shape.head_dim**-0.5,
+            window=self.features.window,
+            softcap=self.features.softcap,
+            sinks=self.features.sinks,
+            divided=self.divided,
+        )
+
+    def problem(self, seed: int = 0) -> Problem:
+        return random_problem(
+            self.shape, self.features, self.lengths, seed=seed, unused_page=NOWHERE
+        )
+
+    def splits(self, problem: Problem, blocks: int) -> Splits:
+        return plan(
+            problem.lengths,
+            blocks_per_item=blocks,
+            blocks_wanted=10_000 if self.divided else 1,
+            window=self.features.window,
+            table_rows=problem.table_rows,
+            min_tiles=2,
+        )
+
+
+def shape(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, page: int = 16) -> AttentionShape:
+    return AttentionShape(q_heads, kv_heads, dim, page, dtype)
+
+
+BF16, F16 = mx.bfloat16, mx.float16
+CASES = [
+    Case("llama-1b", shape(8, 2, 64, BF16)),
+    Case("whole-contexts", shape(8, 2, 64, BF16), divided=False),
+    Case("llama-8b-pages-of-32", shape(8, 2, 128, BF16, page=32)),
+    Case("window", shape(4, 2, 128, F16), Features(window=50)),
+    Case("multi-head-80", shape(2, 2, 80, F16)),
+    Case("softcap-96", shape(6, 2, 96, BF16), Features(softcap=5.0)),
+    Case("sinks-window", shape(16, 2, 64, BF16), Features(window=70, sinks=True)),
+    Case("sinks-whole", shape(8, 1, 64, F16), Features(sinks=True), divided=False),
+    Case("gemma-256", shape(4, 2, 256, BF16), Features(window=64, softcap=20.0)),
+    Case("multi-query-16", shape(16, 1, 128, BF16)),
+    Case("multi-query-20", shape(20, 1, 64, BF16), lengths=(40, 100)),
+    Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
+]
+METAL_CASES = [
+    *CASES,
+    Case("float32", shape(4, 2, 64, F32)),
+    Case("rows-in-constant-space", shape(4, 2, 80, BF16), lengths=(37,)),
+]
+
+
+def stored(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """The bits that an array of `dtype` holds."""
+    array = mx.array(values).astype(dtype)
+    return np.array(array if dtype == F32 else array.view(mx.uint16))
+
+
+def loaded(bits: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    array = mx.array(bits) if dtype == F32 else mx.array(bits).view(dtype)
+    return np.array(array.astype(F32))
+
+
+def poison(shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
+    return stored(np.full(shape, np.nan, np.float32), dtype)
+
+
+def arguments(problem: Problem, splits: Splits) -> list[np.ndarray]:
+    dtype = problem.shape.dtype
+    sinks = np.zeros(1, np.float32) if problem.sinks is None else problem.sinks
+    return [
+        stored(problem.q, dtype),
+        stored(problem.k_pool, dtype),
+        stored(problem.v_pool, dtype),
+        problem.table,
+        problem.lengths,
+        np.array(splits.items),
+        sinks,
+    ]
+
+
+class Cuda:
+    def __init__(self, compile_cuda, cases):
+        self.cases = {case.name: i for i, case in enumerate(cases)}
+        entries = []
+        for case in cases:
+            dtype = case.shape.dtype
+            launch = cuda.CudaLaunch.choose(case.shape, DEVICE)
+            source = cuda.attend_source(case.shape, launch, case.variant)
+            inputs = (dtype, dtype, dtype, I32, I32, I32, F32, I32, I32)
+            entries.append((source, inputs, (dtype, F32, F32)))
+        self.library = compile_cuda(entries)
+
+    def attend(self, case: Case, problem: Problem) -> np.ndarray:
+        shape = case.shape
+        launch = cuda.CudaLaunch.choose(shape, DEVICE)
+        blocks = shape.kv_heads * -(-shape.group // 16)
+        splits = case.splits(problem, blocks)
+        assert splits.divided == case.divided
+        out = poison(problem.q.shape, shape.dtype)
+        partial = splits.work * blocks * min(shape.group, 16)
+        arrivals = np.zeros(len(problem.lengths) * blocks, np.int32)
+        self.library.call(
+            self.cases[case.name],
+            [*arguments(problem, splits), arrivals, np.zeros(1, np.int32)],
+            [out, poison((partial * shape.head_dim,), F32), poison((partial * 2,), F32)],
+            (blocks * launch.warps * 32, splits.work, 1),
+            (launch.warps * 32, 1, 1),
+        )
+        assert not arrivals.any()
+        return loaded(out, shape.dtype)
+
+
+class Metal:
+    def __init__(self, compile_metal, cases):
+        self.cases = {case.name: 2 * i for i, case in enumerate(cases)}
+        entries = []
+        for case in cases:
+            dtype = case.shape.dtype
+            attend = metal.attend_source(case.shape, case.variant)
+            inputs = (dtype, dtype, dtype, I32, I32, I32, F32, I32)
+            entries.append((attend, inputs, (dtype, F32, F32)))
+            merge = metal.merge_source(case.shape, sinks=case.features.sinks)
+            entries.append((merge, (F32, F32, I32, F32), (dtype,)))
+        self.library = compile_metal(entries)
+
+    def attend(self, case: Case, problem: Problem) -> np.ndarray:
+        shape = case.shape
+        heads = min(shape.group, metal.METAL_HEADS_PER_BLOCK)
+        blocks = shape.kv_heads * -(-shape.group // heads)
+        splits = case.splits(problem, blocks)
+        assert splits.divided == case.divided
+        out = poison(problem.q.shape, shape.dtype)
+        count = splits.work * blocks * heads
+        partial, figures = poison((count * shape.head_dim,), F32), poison((count * 2,), F32)
+        inputs = [*arguments(problem, splits), np.zeros(1, np.int32)]
+        self.library.call(
+            self.cases[case.name],
+            inputs,
+            [out, partial, figures],
+            (blocks * metal.SIMDGROUPS * 32, splits.work, 1),
+            (metal.SIMDGROUPS * 32, 1, 1),
+        )
+        if splits.divided:
+            self.library.call(
+                self.cases[case.name] + 1,
+                [partial, figures, inputs[5], inputs[6]],
+                [out],
+                (shape.q_heads * shape.head_dim, splits.work, 1),
+                (shape.head_dim, 1, 1),
+            )
+        return loaded(out, shape.dtype)
+
+
+@pytest.fixture(scope="module")
+def cuda_on_cpu(compile_cuda) -> Cuda:
+    return Cuda(compile_cuda, CASES)
+
+
+@pytest.fixture(scope="module")
+def metal_on_cpu(compile_metal) -> Metal:
+    return Metal(compile_metal, METAL_CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
+    problem = case.problem()
+    assert difference(cuda_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", METAL_CASES, ids=lambda case: case.name)
+def test_metal_attention_is_the_reference(metal_on_cpu, case):
+    problem = case.problem()
+    assert difference(metal_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
+
+
+def test_queries_may_share_a_row_of_pages(cuda_on_cpu, metal_on_cpu):
+    case = CASES[0]
+    problem = random_problem(case.shape, lengths=(60, 61, 62))
+    lengths = np.array([60, 61, 62], np.int32)
+    shared = replace(problem, lengths=lengths, table_rows=np.array([2, 2, 2], np.int32))
+    for kernels in (cuda_on_cpu, metal_on_cpu):
+        divided = replace(case, divided=True)
+        assert difference(kernels.attend(divided, shared), shared.expected()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+@pytest.mark.parametrize("layout", ["rows", "chunk", "strided"])
+def test_write_puts_tokens_into_their_slots_and_nowhere_else(
+    backend, layout, compile_cuda, compile_metal
+):
+    written = shape(8, 4, 80, BF16)
+    sources, compile_entries = (
+        (cuda.write_source, compile_cuda)
+        if backend == "cuda"
+        else (metal.write_source, compile_metal)
+    )
+    library = compile_entries([(sources(written), (BF16, BF16, BF16, BF16, I32), (I32,))])
+    rng = np.random.default_rng(0)
+    tokens = {"rows": (5, 1), "chunk": (1, 5), "strided": (5, 1)}[layout]
+    k, v = (
+        stored(rng.normal(size=(tokens[0], 4, tokens[1], 80)).astype(np.float32), BF16)
+        for _ in range(2)
+    )
+    if layout == "chunk":
+        k = np.ascontiguousarray(k.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    if layout == "strided":
+        v = np.asfortranarray(v)
+    slots = np.array([31, 0, -1, 7, 16], np.int32)
+    k_pool, v_pool = (np.full((4, 48, 80), 7, np.uint16) for _ in range(2))
+    expected = [pool.copy() for pool in (k_pool, v_pool)]
+    for pool, new in zip(expected, (k, v), strict=True):
+        for slot, values in zip(slots, new.transpose(0, 2, 1, 3).reshape(5, 4, 80), strict=True):
+            if slot >= 0:
+                pool[:, slot] = values
+    grid, group = ((384, 5, 1), (128, 1, 1)) if backend == "cuda" else ((320, 5, 1), (80, 1, 1))
+    done = np.zeros(1, np.int32)
+    library.call(0, [k_pool, v_pool, k, v, slots], [done], grid, group)
+    np.testing.assert_array_equal(k_pool, expected[0])
+    np.testing.assert_array_equal(v_pool, expected[1])
+    assert done[0] == 1

@@ -1,0 +1,195 @@
+"""The CUDA attention kernel alone: is it right, and how near is it to the memory's bandwidth?
+
+    PYTHONPATH=backend python benchmarks/gpu/attention_kernel.py [--tune] [--check]
+
+Times are per launch, over a chain of launches that each need the previous one's result, rotating
+over enough layers that nothing is read from the cache. Bandwidth counts the keys and values that a
+launch must read, and is set against a device-to-device copy's (bytes read + bytes written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Unsupported, build, cuda
+from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
+
+BF16, F16 = mx.bfloat16, mx.float16
+LLAMA_8B = AttentionShape(32, 8, 128, 16, BF16)
+LLAMA_1B = AttentionShape(32, 8, 64, 16, BF16)
+LOADS: dict[str, list[int]] = {
+    "1 x 128": [128],
+    "1 x 8192": [8192],
+    "8 x 128": [128] * 8,
+    "64 x 128": [128] * 64,
+    "128 x 128": [128] * 128,
+    "64 x 512": [512] * 64,
+    "32 x 4096": [4096] * 32,
+    "8192 + 31 x 64": [8192] + [64] * 31,
+}
+CHECKS = [
+    (AttentionShape(32, 8, 64, 16, BF16), Features()),
+    (AttentionShape(32, 8, 128, 32, BF16), Features()),
+    (AttentionShape(8, 8, 80, 16, F16), Features()),
+    (AttentionShape(24, 8, 96, 16, BF16), Features(softcap=30.0)),
+    (AttentionShape(28, 4, 128, 16, F16), Features()),
+    (AttentionShape(64, 8, 64, 16, BF16), Features(window=128, sinks=True)),
+    (AttentionShape(64, 8, 64, 16, BF16), Features(sinks=True)),
+    (AttentionShape(16, 8, 256, 16, BF16), Features(window=1024, softcap=50.0)),
+    (AttentionShape(16, 1, 256, 16, BF16), Features()),
+    (AttentionShape(20, 1, 128, 16, BF16), Features(softcap=50.0)),
+    (AttentionShape(64, 4, 128, 16, F16), Features()),
+]
+CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Pools of several layers and a step over them."""
+
+    pools: list[tuple[mx.array, mx.array]]
+    table: mx.array
+    lengths: mx.array
+    q: mx.array
+    kv_bytes: int
+
+    @staticmethod
+    def random(shape: AttentionShape, lengths: Sequence[int]) -> Layers:
+        counts = [-(-n // shape.page_size) for n in lengths]
+        order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+        table = np.zeros((len(lengths), max(counts)), np.int32)
+        for row, pages in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+            table[row, : len(pages)] = pages
+        size = (shape.kv_heads, sum(counts) * shape.page_size, shape.head_dim)
+        kv_bytes = 2 * sum(lengths) * shape.kv_heads * shape.head_dim * shape.dtype.size
+        layers = max(2, -(-CACHE_BYTES // kv_bytes))
+        pools = []
+        for _ in range(min(layers, 64)):
+            pools.append(tuple(mx.random.normal(size).astype(shape.dtype) for _ in range(2)))
+            mx.eval(pools[-1])
+        q = mx.random.normal((len(lengths), shape.q_heads, 1, shape.head_dim)).astype(shape.dtype)
+        arrays = mx.array(table), mx.array(lengths, mx.int32), q
+        mx.eval(arrays)
+        return Layers(pools, *arrays, kv_bytes)
+
+
+def seconds(run: Callable[[], mx.array], per_run: int, repeats: int = 7) -> float:
+    """The median time of one of `per_run` launches."""
+    mx.eval(run())
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        mx.eval(run())
+        taken.append((time.perf_counter() - start) / per_run)
+    return statistics.median(taken)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written."""
+    x = mx.random.normal((1 << 30,)).astype(BF16)
+    mx.eval(x)
+    return 2 * x.nbytes / seconds(lambda: -x, 1)
+
+
+def attention_seconds(kernels: cuda.CudaKernels, lengths: Sequence[int], layers: Layers) -> float:
+    splits = kernels.plan(lengths)
+    mx.eval(splits.items)
+    per_run = max(len(layers.pools), 40)
+    dep = mx.zeros((1,), mx.int32)
+
+    def run() -> mx.array:
+        q = layers.q
+        for i in range(per_run):
+            keys, values = layers.pools[i % len(layers.pools)]
+            q = kernels.attend(
+                q,
+                keys,
+                values,
+                layers.table,
+                layers.lengths,
+                dep,
+                scale=kernels.shape.head_dim**-0.5,
+                splits=splits,
+            )
+        return q
+
+    return seconds(run, per_run)
+
+
+def check() -> None:
+    for shape, features in CHECKS:
+        kernels = build(shape)
+        wrong = (
+            kernels.reason if isinstance(kernels, Unsupported) else self_check(kernels, features)
+        )
+        print("check", "ok   " if wrong is None else "WRONG", shape, features, wrong or "")
+
+
+def launches(shape: AttentionShape, device: cuda.CudaDevice, tune: bool) -> list[cuda.CudaLaunch]:
+    chosen = cuda.CudaLaunch.choose(shape, device)
+    if not tune:
+        return [chosen]
+    grid = [
+        cuda.CudaLaunch.of(shape, device, warps, stages, waves) for warps, stages, waves in TUNED
+    ]
+    return [chosen, *(launch for launch in grid if launch.shared_memory <= device.block_memory)]
+
+
+TUNED = [
+    (4, 2, 4), (4, 3, 1), (4, 3, 2), (4, 3, 8), (4, 4, 4), (4, 6, 4),
+    (2, 3, 4), (2, 4, 4), (2, 6, 4), (8, 2, 4), (8, 3, 4),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="time other launch settings too")
+    parser.add_argument("--check", action="store_true", help="check many shapes first")
+    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    options = parser.parse_args()
+    info = mx.device_info()
+    print(info["device_name"], info["architecture"], "mlx", mx.__version__)
+    for shape in (LLAMA_8B, LLAMA_1B):
+        kernels = build(shape)
+        if isinstance(kernels, Unsupported):
+            raise SystemExit(kernels.reason)
+        wrong = self_check(kernels)
+        if wrong is not None:
+            raise SystemExit(wrong)
+    if options.check:
+        check()
+    copy = copy_bandwidth()
+    print(f"copy {copy / 1e12:.2f} TB/s")
+    device = cuda.cuda_device((9, 0))
+    print(device)
+    for name, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B)):
+        for load in options.loads:
+            lengths = LOADS[load]
+            layers = Layers.random(shape, lengths)
+            for launch in launches(shape, device, options.tune and load in TUNED_LOADS):
+                kernels = cuda.CudaKernels(shape, device, launch)
+                taken = attention_seconds(kernels, lengths, layers)
+                rate = layers.kv_bytes / taken
+                print(
+                    f"{name} {load:15} warps {launch.warps} stages {launch.stages} "
+                    f"waves {launch.waves} resident {launch.resident} "
+                    f"work {kernels.plan(lengths).work:4} {taken * 1e6:8.1f} us "
+                    f"{rate / 1e12:5.2f} TB/s {rate / copy:6.1%} of copy",
+                    flush=True,
+                )
+            del layers
+            mx.clear_cache()
+
+
+TUNED_LOADS = ("32 x 4096", "64 x 512", "8192 + 31 x 64", "1 x 8192")
+
+
+if __name__ == "__main__":
+    main()
