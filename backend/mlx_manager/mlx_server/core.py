@@ -223,6 +223,9 @@ class Finished:
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
 
+Progress = list[tuple[int, list[Event]]]
+"""What one step brought to one caller: new events of its rows, each by the row's index."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Who answers

@@ -1,0 +1,118 @@
+"""The caller at the other end: what it sent, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from mlx_manager.mlx_server.api.errors import invalid
+from mlx_manager.mlx_server.config import ApiLimits
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, RequestTooLarge
+from mlx_manager.mlx_server.schemas.openai import Wire
+
+log = logging.getLogger(__name__)
+
+MOST_NAMED = 20
+Body = TypeVar("Body", bound=Wire)
+
+
+async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
+    """The request's body, validated.
+
+    JSON must be declared as such: a page in somebody's browser can post other types to this
+    machine without asking.
+
+    Raises:
+        InvalidRequest: not declared as JSON, or not JSON.
+        InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
+        RequestTooLarge: more than `limits.max_body` bytes; the rest is not read.
+    """
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared != "application/json":
+        raise InvalidRequest(
+            f"Send the body with `Content-Type: application/json`, not {declared or 'without one'}."
+        )
+    data = await _read_bytes(request, limits.max_body)
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_context=True)) from None
+    if limits.strict_fields and (unknown := body.unknown_fields()):
+        raise InvalidParameter(f"Unknown fields: {', '.join(unknown)}.", param=unknown[0])
+    return body
+
+
+async def _read_bytes(request: Request, limit: int) -> bytearray:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise _too_large(limit)
+    return data
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(
+        f"The body is larger than this server accepts ({limit} bytes; MLX_SERVER_MAX_BODY_MB)."
+    )
+
+
+def unknown_header(body: Wire) -> dict[str, str]:
+    """The response header, and a line in the log, that name the fields nobody here knows."""
+    unknown = body.unknown_fields()
+    if not unknown:
+        return {}
+    # The names are the caller's: whatever is not plain ASCII must not reach header or log raw.
+    names = ", ".join(ascii(name)[1:-1][:64] for name in unknown[:MOST_NAMED])
+    log.info("fields that are unknown here, without effect: %s", names)
+    return {"x-unknown-fields": names}
+
+
+class UntilHangup:
+    """An async context whose body is cancelled as soon as the caller hangs up.
+
+    Costs one task for the whole request and nothing a token. Enter it after the body has been
+    read, and leave it before the response is complete: a server reports that, too, as a hang-up.
+
+    Raises:
+        ClientDisconnect: on leaving, if the caller hung up.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._hung_up = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._watcher.cancel()
+        if not self._hung_up:
+            return
+        ours = self._task.uncancel() == 0
+        if ours and (kind is None or kind is asyncio.CancelledError):
+            raise ClientDisconnect from None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._hung_up = True
+        self._task.cancel()

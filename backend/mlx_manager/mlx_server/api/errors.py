@@ -1,0 +1,173 @@
+"""Every failure as an answer, in the shape that OpenAI's clients know.
+
+`{"error": {"message", "type", "param", "code"}}` with the status of the error's class. What nobody
+expected is caught in `Boundary`, one of the two places that catch every exception (the other is
+the MLX thread).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic_core import ErrorDetails
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, MLXManagerError
+
+log = logging.getLogger(__name__)
+
+MOST_NAMED = 5
+REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
+
+
+def error_body(error: MLXManagerError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure of `app` in our shape, and give every request an id."""
+    app.add_exception_handler(MLXManagerError, _ours)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_middleware(Boundary)
+
+
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, MLXManagerError)
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        log.warning("%s %s: %s", request.method, request.url.path, error.message)
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+async def _validation(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return await _ours(request, invalid(error.errors()))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    match status:
+        case HTTPStatus.NOT_FOUND:
+            message = f"There is nothing at {request.url.path}."
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            message = f"{request.url.path} does not take {request.method}."
+        case _:
+            message = error.detail
+    code = status.phrase.lower().replace(" ", "_")
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else InvalidRequest.type
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return JSONResponse(body, status, error.headers)
+
+
+def invalid(errors: Sequence[ErrorDetails | Mapping[str, Any]]) -> InvalidRequest:
+    """Pydantic's findings as one error that names the fields and what they allow."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {first['ctx']['error']}.")
+    if first["type"] == "model_type" and not first["loc"]:
+        return InvalidRequest("The body must be a JSON object.")
+    more = len(errors) - MOST_NAMED
+    message = "; ".join(_sentence(error) for error in errors[:MOST_NAMED])
+    if more > 0:
+        message += f"; and {more} more"
+    return InvalidParameter(message + ".", param=_path(first["loc"]))
+
+
+def _sentence(error: ErrorDetails | Mapping[str, Any]) -> str:
+    path = _path(error["loc"])
+    if error["type"] == "missing":
+        return f"`{path}` is required"
+    found = error.get("input")
+    got = f", not {found!r}" if isinstance(found, int | float) else ""
+    rule = error["msg"].rstrip(".")
+    rule = rule.removeprefix("Input") if rule.startswith("Input ") else f": {rule}"
+    return f"`{path}`{rule}{got}"
+
+
+def _path(location: Iterable[int | str]) -> str:
+    """`messages[0].content` for ("messages", 0, "content", "<text>")."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith(("<", "[")):
+            path += f".{step}"
+    return path.removeprefix(".")
+
+
+class Boundary:
+    """The outermost layer: an id for every request, and an answer to what nobody expected.
+
+    The id is the caller's `x-request-id` or a new one; it is returned, and in the log beside the
+    traceback. A caller who has hung up gets no answer.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        started: Message | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                started = message
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            log.debug("%s hung up", request_id.decode())
+        except Exception as error:
+            log.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id.decode())
+            failure = _unexpected(error, request_id.decode())
+            if started is None:
+                answer = JSONResponse(error_body(failure), failure.status)
+                await answer(scope, receive, send_with_id)
+            elif Headers(raw=started["headers"])["content-type"].startswith("text/event-stream"):
+                await send({"type": "http.response.body", "body": error_event(failure)})
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return b"req-" + secrets.token_hex(12).encode()
+
+
+def _unexpected(error: Exception, request_id: str) -> MLXManagerError:
+    return MLXManagerError(
+        f"The server failed to answer ({type(error).__name__}). "
+        f"Its log has the details under {request_id}."
+    )
+
+
+def error_event(error: MLXManagerError) -> bytes:
+    """A failure as an event, for a response that has begun."""
+    return b"data: " + bytes(JSONResponse(error_body(error)).body) + b"\n\n"

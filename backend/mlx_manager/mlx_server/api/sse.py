@@ -1,0 +1,103 @@
+"""Server-sent events: one write a step, keep-alive comments, and an end when the caller goes.
+
+Our own rather than sse-starlette's: that one sends each event by itself, through a task group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_manager.mlx_server.api.connection import UntilHangup
+from mlx_manager.mlx_server.api.errors import error_event
+from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.services.inference import Stream
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventStreamResponse(Response):
+    """Sends what `stream` writes of each piece of progress, then its end.
+
+    The headers go out with the first bytes, be it an event or a keep-alive comment, so that what
+    fails before still gets its own status. Afterwards a failure is an event, and the last one.
+    """
+
+    def __init__(
+        self,
+        progress: AsyncGenerator[Progress, None],
+        stream: Stream,
+        *,
+        keepalive: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.progress = progress
+        self.stream = stream
+        self.keepalive = keepalive
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
+            media_type="text/event-stream",
+        )
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire = Wire(send, self)
+        async with UntilHangup(receive):
+            heart = asyncio.create_task(wire.beat(self.keepalive))
+            try:
+                last = await self._send_all(wire)
+            finally:
+                heart.cancel()
+        await wire.send(last, more=False)
+
+    async def _send_all(self, wire: Wire) -> bytes:
+        """Send all that comes; return what is to be sent last."""
+        try:
+            async with aclosing(self.progress):
+                async for progress in self.progress:
+                    await wire.send(self.stream.write(progress))
+        except MLXManagerError as error:
+            if not wire.started:
+                raise
+            return error_event(error)
+        return self.stream.end()
+
+
+class Wire:
+    """The way to the caller, shared by the stream and its keep-alive."""
+
+    def __init__(self, send: Send, response: Response) -> None:
+        self._send = send
+        self._start = {
+            "type": "http.response.start",
+            "status": response.status_code,
+            "headers": response.raw_headers,
+        }
+        self._lock = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._spoke = self._clock()
+        self.started = False
+
+    async def send(self, data: bytes, *, more: bool = True) -> None:
+        if not data:
+            return
+        async with self._lock:
+            self._spoke = self._clock()
+            if not self.started:
+                await self._send(self._start)
+                self.started = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def beat(self, interval: float) -> None:
+        """Send a comment whenever nothing has been sent for `interval` seconds."""
+        while True:
+            silence = self._clock() - self._spoke
+            if silence < interval:
+                await asyncio.sleep(interval - silence)
+            else:
+                await self.send(KEEP_ALIVE)

@@ -1,0 +1,58 @@
+"""What the routes share: the settings, and what the start-up has brought so far."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import Request
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
+from mlx_manager.mlx_server.services.inference import Inference, ModelPool
+
+
+class Server:
+    """One server's state. `main` writes it while starting; the routes read it."""
+
+    def __init__(self, settings: MLXServerSettings) -> None:
+        self.settings = settings
+        self.tracer: Tracer = Untraced()
+        self.started = asyncio.Event()
+        self.failure: MLXManagerError | None = None
+        self._pool: ModelPool | None = None
+
+    @property
+    def pool(self) -> ModelPool:
+        """
+        Raises:
+            ServerNotReady: there is no pool yet.
+        """
+        if self._pool is None:
+            raise ServerNotReady("The server is starting.")
+        return self._pool
+
+    @property
+    def inference(self) -> Inference:
+        """
+        Raises:
+            ServerNotReady: start-up has not finished.
+        """
+        if not self.started.is_set():
+            raise ServerNotReady("The server is starting: its default model is being loaded.")
+        return Inference(self.pool, self.tracer)
+
+    def open(self, pool: ModelPool) -> None:
+        """Models can be listed from now on."""
+        self._pool = pool
+
+    def finish_start(self, failure: MLXManagerError | None) -> None:
+        """Requests are taken from now on; `failure` is why the default model is missing."""
+        self.failure = failure
+        self.started.set()
+
+
+def server_of(request: Request) -> Server:
+    server = request.app.state.server
+    assert isinstance(server, Server)
+    return server

@@ -1,0 +1,30 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.respond import respond
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.protocols import chat
+from mlx_manager.mlx_server.schemas.openai import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ErrorBody,
+)
+
+router = APIRouter()
+
+
+@router.post(
+    "/chat/completions",
+    responses={200: {"model": ChatCompletionResponse}, 422: {"model": ErrorBody}},
+)
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, whole or as server-sent events."""
+    server = server_of(request)
+    body = await read(request, ChatCompletionRequest, server.settings.api)
+    head = chat.head(body, server.settings.model)
+    progress = server.inference.generate(chat.requests(body, head))
+    return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))

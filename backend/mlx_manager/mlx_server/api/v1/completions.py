@@ -1,0 +1,36 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.respond import respond
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.protocols import completions
+from mlx_manager.mlx_server.schemas.openai import (
+    CompletionRequest,
+    CompletionResponse,
+    ErrorBody,
+)
+
+router = APIRouter()
+
+
+@router.post(
+    "/completions",
+    responses={200: {"model": CompletionResponse}, 422: {"model": ErrorBody}},
+)
+async def completion(request: Request) -> Response:
+    """Continue one or several texts, whole or as server-sent events."""
+    server = server_of(request)
+    body = await read(request, CompletionRequest, server.settings.api)
+    head = completions.head(body, server.settings.model)
+    progress = server.inference.generate(completions.requests(body, head))
+    return await respond(
+        request,
+        body,
+        progress,
+        completions.CompletionStream(head),
+        completions.CompletionAnswer(head),
+    )

@@ -1,0 +1,55 @@
+"""What every OpenAI answer has: an id, a time, a model, choices, and a count of tokens."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.schemas.openai import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of an answer before it begins.
+
+    It has `rows` choices, of which `n` side by side belong to each prompt.
+    """
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    n: int = 1
+    rows: int = 1
+    include_usage: bool = False
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def total(rows: Iterable[core.Usage], n: int) -> Usage:
+    """The usage of a whole answer: each prompt counted once, whatever its number of answers.
+
+    `rows` are in order of their index, the n answers of a prompt side by side.
+    """
+    prompt = completion = cached = reasoning = 0
+    for index, row in enumerate(rows):
+        if index % n == 0:
+            prompt += row.prompt_tokens
+            cached += row.cached_tokens
+        completion += row.completion_tokens
+        reasoning += row.reasoning_tokens
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
+    )

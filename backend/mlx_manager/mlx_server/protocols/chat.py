@@ -1,0 +1,343 @@
+"""`/v1/chat/completions`: body → requests, events → chunks, events → body. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    Message,
+    NamedTool,
+    Progress,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStarted,
+    ToolChoice,
+)
+from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.answer import Head, new_id, total
+from mlx_manager.mlx_server.protocols.parameters import (
+    includes_usage,
+    refuse_unsupported,
+    sampling,
+    stop_rules,
+)
+from mlx_manager.mlx_server.schemas.openai import (
+    ChatCompletionChoice,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatMessage,
+    ChatToolCall,
+    ContentPart,
+    FunctionCall,
+    NamedToolChoice,
+)
+
+RESERVED_TEMPLATE_ARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tools",
+    }
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# Body → requests
+# ---------------------------------------------------------------------------------------------
+
+
+def head(body: ChatCompletionRequest, default_model: str) -> Head:
+    """
+    Raises:
+        InvalidParameter: `stream_options` without `stream`.
+    """
+    n = body.n or 1
+    return Head(
+        id=new_id("chatcmpl"),
+        model=body.model or default_model,
+        n=n,
+        rows=n,
+        include_usage=includes_usage(body),
+    )
+
+
+def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]:
+    """One request for each of the `n` answers; they share the prompt's pages.
+
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: a field or a kind of content that can't be honoured.
+    """
+    refuse_unsupported(body)
+    max_tokens = _max_tokens(body)
+    conversation = _conversation(body)
+    stop = stop_rules(body, max_tokens)
+    return [
+        GenerationRequest(
+            model=head.model,
+            prompt=conversation,
+            sampling=sampling(body, draw),
+            stop=stop,
+            max_tokens=max_tokens,
+            request_id=head.id,
+        )
+        for draw in range(head.n)
+    ]
+
+
+def _max_tokens(body: ChatCompletionRequest) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidParameter(
+            f"`max_tokens` ({old}) and `max_completion_tokens` ({new}) differ; send one of them.",
+            param="max_tokens",
+        )
+    return old if new is None else new
+
+
+def _conversation(body: ChatCompletionRequest) -> Conversation:
+    go_on = body.continue_final_message or False
+    if go_on and body.add_generation_prompt:
+        raise InvalidParameter(
+            "`continue_final_message` and `add_generation_prompt` exclude each other.",
+            param="continue_final_message",
+        )
+    opens_turn = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
+    return Conversation(
+        messages=tuple(
+            _message(message, f"messages[{index}]") for index, message in enumerate(body.messages)
+        ),
+        tools=tuple(
+            Tool(
+                name=tool.function.name,
+                description=tool.function.description,
+                parameters=tool.function.parameters or {},
+                strict=tool.function.strict or False,
+            )
+            for tool in body.tools or ()
+        ),
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        add_generation_prompt=opens_turn,
+        continue_final_message=go_on,
+        template_args=_template_args(body),
+    )
+
+
+def _tool_choice(body: ChatCompletionRequest) -> ToolChoice:
+    if isinstance(body.tool_choice, NamedToolChoice):
+        return NamedTool(body.tool_choice.function.name)
+    return body.tool_choice or "auto"
+
+
+def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
+    given = body.chat_template_kwargs or {}
+    if reserved := sorted(given.keys() & RESERVED_TEMPLATE_ARGS):
+        raise InvalidParameter(
+            f"`chat_template_kwargs` must not contain {', '.join(reserved)}: "
+            "the server sets these itself.",
+            param="chat_template_kwargs",
+        )
+    args: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        args["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            args["enable_thinking"] = False
+    return MappingProxyType(args | given)
+
+
+def _message(message: ChatMessage, path: str) -> Message:
+    content = message.content
+    if isinstance(content, list):
+        text = "\n".join(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+    elif content is not None:
+        text = content
+    elif message.role == "assistant":
+        text = message.refusal or ""
+    else:
+        raise InvalidParameter(
+            f"`{path}.content` is missing: a message of role {message.role} needs a text.",
+            param=f"{path}.content",
+        )
+    return Message(
+        role="system" if message.role == "developer" else message.role,
+        content=text,
+        name=message.name,
+        reasoning=message.reasoning_content or message.reasoning,
+        tool_calls=tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _part(part: ContentPart, path: str) -> str:
+    match part:
+        case ContentPart(type="text", text=str(text)):
+            return text
+        case ContentPart(type="refusal", refusal=str(refusal)):
+            return refusal
+        case ContentPart(type="text" | "refusal"):
+            raise InvalidParameter(
+                f"`{path}` of type {part.type} needs a `{part.type}`.", param=f"{path}.{part.type}"
+            )
+    raise UnsupportedParameter(
+        f"`{path}` is of type {part.type!r}; this model takes text only.", param=f"{path}.type"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → chunks
+# ---------------------------------------------------------------------------------------------
+
+
+class ChatStream:
+    """Writes an answer's events as chunks, the way OpenAI does.
+
+    The first chunk of a choice carries the role, the last one the finish reason.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._open = (
+            f'data: {{"id":{sse.quote(head.id)},"object":"chat.completion.chunk",'
+            f'"created":{head.created},"model":{sse.quote(head.model)},"choices":['
+        )
+        self._close = (',"usage":null}' if head.include_usage else "}") + "\n\n"
+        self._text_open = [
+            f'{self._open}{{"index":{row},"delta":{{"content":' for row in range(head.n)
+        ]
+        self._text_close = f'}},"logprobs":null,"finish_reason":null}}]{self._close}'
+        self._finished: dict[int, Finished] = {}
+
+    def write(self, progress: Progress) -> bytes:
+        """The chunks of one step, ready for the wire."""
+        out = ""
+        for row, events in progress:
+            for event in events:
+                # The one path that every token takes; the rest happens a few times an answer.
+                if type(event) is TextDelta:
+                    out += self._text_open[row] + sse.quote(event.text) + self._text_close
+                else:
+                    out += self._chunk(row, event)
+        return out.encode("ascii")
+
+    def end(self) -> bytes:
+        """What follows the last event: the token counts if asked for, then `[DONE]`."""
+        if not self.head.include_usage:
+            return sse.DONE.encode()
+        rows = (self._finished[row].usage for row in sorted(self._finished))
+        usage = total(rows, self.head.n).model_dump()
+        return f'{self._open}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
+
+    def _chunk(self, row: int, event: Event) -> str:
+        match event:
+            case Started():
+                return self._choice(row, {"role": "assistant", "content": ""})
+            case TextDelta(text):
+                return self._choice(row, {"content": text})
+            case ReasoningDelta(text):
+                return self._choice(row, {"reasoning_content": text})
+            case ToolCallStarted(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return self._choice(row, {"tool_calls": [call]})
+            case ToolCallDelta(index, arguments):
+                call = {"index": index, "function": {"arguments": arguments}}
+                return self._choice(row, {"tool_calls": [call]})
+            case Finished(reason):
+                self._finished[row] = event
+                return self._choice(row, {}, reason)
+
+    def _choice(self, row: int, delta: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return f"{self._open}{sse.dump(choice)}]{self._close}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → body
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ChatToolCall] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Started():
+                pass
+            case TextDelta(text):
+                self.text.append(text)
+            case ReasoningDelta(text):
+                self.reasoning.append(text)
+            case ToolCallStarted(_, call_id, name):
+                function = FunctionCall(name=name, arguments="")
+                self.calls.append(ChatToolCall(id=call_id, type="function", function=function))
+            case ToolCallDelta(index, arguments):
+                self.calls[index].function.arguments += arguments
+            case Finished():
+                self.finished = event
+
+    def message(self) -> ChatMessage:
+        text = "".join(self.text)
+        absent = not text and (self.calls or self.reasoning)
+        optional: dict[str, Any] = {}
+        if self.reasoning:
+            optional["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            optional["tool_calls"] = self.calls
+        content = None if absent else text
+        return ChatMessage(role="assistant", content=content, refusal=None, **optional)
+
+
+class ChatAnswer:
+    """Collects an answer's events into the body of a response."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._choices = [_Choice() for _ in range(head.n)]
+
+    def add(self, progress: Progress) -> None:
+        for row, events in progress:
+            for event in events:
+                self._choices[row].add(event)
+
+    def body(self) -> ChatCompletionResponse:
+        """The response, once every row has finished. Serialise it with `exclude_unset`."""
+        ends = [choice.finished for choice in self._choices if choice.finished is not None]
+        return ChatCompletionResponse(
+            id=self.head.id,
+            object="chat.completion",
+            created=self.head.created,
+            model=self.head.model,
+            choices=[
+                ChatCompletionChoice(
+                    index=index, message=choice.message(), logprobs=None, finish_reason=end.reason
+                )
+                for index, (choice, end) in enumerate(zip(self._choices, ends, strict=True))
+            ],
+            usage=total((end.usage for end in ends), self.head.n),
+        )

@@ -1,0 +1,200 @@
+"""`/v1/completions`: body → requests, events → chunks, events → body. Pure."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from mlx_manager.mlx_server.core import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    ReasoningDelta,
+    Text,
+    TextDelta,
+    Tokens,
+)
+from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.answer import Head, new_id, total
+from mlx_manager.mlx_server.protocols.parameters import (
+    includes_usage,
+    refuse_unsupported,
+    sampling,
+    stop_rules,
+)
+from mlx_manager.mlx_server.schemas.openai import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+
+DEFAULT_MAX_TOKENS = 16
+MAX_ROWS = 1024
+
+_REASONS: dict[FinishReason, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "stop",
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# Body → requests
+# ---------------------------------------------------------------------------------------------
+
+
+def head(body: CompletionRequest, default_model: str) -> Head:
+    """
+    Raises:
+        InvalidParameter: too many prompts, or `stream_options` without `stream`.
+    """
+    n = body.n or 1
+    rows = n * len(_prompts(body))
+    if rows > MAX_ROWS:
+        raise InvalidParameter(
+            f"`prompt` and `n` ask for {rows} completions; at most {MAX_ROWS} are possible.",
+            param="prompt",
+        )
+    return Head(
+        id=new_id("cmpl"),
+        model=body.model or default_model,
+        n=n,
+        rows=rows,
+        include_usage=includes_usage(body),
+    )
+
+
+def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
+    """n requests for each prompt, side by side: choice p*n + i is the i-th answer to prompt p.
+
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: a field that can't be honoured.
+    """
+    refuse_unsupported(body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo = body.echo or False
+    if max_tokens == 0 and not echo:
+        raise InvalidParameter(
+            "`max_tokens` 0 makes sense only with `echo`; it must be at least 1.",
+            param="max_tokens",
+        )
+    stop = stop_rules(body, max_tokens)
+    return [
+        GenerationRequest(
+            model=head.model,
+            prompt=prompt,
+            sampling=sampling(body, draw),
+            stop=stop,
+            max_tokens=max_tokens,
+            echo=echo,
+            request_id=head.id,
+        )
+        for prompt in _prompts(body)
+        for draw in range(head.n)
+    ]
+
+
+def _prompts(body: CompletionRequest) -> list[Text | Tokens]:
+    match body.prompt:
+        case str():
+            several: list[str | list[int]] = [body.prompt]
+        case [int(), *_] as ids:
+            several = [cast(list[int], ids)]
+        case list():
+            several = cast(list[str | list[int]], body.prompt)
+    return [Text(p) if isinstance(p, str) else Tokens(tuple(p)) for p in several]
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → chunks
+# ---------------------------------------------------------------------------------------------
+
+
+class CompletionStream:
+    """Writes an answer's events as chunks, the way OpenAI does."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._open = (
+            f'data: {{"id":{sse.quote(head.id)},"object":"text_completion",'
+            f'"created":{head.created},"model":{sse.quote(head.model)},"choices":['
+        )
+        self._close = (',"usage":null}' if head.include_usage else "}") + "\n\n"
+        self._text_open = [f'{self._open}{{"index":{row},"text":' for row in range(head.rows)]
+        self._text_close = f',"logprobs":null,"finish_reason":null}}]{self._close}'
+        self._finished: dict[int, Finished] = {}
+
+    def write(self, progress: Progress) -> bytes:
+        """The chunks of one step, ready for the wire."""
+        out = ""
+        for row, events in progress:
+            for event in events:
+                match event:
+                    case TextDelta(text) | ReasoningDelta(text):
+                        out += self._text_open[row] + sse.quote(text) + self._text_close
+                    case Finished(reason):
+                        self._finished[row] = event
+                        out += self._last(row, reason)
+        return out.encode("ascii")
+
+    def end(self) -> bytes:
+        """What follows the last event: the token counts if asked for, then `[DONE]`."""
+        if not self.head.include_usage:
+            return sse.DONE.encode()
+        rows = (self._finished[row].usage for row in sorted(self._finished))
+        usage = total(rows, self.head.n).model_dump()
+        return f'{self._open}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
+
+    def _last(self, row: int, reason: FinishReason) -> str:
+        choice = {
+            "index": row,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": _REASONS[reason],
+        }
+        return f"{self._open}{sse.dump(choice)}]{self._close}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → body
+# ---------------------------------------------------------------------------------------------
+
+
+class CompletionAnswer:
+    """Collects an answer's events into the body of a response."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._texts: list[list[str]] = [[] for _ in range(head.rows)]
+        self._finished: dict[int, Finished] = {}
+
+    def add(self, progress: Progress) -> None:
+        for row, events in progress:
+            for event in events:
+                match event:
+                    case TextDelta(text) | ReasoningDelta(text):
+                        self._texts[row].append(text)
+                    case Finished():
+                        self._finished[row] = event
+
+    def body(self) -> CompletionResponse:
+        """The response, once every row has finished. Serialise it with `exclude_unset`."""
+        ends = [self._finished[row] for row in range(len(self._texts))]
+        return CompletionResponse(
+            id=self.head.id,
+            object="text_completion",
+            created=self.head.created,
+            model=self.head.model,
+            choices=[
+                CompletionChoice(
+                    index=row,
+                    text="".join(self._texts[row]),
+                    logprobs=None,
+                    finish_reason=_REASONS[end.reason],
+                )
+                for row, end in enumerate(ends)
+            ],
+            usage=total((end.usage for end in ends), self.head.n),
+        )

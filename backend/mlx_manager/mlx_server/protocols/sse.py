@@ -1,0 +1,33 @@
+"""Server-sent events by hand: a delta is one JSON string between two constant pieces.
+
+Serialising each chunk as an object would cost ten times as much, and a busy server writes tens of
+thousands a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+DONE = "data: [DONE]\n\n"
+
+quote: Callable[[str], str] = encode_basestring_ascii
+"""A string as a JSON string, all ASCII: a lone surrogate or U+2028 can't break the wire."""
+
+
+def dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def event(value: object) -> str:
+    """`value` as one event."""
+    return f"data: {dump(value)}\n\n"
+
+
+def parse(data: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in a piece of a stream that was written here, `[DONE]` left out."""
+    for line in data.decode().split("\n\n"):
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))

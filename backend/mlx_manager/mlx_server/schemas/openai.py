@@ -1,0 +1,423 @@
+"""OpenAI's wire types: what chat, completions and models take and give.
+
+Requests accept fields that nobody here knows, because clients run ahead of servers; they land in
+`model_extra` and are named by `unknown_fields`. A field that is declared is either honoured,
+listed in `NO_EFFECT`, or refused by `protocols.unsupported` when it asks for something. A null
+means the default.
+
+Source: OpenAI's API description (github.com/openai/openai-openapi) and, for what other servers
+added to it (top_k, min_p, stop_token_ids, chat_template_kwargs, ...), vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(strict=True, ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _shape(value: object) -> str | None:
+    match value:
+        case str():
+            return "<text>"
+        case [int(), *_]:
+            return "<ids>"
+        case list():
+            return "<list>"
+        case dict() | BaseModel():
+            return "<object>"
+    return None
+
+
+def _text_or_list(value: object) -> str | None:
+    return "<list>" if isinstance(value, list) else _shape(value)
+
+
+def _text_or_ids(value: object) -> str | None:
+    return "<ids>" if isinstance(value, list) else _shape(value)
+
+
+def _choose(by: Callable[[object], str | None], allowed: str) -> Discriminator:
+    """Validate by the branch that the value's shape names, so that an error speaks of it alone.
+
+    The names stand in angle brackets in an error's location, where no field is called so.
+    """
+    return Discriminator(by, "wrong_shape", f"Input should be {allowed}")
+
+
+NO_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)
+"""Hints that change nothing about the answer here: accepted, and without effect."""
+
+
+class Wire(BaseModel):
+    """The base of every wire type: unknown fields are kept, not-a-number and infinity refused."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    def unknown_fields(self) -> list[str]:
+        """The fields that no type here declares, dotted, each once (`messages.audio`)."""
+        return list(dict.fromkeys(_unknown(self, "")))
+
+
+def _unknown(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, Wire):
+        for name in value.model_extra or ():
+            yield path + name
+        for name in type(value).model_fields:
+            yield from _unknown(getattr(value, name), f"{path}{name}.")
+    elif isinstance(value, list) and value and isinstance(value[0], Wire):
+        for item in value:
+            yield from _unknown(item, path)
+
+
+# ---------------------------------------------------------------------------------------------
+# Messages and tools
+# ---------------------------------------------------------------------------------------------
+
+
+class FunctionCall(Wire):
+    """A call's name and its arguments as JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+class ChatToolCall(Wire):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(Wire):
+    """A piece of a message. Types other than text and refusal are refused by name later."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")],
+    _choose(_text_or_list, "a string or a list of content parts"),
+]
+
+
+class ChatMessage(Wire):
+    """A message of the conversation, asked or answered."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(Wire):
+    name: NonEmpty
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Wire):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Wire):
+    name: NonEmpty
+
+
+class NamedToolChoice(Wire):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+    | Annotated[NamedToolChoice, Tag("<object>")],
+    _choose(_shape, "'auto', 'none', 'required' or an object that names a function"),
+]
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = Field(
+        None, description="Send a last chunk with the token counts and no choices"
+    )
+    include_obfuscation: bool | None = Field(None, description="No effect: chunks are never padded")
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests
+# ---------------------------------------------------------------------------------------------
+
+
+Stop = Annotated[
+    Annotated[NonEmpty, Tag("<text>")]
+    | Annotated[list[NonEmpty], Field(max_length=16), Tag("<list>")],
+    _choose(_text_or_list, "a string or a list of at most 16 strings"),
+]
+
+
+class GenerationParameters(Wire):
+    """What chat and completions have in common."""
+
+    model: str | None = Field(None, description="Model id; the server's default when absent")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`")
+    n: int | None = Field(None, ge=1, le=128, description="Answers to each prompt")
+
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
+    top_k: int | None = Field(None, ge=-1, description="Most likely tokens kept; 0 or -1 is off")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Least probability kept, relative to the best; 0 is off"
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), le=2**63 - 1, description="Same seed, same tokens, whoever shares"
+    )
+    presence_penalty: Penalty | None = Field(None, description="Over the output; default 0")
+    frequency_penalty: Penalty | None = Field(None, description="Over the output; default 0")
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Multiplicative, over prompt and output; 1 is off"
+    )
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="Token id to a bias from -100 to 100"
+    )
+    stop: Stop | None = Field(
+        None, description="Up to 16 strings that end the answer, not part of it"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = Field(
+        None, description="Tokens that end the answer"
+    )
+    ignore_eos: bool | None = Field(None, description="Go on past the model's end of turn")
+    min_tokens: int | None = Field(None, ge=0, description="No end of turn before that many")
+
+    user: Any = Field(None, description="No effect")
+    metadata: Any = Field(None, description="No effect")
+    store: Any = Field(None, description="No effect: nothing is stored")
+    service_tier: Any = Field(None, description="No effect")
+    safety_identifier: Any = Field(None, description="No effect")
+    prompt_cache_key: Any = Field(None, description="No effect: prefixes are shared anyway")
+    prompt_cache_retention: Any = Field(None, description="No effect")
+    prompt_cache_options: Any = Field(None, description="No effect")
+
+    best_of: int | None = Field(None, ge=1, le=20, description="Draw that many, return the best n")
+    priority: int | None = Field(None, description="Order among waiting requests")
+    return_token_ids: bool | None = Field(None, description="Token ids beside the text")
+    structured_outputs: Any = Field(None, description="Regex, choice, grammar or JSON schema")
+    guided_json: Any = Field(None, description="JSON schema that the answer fits")
+    guided_regex: Any = Field(None, description="Regular expression that the answer matches")
+    guided_choice: Any = Field(None, description="Strings of which the answer is one")
+    guided_grammar: Any = Field(None, description="Grammar that the answer is derived from")
+    response_format: dict[str, Any] | None = Field(None, description="text, or a JSON format")
+    logits_processors: Any = Field(None, description="Code run on each step's logits")
+    use_beam_search: bool | None = Field(None, description="Beam search instead of sampling")
+    length_penalty: float | None = Field(None, description="For beam search")
+    skip_special_tokens: bool | None = Field(None, description="Special tokens left out of text")
+    include_stop_str_in_output: bool | None = Field(None, description="Stop string kept in text")
+    prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens")
+    truncate_prompt_tokens: int | None = Field(None, description="Keep the prompt's last tokens")
+
+
+class ChatCompletionRequest(GenerationParameters):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1, description="Older name of max_completion_tokens")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Most tokens generated, reasoning included; default: the context"
+    )
+    tools: list[ChatTool] | None = Field(None, description="Functions the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, none, required, or a function by name"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking"
+    )
+    reasoning_effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the assistant's turn after the last message; default true"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open and go on writing it"
+    )
+
+    logprobs: bool | None = Field(None, description="Logprobs of the answer's tokens")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")
+    modalities: list[str] | None = Field(None, description="Kinds of output")
+    audio: Any = Field(None, description="Voice and format of spoken output")
+    prediction: Any = Field(None, description="Text expected in the answer")
+    verbosity: str | None = Field(None, description="low, medium or high")
+    web_search_options: Any = Field(None, description="Search the web for the answer")
+    moderation: Any = Field(None, description="Moderate input and output")
+    functions: Any = Field(None, description="Older form of tools")
+    function_call: Any = Field(None, description="Older form of tool_choice")
+    echo: bool | None = Field(None, description="Repeat the last message before the answer")
+    documents: Any = Field(None, description="Documents for the template; chat_template_kwargs")
+    chat_template: str | None = Field(None, description="Template in place of the model's")
+
+
+Prompt = Annotated[
+    Annotated[NonEmpty, Tag("<text>")]
+    | Annotated[list[TokenId], Field(min_length=1), Tag("<ids>")],
+    _choose(_text_or_ids, "a string or a list of token ids"),
+]
+Prompts = Annotated[
+    Annotated[NonEmpty, Tag("<text>")]
+    | Annotated[list[TokenId], Tag("<ids>")]
+    | Annotated[list[Prompt], Field(min_length=1), Tag("<list>")],
+    _choose(_shape, "a string, a list of token ids, or a list of either"),
+]
+
+
+class CompletionRequest(GenerationParameters):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts = Field(description="Text, token ids, or a list of either")
+    max_tokens: int | None = Field(None, ge=0, description="Most tokens generated; default 16")
+    echo: bool | None = Field(None, description="Put the prompt before the completion")
+
+    logprobs: int | None = Field(None, ge=0, le=20, description="Logprobs, that many per token")
+    suffix: str | None = Field(None, description="Text after the completion (fill in the middle)")
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Wire):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(Wire):
+    reasoning_tokens: int = 0
+
+
+class Usage(Wire):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class ChatCompletionChoice(Wire):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+
+
+class ChatCompletionResponse(Wire):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatCompletionChoice]
+    usage: Usage | None = None
+
+
+class CompletionChoice(Wire):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class CompletionResponse(Wire):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class DeltaFunction(Wire):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(Wire):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: DeltaFunction | None = None
+
+
+class ChatDelta(Wire):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class ChatChunkChoice(Wire):
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+
+
+class ChatCompletionChunk(Wire):
+    """One event of a chat stream. Written by hand in `protocols.chat`, described here."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ErrorDetail(Wire):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Wire):
+    """The body of every answer that is not 2xx, and of an error inside a stream."""
+
+    error: ErrorDetail
+
+
+class ModelCard(Wire):
+    """A model on offer. What is beyond OpenAI's four fields says how it is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    state: Literal["available", "loading", "loaded"]
+
+
+class ModelList(Wire):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,208 @@
+"""One path for every protocol: lease the model, generate, observe.
+
+`generate_chat_completion` and `generate_completion` are the same path for scripts that run inside
+the server's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.core import Backend, Event, GenerationRequest, Progress
+from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
+from mlx_manager.mlx_server.protocols import chat, completions, sse
+from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
+
+
+class Lease(Protocol):
+    """A loaded model that is not evicted while it is held."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+
+class ModelPool(Protocol):
+    """What hands out models."""
+
+    def lease(self, model_id: str) -> AbstractAsyncContextManager[Lease]:
+        """Load the model unless it is loaded, and keep it for the length of the context.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            ModelLoadFailed: it can't be loaded.
+            OutOfMemory: it can't be loaded now.
+        """
+        ...
+
+
+class Inference:
+    """Answers requests with the models of a pool."""
+
+    def __init__(self, pool: ModelPool, tracer: Tracer | None = None) -> None:
+        self.pool = pool
+        self.tracer = tracer or Untraced()
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Progress, None]:
+        """Yield the progress of `requests`, which all name the same model, until all have finished.
+
+        Closing the iterator cancels every row. The lease is held until the last of them has ended.
+
+        Raises:
+            MLXManagerError: one row's failure ends them all.
+        """
+        with self.tracer.observe(requests) as observation:
+            async with (
+                self.pool.lease(requests[0].model) as lease,
+                aclosing(rows(lease.backend, requests)) as progress,
+            ):
+                async for step in progress:
+                    observation.add(step)
+                    yield step
+
+
+async def rows(
+    backend: Backend, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[Progress, None]:
+    """Run `requests` side by side and yield what comes from any of them, as it comes."""
+    streams = [backend.generate(request) for request in requests]
+    if len(streams) == 1:
+        try:
+            async for events in streams[0]:
+                yield [(0, events)]
+        finally:
+            await close(streams)
+        return
+    pending = {asyncio.create_task(pull(stream)): row for row, stream in enumerate(streams)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            step: Progress = []
+            for task in sorted(done, key=pending.__getitem__):
+                row = pending.pop(task)
+                if (new := task.result()) is not None:
+                    step.append((row, new))
+                    pending[asyncio.create_task(pull(streams[row]))] = row
+            if step:
+                yield step
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await close(streams)
+
+
+async def pull(stream: AsyncIterator[list[Event]]) -> list[Event] | None:
+    """The next events, or None at the end."""
+    return await anext(stream, None)
+
+
+async def close(streams: Sequence[AsyncIterator[list[Event]]]) -> None:
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+class Stream(Protocol):
+    """Writes progress as server-sent events; `protocols` has one for each shape of answer."""
+
+    def write(self, progress: Progress) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class Answer(Protocol):
+    """Collects progress into a body; `protocols` has one for each shape of answer."""
+
+    def add(self, progress: Progress) -> None: ...
+
+    def body(self) -> BaseModel: ...
+
+
+async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> BaseModel:
+    """The body of an answer that is not streamed: the stream, collected."""
+    async with aclosing(progress):
+        async for step in progress:
+            answer.add(step)
+    return answer.body()
+
+
+# ---------------------------------------------------------------------------------------------
+# Doors for scripts
+# ---------------------------------------------------------------------------------------------
+
+
+async def generate_chat_completion(
+    model_id: str | ChatCompletionRequest,
+    messages: Sequence[Mapping[str, Any]] = (),
+    *,
+    pool: ModelPool | None = None,
+    **parameters: Any,
+) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    """What `/v1/chat/completions` answers, as a dict, or an iterator of chunks with `stream=True`.
+
+    Takes a model's id and messages with the wire's parameters by name, or a whole request.
+
+    Raises:
+        pydantic.ValidationError: a parameter out of its range.
+        MLXManagerError: as over HTTP; when streaming, from the iterator.
+    """
+    fields = {"model": model_id, "messages": list(messages), **parameters}
+    body = (
+        model_id
+        if isinstance(model_id, ChatCompletionRequest)
+        else ChatCompletionRequest.model_validate(fields)
+    )
+    head = chat.head(body, DEMO_MODEL)
+    progress = Inference(pool or _shared_pool()).generate(chat.requests(body, head))
+    if body.stream:
+        return _chunks(progress, chat.ChatStream(head))
+    return (await collect(progress, chat.ChatAnswer(head))).model_dump(exclude_unset=True)
+
+
+async def generate_completion(
+    model_id: str | CompletionRequest,
+    prompt: str | Sequence[int] = "",
+    *,
+    pool: ModelPool | None = None,
+    **parameters: Any,
+) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    """What `/v1/completions` answers; see `generate_chat_completion`."""
+    fields = {"model": model_id, "prompt": prompt, **parameters}
+    body = (
+        model_id
+        if isinstance(model_id, CompletionRequest)
+        else CompletionRequest.model_validate(fields)
+    )
+    head = completions.head(body, DEMO_MODEL)
+    progress = Inference(pool or _shared_pool()).generate(completions.requests(body, head))
+    if body.stream:
+        return _chunks(progress, completions.CompletionStream(head))
+    answer = completions.CompletionAnswer(head)
+    return (await collect(progress, answer)).model_dump(exclude_unset=True)
+
+
+async def _chunks(
+    progress: AsyncGenerator[Progress, None], stream: Stream
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(progress):
+        async for step in progress:
+            for chunk in sse.parse(stream.write(step)):
+                yield chunk
+    for chunk in sse.parse(stream.end()):
+        yield chunk
+
+
+def _shared_pool() -> ModelPool:
+    from mlx_manager.mlx_server.models.pool import get_model_pool  # type: ignore[import-untyped]
+
+    return get_model_pool()  # type: ignore[no-any-return]

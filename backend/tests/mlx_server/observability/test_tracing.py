@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import asyncio
+import builtins
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted import MODEL, ScriptedBackend, ScriptedPool, says
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Started
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
+from mlx_manager.mlx_server.main import create_app
+
+logfire = pytest.importorskip("logfire", reason="the logfire extra is not installed")
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "max_tokens": 9}
+
+
+class Spans:
+    """What has been exported, by the span's name."""
+
+    def __init__(self) -> None:
+        from logfire.testing import TestExporter
+
+        self.exporter = TestExporter()
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        spans = self.exporter.exported_spans_as_dict()
+        return [span for span in spans if span["name"] == name]
+
+    def one(self) -> dict[str, Any]:
+        [span] = self.named(f"generate {MODEL}")
+        return span["attributes"]
+
+
+def capture() -> Spans:
+    """Have everything exported to a list from now on, and nowhere else."""
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    spans = Spans()
+    processor = SimpleSpanProcessor(spans.exporter)
+    logfire.configure(send_to_logfire=False, console=False, additional_span_processors=[processor])
+    return spans
+
+
+@pytest.fixture(autouse=True)
+def _nothing_captured_afterwards() -> Iterator[None]:
+    yield
+    logfire.configure(send_to_logfire=False, console=False)
+
+
+def traced(*steps: Any) -> tuple[Any, ScriptedPool, Spans]:
+    """An application that configures LogFire as it would for real, and then a capture."""
+    pool = ScriptedPool(ScriptedBackend(lambda _: steps))
+    app = create_app(MLXServerSettings(logfire_enabled=True), pool)
+    return app, pool, capture()
+
+
+async def post(app: Any, body: dict[str, Any]) -> httpx.Response:
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post(CHAT, json=body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_one_span_with_its_parameters_and_counts(stream: bool):
+    app, _, spans = traced(*says("Hel", "lo", prompt_tokens=7, cached=4))
+    await post(app, HELLO | {"stream": stream})
+    told = spans.one()
+    assert told["gen_ai.request.model"] == MODEL
+    assert told["gen_ai.request.temperature"] == 0.5
+    assert told["gen_ai.request.max_tokens"] == 9
+    assert told["gen_ai.usage.input_tokens"] == 7
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert told["gen_ai.usage.output_tokens"] == 2
+    assert told["gen_ai.response.finish_reasons"] == ("stop",)
+    assert told["gen_ai.server.time_to_first_token"] >= 0
+    [http] = spans.named(f"POST {CHAT}")
+    [generation] = spans.named(f"generate {MODEL}")
+    assert generation["parent"]["span_id"] == http["context"]["span_id"]
+    assert http["start_time"] <= generation["start_time"] <= generation["end_time"]
+
+
+async def test_no_span_is_made_for_single_tokens():
+    app, _, spans = traced(*says(*"twenty tokens or more"))
+    await post(app, HELLO | {"stream": True})
+    assert len(spans.exporter.exported_spans_as_dict()) == 2
+
+
+async def test_several_answers_count_their_prompt_once():
+    app, _, spans = traced(*says("Hello", prompt_tokens=7))
+    await post(app, HELLO | {"n": 3})
+    told = spans.one()
+    assert told["gen_ai.request.choice.count"] == 3
+    assert told["gen_ai.usage.input_tokens"] == 7
+    assert told["gen_ai.usage.output_tokens"] == 3
+
+
+async def test_a_failure_is_on_the_span():
+    app, _, spans = traced([Started(7)], GenerationFailed("the step failed"))
+    await post(app, HELLO | {"stream": True})
+    told = spans.one()
+    assert told["error.type"] == "generation_failed"
+    assert told["gen_ai.usage.output_tokens"] == 0
+
+
+async def test_the_span_lives_until_the_stream_ends():
+    gate = asyncio.Event()
+    first, *rest = says("Hello")
+    app, pool, spans = traced(first, gate, *rest)
+    call = asyncio.create_task(post(app, HELLO | {"stream": True}))
+    await pool.backend.until(lambda backend: backend.running == 1)
+    assert spans.named(f"generate {MODEL}") == []
+    gate.set()
+    await call
+    assert spans.one()["gen_ai.usage.output_tokens"] == 1
+
+
+async def test_a_cancelled_request_says_so():
+    from mlx_manager.mlx_server.core import GenerationRequest, Text
+    from mlx_manager.mlx_server.observability.tracing import SpanTracer
+    from mlx_manager.mlx_server.services.inference import Inference
+
+    spans = capture()
+    pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
+    progress = Inference(pool, SpanTracer()).generate([GenerationRequest(MODEL, Text("x"))])
+    await anext(progress)
+    await progress.aclose()
+    assert spans.one()["mlx_manager.cancelled"] is True
+
+
+def test_asking_for_logfire_without_having_it_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "logfire":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MLXManagerError, match=r"mlx-manager\[logfire\]"):
+        create_app(MLXServerSettings(logfire_enabled=True))
+
+
+def test_nothing_of_logfire_is_needed_when_it_is_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "logfire", None)
+    create_app(MLXServerSettings())

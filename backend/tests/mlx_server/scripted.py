@@ -1,0 +1,97 @@
+"""Stand-ins for the pool and its models: answers that are written in advance, and gates in them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from mlx_manager.mlx_server.core import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    TextDelta,
+    Usage,
+)
+from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
+
+Step = list[Event] | MLXManagerError | Exception | asyncio.Event
+Script = Callable[[GenerationRequest], Iterable[Step]]
+
+MODEL = "mlx-manager/demo"
+
+
+def says(*pieces: str, reason: str = "stop", prompt_tokens: int = 3, cached: int = 0) -> list[Step]:
+    """An answer of one token a piece."""
+    usage = Usage(prompt_tokens, len(pieces), cached)
+    return [
+        [Started(prompt_tokens, cached)],
+        *[[TextDelta(piece)] for piece in pieces],
+        [Finished(reason, usage)],
+    ]
+
+
+@dataclass
+class ScriptedBackend:
+    """Plays a script for each request: event lists, failures to raise, gates to wait at."""
+
+    script: Script
+    requests: list[GenerationRequest] = field(default_factory=list)
+    running: int = 0
+    cancelled: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
+        self.requests.append(request)
+        self.running += 1
+        async with self.changed:
+            self.changed.notify_all()
+        complete = False
+        try:
+            for step in self.script(request):
+                match step:
+                    case Exception():
+                        raise step
+                    case asyncio.Event():
+                        await step.wait()
+                    case events:
+                        yield events
+            complete = True
+        finally:
+            self.running -= 1
+            self.cancelled += not complete
+            async with self.changed:
+                self.changed.notify_all()
+
+    async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: condition(self))
+
+
+@dataclass
+class ScriptedLease:
+    id: str
+    backend: ScriptedBackend
+
+
+@dataclass
+class ScriptedPool:
+    """A pool of one model. `loading` holds every lease back until it is set."""
+
+    backend: ScriptedBackend
+    loading: asyncio.Event | None = None
+    leases: int = 0
+
+    @asynccontextmanager
+    async def lease(self, model_id: str) -> AsyncIterator[ScriptedLease]:
+        if model_id != MODEL:
+            raise ModelNotFound(f"There is no model {model_id!r} here.", param="model")
+        if self.loading is not None:
+            await self.loading.wait()
+        self.leases += 1
+        try:
+            yield ScriptedLease(model_id, self.backend)
+        finally:
+            self.leases -= 1

@@ -1,0 +1,235 @@
+"""How many tokens a second the HTTP rim alone can carry: no model, no mlx.
+
+A stand-in engine hands every stream one token a step, as the real one does, and takes the next
+step as soon as all streams have taken the last. `--in-process` runs the application against a
+`send` that counts; otherwise a server process is measured over loopback by a client process that
+reads bytes and counts events, which is about what the cheapest real client costs.
+
+    python benchmarks/http_rim.py [--streams 64] [--tokens 500] [--in-process] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import pstats
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+import uvloop
+
+from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.core import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Started,
+    TextDelta,
+    Usage,
+)
+from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.main import create_app
+
+PIECES = (" the", " answer", ", and", " é", "\n")
+
+
+@dataclass
+class StandInEngine:
+    """Gives each of `streams` streams `tokens` tokens, all streams in step."""
+
+    streams: int
+    tokens: int
+    waiting: list[EventStream] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
+        stream = EventStream(asyncio.get_running_loop())
+        self.waiting.append(stream)
+        if len(self.waiting) == self.streams:
+            streams, self.waiting = self.waiting, []
+            self.task = asyncio.create_task(self._run(streams))
+        async for events in stream:
+            yield events
+
+    async def _run(self, streams: list[EventStream]) -> None:
+        for stream in streams:
+            stream.push([Started(8)])
+        for step in range(self.tokens):
+            await _taken(streams)
+            for index, stream in enumerate(streams):
+                stream.push([TextDelta(PIECES[(step + index) % len(PIECES)])])
+        await _taken(streams)
+        for stream in streams:
+            stream.push([Finished("length", Usage(8, self.tokens))])
+
+
+async def _taken(streams: list[EventStream]) -> None:
+    while any(stream._events for stream in streams):  # noqa: ASYNC110 readers run meanwhile
+        await asyncio.sleep(0)
+
+
+@dataclass
+class StandInPool:
+    backend: StandInEngine
+    id: str = DEMO_MODEL
+
+    @asynccontextmanager
+    async def lease(self, model_id: str) -> AsyncIterator[StandInPool]:
+        yield self
+
+
+def request_body() -> bytes:
+    message = {"role": "user", "content": "Say something."}
+    return json.dumps({"messages": [message], "stream": True}).encode()
+
+
+async def in_process(streams: int, tokens: int) -> float:
+    """Seconds for all streams, the application called directly."""
+    app = create_app(pool=StandInPool(StandInEngine(streams, tokens)))
+    body = request_body()
+    events = 0
+
+    async def call() -> None:
+        inbox = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, object]:
+            if inbox:
+                return inbox.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: dict[str, object]) -> None:
+            nonlocal events
+            events += message.get("body", b"").count(b"data: ")
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await app(scope, receive, send)
+
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        start = time.perf_counter()
+        await asyncio.gather(*[call() for _ in range(streams)])
+        seconds = time.perf_counter() - start
+    assert events == streams * (tokens + 3), events
+    return seconds
+
+
+def serve(streams: int, tokens: int, port: int, profile: bool) -> None:
+    app = create_app(pool=StandInPool(StandInEngine(streams, tokens)))
+    config = uvicorn.Config(
+        app, port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False
+    )
+    server = uvicorn.Server(config)
+    if not profile:
+        server.run()
+        return
+    profiler = cProfile.Profile()
+    profiler.runcall(server.run)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+
+
+def read_streams(streams: int, tokens: int, rounds: int, port: int) -> None:
+    uvloop.run(_read_streams(streams, tokens, rounds, port))
+
+
+async def _read_streams(streams: int, tokens: int, rounds: int, port: int) -> None:
+    body = request_body()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
+    )
+
+    async def one() -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        count, tail = 0, b""
+        while data := await reader.read(2**18):
+            data = tail + data
+            count += data.count(b"data: ")
+            tail = data[-5:] if not data.endswith(b"data: ") else b""
+        writer.close()
+        return count
+
+    rates = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        counts = await asyncio.gather(*[one() for _ in range(streams)])
+        seconds = time.perf_counter() - start
+        assert counts == [tokens + 3] * streams, counts
+        rates.append(streams * tokens / seconds)
+    report("over loopback", rates)
+
+
+def report(what: str, rates: list[float]) -> None:
+    listed = ", ".join(f"{rate:,.0f}" for rate in rates)
+    print(f"{what}: best {max(rates):,.0f} tokens/s of {listed}", flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int) -> None:
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    if args.in_process:
+        profiler = cProfile.Profile()
+        if args.profile:
+            profiler.enable()
+        rates = []
+        for _ in range(args.rounds):
+            seconds = uvloop.run(in_process(args.streams, args.tokens))
+            rates.append(args.streams * args.tokens / seconds)
+        report("in process", rates)
+        if args.profile:
+            profiler.disable()
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port()
+    server = spawn.Process(target=serve, args=(args.streams, args.tokens, port, args.profile))
+    server.start()
+    try:
+        wait_for(port)
+        client = spawn.Process(
+            target=read_streams, args=(args.streams, args.tokens, args.rounds, port)
+        )
+        client.start()
+        client.join()
+    finally:
+        server.terminate()
+        server.join()
+
+
+if __name__ == "__main__":
+    main()
