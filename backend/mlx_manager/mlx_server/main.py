@@ -19,13 +19,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import errors, health
+from mlx_manager.mlx_server.api import documentation, errors, health
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.tracing import start_tracing
+from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
@@ -36,9 +37,15 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
 
-MOST_NAMED = 5
 GRACE = 5
 """Seconds that running requests get to finish when the server is told to stop."""
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
+request could meet a connection that is being closed."""
+
+OPEN_FILES = 65_536
+MOST_NAMED = 5
 
 
 # ---------------------------------------------------------------------------------------------
@@ -66,6 +73,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     errors.install(app)
     app.include_router(health.router)
     app.include_router(v1_router)
+    documentation.describe(app, [ChatCompletionRequest, CompletionRequest])
     if server.settings.logfire_enabled:
         server.tracer = start_tracing(app)
     return app
@@ -156,6 +164,7 @@ def run(settings: MLXServerSettings | None = None) -> None:
     )
     for noisy in ("httpx", "uvicorn.error", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    allow_many_connections()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
@@ -179,6 +188,8 @@ async def listen(settings: MLXServerSettings) -> bool:
             backlog=BACKLOG,
             log_config=None,
             access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
         )
     )
@@ -208,6 +219,18 @@ def greeting(url: str, models: Sequence[str]) -> str:
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(body)}\n"
     )
+
+
+def allow_many_connections() -> None:
+    """Each connection is an open file, and macOS allows a program 256 unless it asks for more."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

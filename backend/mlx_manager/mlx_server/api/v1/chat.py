@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols import chat
@@ -19,6 +20,7 @@ router = APIRouter()
 
 @router.post(
     "/chat/completions",
+    openapi_extra=takes(ChatCompletionRequest),
     responses={200: {"model": ChatCompletionResponse}, 422: {"model": ErrorBody}},
 )
 async def chat_completions(request: Request) -> Response:
