@@ -14,12 +14,11 @@ from typing import Literal
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
-Region = Literal["content", "reasoning", "header", "message", "calls"]
-"""What the text being generated is.
+Region = Literal["content", "reasoning", "header", "calls"]
+"""What a piece of an answer is.
 
 content: what the caller reads. reasoning: thinking. header: text before a message that says what
-the message is (harmony's channel and recipient). message: the header is complete and
-`OutputFormat.read_header` says what follows. calls: tool calls, as `OutputFormat.calls` says.
+the message is; nobody sees it. calls: tool calls, written as `OutputFormat.calls` says.
 """
 
 
@@ -35,12 +34,11 @@ def short_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """Calls that are read once the whole block is there.
+    """Calls that can be read only once their whole block is there.
 
-    end: the text that ends the block; None ends it where its brackets balance.
-    quotes: pairs of texts between which `end` and brackets are only text.
     parse: the block's text, without `end`, to (name, JSON arguments) pairs. Raises ValueError if
-    the text is no call.
+    the text is no call. end: the text that ends the block; None ends it where its brackets
+    balance. quotes: pairs of texts between which `end` and brackets are nothing but text.
     """
 
     parse: Callable[[str], list[tuple[str, str]]]
@@ -52,13 +50,14 @@ class CallBlock:
 class CallFormat:
     """How tool calls are written once a marker, or the answer's first character, opened them.
 
-    item: a regular expression (of the `regex` package) for the text before a call. It must end in
-    one of these groups:
-        object  a `{`: the call is a JSON object with its name and its arguments
-        args    a `{`: the arguments as JSON; group `name` is the call's, group `id` may be
-        block   the beginning of a block that `block` reads
+    item: a regular expression (of the `regex` package) for what may stand before each call and
+    after the last. It ends in one of these groups:
+        object  a `{`: the call is a JSON object that holds its name and its arguments
+        args    a `{`: the arguments, as JSON; group `name` is the call's and group `id` may be
+        block   the beginning of what `block` reads
         close   the end of the calls
-    bare: calls may also stand at the beginning of the answer with no marker before them.
+    bare: calls may also begin an answer with no marker before them; such an object must hold
+    arguments, so that an answer in JSON is not taken for a call.
     """
 
     item: str
@@ -68,34 +67,28 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the parser looks for in one answer, and in which state the answer begins.
+    """What the parser looks for in one answer, and what the answer begins with.
 
-    edges: for each region, the markers that end it and the region that follows; the markers are
-    never shown. initial: where the answer begins; "reasoning" when the prompt opened the thinking.
-    offered: the names of the tools that may be called; a call of any other is text. parallel:
-    whether more than one call may be made. keep: ids of special tokens whose text matters because
-    it is a marker or part of one; other special tokens have no text. continues: the output goes on
-    in the prompt's text, so that a space at its beginning stays. read_header: see `Region`; a
-    call's name instead of a region means that its arguments follow.
+    edges: for each region, the markers that end it and the region that follows; markers are never
+    shown. initial: "reasoning" when the prompt itself opened the thinking. header: a regular
+    expression (of the `regex` package) for the whole of a header; group `channel` names what
+    follows, as `channels` says (otherwise content), group `name` the function it calls.
+    offered: the tools that may be called; a call of any other is text. parallel: whether more than
+    one call may be made. keep: ids of special tokens whose text matters because it is (part of) a
+    marker; other special tokens have no text. continues: the output goes on in the prompt's own
+    text, so that a space at its beginning counts.
     """
 
     edges: Mapping[Region, tuple[tuple[str, Region], ...]] = field(default_factory=dict)
     initial: Region = "content"
+    header: str | None = None
+    channels: Mapping[str, Region] = field(default_factory=dict)
     calls: CallFormat | None = None
     offered: frozenset[str] = frozenset()
     parallel: bool = True
     keep: frozenset[int] = frozenset()
     continues: bool = False
-    read_header: Callable[[str], Header] | None = None
     new_call_id: Callable[[], str] = openai_call_id
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a message's header says: the region of its body, and whom it calls, if anyone."""
-
-    region: Region
-    name: str | None = None
 
 
 PLAIN = OutputFormat(continues=True)

@@ -6,21 +6,37 @@ tokenizer and template are in order. The families override what they do otherwis
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import jinja2
-
-from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
+from mlx_manager.mlx_server.core import Conversation
 from mlx_manager.mlx_server.errors import InvalidRequest
-from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.formats import (
+    PLAIN,
+    OutputFormat,
+    openai_call_id,
+    short_call_id,
+)
+from mlx_manager.mlx_server.models.adapters.answer import (
+    Marks,
+    answer_edges,
+    kept_tokens,
+    opens_thinking,
+    region_of,
+)
+from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
+from mlx_manager.mlx_server.models.adapters.template import (
+    RENDER_ERRORS,
+    Messages,
+    Render,
+    TemplateTraits,
+    Tools,
+    probe,
+)
+from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
 
 Tokenizer = Any
 """mlx-lm's `TokenizerWrapper`, or anything that has the methods used."""
-
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What a chat template raises: its own refusals, and mishaps such as adding None to a string."""
 
 
 class ModelAdapter(Protocol):
@@ -36,7 +52,7 @@ class ModelAdapter(Protocol):
     def apply_chat_template(
         self,
         tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
@@ -63,23 +79,50 @@ class ModelAdapter(Protocol):
 
 
 class DefaultAdapter:
-    """Any model. `config` is its config.json, with generation_config.json's EOS merged in."""
+    """Any model.
+
+    config: its config.json, with generation_config.json's EOS merged in as mlx-lm does. tokenizer:
+    its own, whose template is tried out here; without one the template is taken to do anything.
+    """
 
     family: ClassVar[str] = "default"
     turn_ends: ClassVar[tuple[str, ...]] = ()
+    thinking: ClassVar[tuple[Marks, ...]] = ()
+    """Tokens around thinking that mlx-lm does not know of."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None
+    ) -> None:
         self._config_eos = _as_ids((config or {}).get("eos_token_id"))
+        self._syntax: ToolSyntax | None = None
+        self._traits = TemplateTraits()
+        self._learned_turn_end: int | None = None
+        if tokenizer is not None and tokenizer.has_chat_template:
+            self._syntax = syntax_of(tokenizer)
+            self._traits = probe(self._render_plainly(tokenizer))
+            self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
+
+    # -- Ends ----------------------------------------------------------------------------------
 
     def get_stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        ids = [*_tokenizer_eos(tokenizer), *self._config_eos]
-        ids += [i for name in self.turn_ends if (i := token_id(tokenizer, name)) is not None]
-        return list(dict.fromkeys(ids))
+        openers = self._syntax.openers if self._syntax else ()
+        opening = {token_id(tokenizer, opener) for opener in openers}
+        named = [token_id(tokenizer, name) for name in self.turn_ends]
+        ids = [*_tokenizer_eos(tokenizer), *self._config_eos, self._learned_turn_end, *named]
+        wanted = dict.fromkeys(found for found in ids if found is not None)
+        return [found for found in wanted if found not in opening]
+
+    def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
+        """The token with which the template itself ends an answer."""
+        ids = tokenizer.encode(traits.turn_end.lstrip(), add_special_tokens=False)
+        return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+    # -- Prompts -------------------------------------------------------------------------------
 
     def apply_chat_template(
         self,
         tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
@@ -94,33 +137,88 @@ class DefaultAdapter:
                 "This model has no chat template; use /v1/completions with a prompt.",
                 param="messages",
             )
-        offers = conversation.tools if conversation.tool_choice != "none" else ()
-        options: dict[str, Any] = dict(conversation.template_args)
+        text = self._render(conversation, tokenizer)
+        return self.encode_text(text, tokenizer)
+
+    def _render(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
+        write = self._syntax.write if self._syntax else None
+        messages = template_messages(conversation, self._traits, write)
+        options = dict(conversation.template_args) | self._tool_options(conversation)
         if conversation.continue_final_message:
             options["continue_final_message"] = True
+        prompted = conversation.add_generation_prompt and not conversation.continue_final_message
         try:
-            text = self.apply_chat_template(
-                tokenizer,
-                [_template_message(m) for m in conversation.messages],
-                conversation.add_generation_prompt and not conversation.continue_final_message,
-                tools=[_template_tool(tool) for tool in offers] or None,
-                **options,
-            )
+            return self.apply_chat_template(tokenizer, messages, prompted, **options)
         except RENDER_ERRORS as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return self.encode_text(text, tokenizer)
+
+    def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
+        if not _offers(conversation):
+            return {"tools": []} if self._traits.empty_tools else {}
+        if not self._traits.tools:
+            raise InvalidRequest(
+                "This model's chat template has no place for tools.", param="tools"
+            )
+        return {"tools": template_tools(conversation.tools)}
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         prefix = _prefix(tokenizer)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
+    def _render_plainly(self, tokenizer: Tokenizer) -> Render:
+        def render(messages: Messages, tools: Tools | None) -> str:
+            options = {} if tools is None else {"tools": tools}
+            return self.apply_chat_template(tokenizer, messages, False, **options)
+
+        return render
+
+    # -- Answers -------------------------------------------------------------------------------
+
     def output_format(
         self, tokenizer: Tokenizer, conversation: Conversation | None, prompt_ids: Sequence[int]
     ) -> OutputFormat:
-        return PLAIN if conversation is None else OutputFormat()
+        return PLAIN if conversation is None else self._answer(tokenizer, conversation, prompt_ids)
+
+    def _answer(
+        self, tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]
+    ) -> OutputFormat:
+        syntax = self._syntax if _offers(conversation) else None
+        form = syntax.form(template_tools(conversation.tools)) if syntax else None
+        openers = syntax.openers if syntax else ()
+        marks = self.reasoning_marks(tokenizer, conversation)
+        structural = self.structural_marks(tokenizer, conversation)
+        edges = answer_edges(tokenizer, marks, structural, openers)
+        initial = region_of(tokenizer.response_initial_state)
+        if marks and opens_thinking(tokenizer, conversation, marks, prompt_ids):
+            initial = "reasoning"
+        return OutputFormat(
+            edges=edges,
+            initial=initial,
+            calls=form,
+            offered=frozenset(tool.name for tool in conversation.tools if syntax),
+            parallel=conversation.parallel_tool_calls,
+            keep=kept_tokens(tokenizer, edges, form),
+            new_call_id=short_call_id if self._traits.short_ids else openai_call_id,
+        )
+
+    def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
+        """The texts around thinking, None for a model that does none."""
+        if tokenizer.has_thinking:
+            return tokenizer.think_start, tokenizer.think_end
+        known = (pair for pair in self.thinking if token_id(tokenizer, pair[0]) is not None)
+        return next(known, None)
+
+    def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
+        """Texts in an answer that are neither content nor the beginning of anything else."""
+        marks: Sequence[str] = tokenizer.structural_markers
+        return marks
+
+
+def _offers(conversation: Conversation) -> bool:
+    return bool(conversation.tools) and conversation.tool_choice != "none"
 
 
 def token_id(tokenizer: Tokenizer, name: str) -> int | None:
@@ -131,17 +229,15 @@ def token_id(tokenizer: Tokenizer, name: str) -> int | None:
 
 
 def _tokenizer_eos(tokenizer: Tokenizer) -> list[int]:
-    return [
-        *_as_ids(tokenizer.eos_token_id),
-        *sorted(_as_ids(getattr(tokenizer, "eos_token_ids", None))),
-    ]
+    several = getattr(tokenizer, "eos_token_ids", None)
+    return [*_as_ids(tokenizer.eos_token_id), *sorted(_as_ids(several))]
 
 
 def _as_ids(value: Any) -> list[int]:
     """A configuration's EOS: absent, one id or several."""
     if isinstance(value, int):
         return [value]
-    return [int(i) for i in value] if isinstance(value, Iterable) else []
+    return [int(found) for found in value] if isinstance(value, Iterable) else []
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
@@ -150,38 +246,3 @@ def _prefix(tokenizer: Tokenizer) -> list[int]:
     full: list[int] = tokenizer.encode("a", add_special_tokens=True)
     starts = range(len(full) - len(bare) + 1)
     return full[: next((i for i in starts if full[i : i + len(bare)] == bare), 0)]
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    entry: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.reasoning is not None:
-        entry["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        entry["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    return entry
-
-
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _arguments(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _arguments(text: str) -> Any:
-    """The arguments as the object that most templates want; as they are if they are none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _template_tool(tool: Tool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": dict(tool.parameters) or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}

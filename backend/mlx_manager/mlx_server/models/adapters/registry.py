@@ -7,9 +7,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_manager.mlx_server.models.adapters.base import DefaultAdapter, ModelAdapter, Tokenizer
+from mlx_manager.mlx_server.models.adapters.families import (
+    DeepSeekAdapter,
+    GemmaAdapter,
+    GLMAdapter,
+    GptOssAdapter,
+    GraniteAdapter,
+    MistralAdapter,
+    PhiAdapter,
+    QwenAdapter,
+)
 from mlx_manager.mlx_server.models.adapters.llama import LlamaAdapter
 
-_ADAPTERS: Mapping[str, type[DefaultAdapter]] = {"llama": LlamaAdapter}
+_ADAPTERS: Mapping[str, type[DefaultAdapter]] = {
+    adapter.family: adapter
+    for adapter in (
+        LlamaAdapter,
+        QwenAdapter,
+        MistralAdapter,
+        GemmaAdapter,
+        PhiAdapter,
+        GLMAdapter,
+        DeepSeekAdapter,
+        GraniteAdapter,
+        GptOssAdapter,
+    )
+}
 
 _FAMILIES = (
     # A distilled model's name ends with the family it was made from, and its template does not.
@@ -41,4 +64,4 @@ def get_adapter(
     """
     config = source if isinstance(source, Mapping) else None
     family = detect_model_family(config if config else name or str(source or ""))
-    return _ADAPTERS.get(family, DefaultAdapter)(config)
+    return _ADAPTERS.get(family, DefaultAdapter)(config, tokenizer)

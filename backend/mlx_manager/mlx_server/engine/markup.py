@@ -1,0 +1,244 @@
+"""Splits an answer's text into what the caller reads, thinking, and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import regex
+from mlx_lm.generate import TextStateMachine
+
+from mlx_manager.mlx_server.core import Event, FinishReason, ReasoningDelta, TextDelta
+from mlx_manager.mlx_server.engine.call_reader import CallLog, CallReader, Progress
+from mlx_manager.mlx_server.formats import CallFormat, OutputFormat, Region
+
+
+class TextScanner:
+    """Finds the first of some strings in text that comes in pieces.
+
+    Of several occurrences, the one that is complete first; of those, the longest.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        edges = [(text, number) for number, text in enumerate(strings)]
+        machine = TextStateMachine({"searching": edges} | {number: [] for _, number in edges})
+        self._start = self._state = machine.make_state("searching")
+        self._first = frozenset(text[0] for text in strings)
+
+    def feed(self, text: str) -> tuple[str, int | None, str]:
+        """Text before a match, the match's number, text after it.
+
+        With no match: text that can't be part of one, None, "". The rest is held back.
+        """
+        if self._state is self._start and self._first.isdisjoint(text):
+            return text, None, ""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if len(segments) == 1:
+            if not self._state[3]:
+                self._state = self._start
+            return segments[0][1], None, ""
+        self._state = self._start
+        return segments[0][1], segments[1][0], segments[1][1]
+
+    def flush(self) -> str:
+        """What was held back, which is no match after all."""
+        held: str = self._state[3]
+        self._state = self._start
+        return held
+
+
+class Markup:
+    """One answer's regions. Markers vanish; all else comes out as the event of its region.
+
+    Blanks at the beginning of the answer and after a call are dropped if a call or thinking
+    follows, and so are line feeds at the beginning of thinking and between it and the content.
+    """
+
+    def __init__(self, output: OutputFormat, stop_strings: Sequence[str]) -> None:
+        self._output = output
+        self._log = CallLog(output.new_call_id, output.parallel)
+        self._stop_strings = stop_strings
+        self._stops = TextScanner(stop_strings) if stop_strings else None
+        self.stopped: str | None = None
+        self._scanners = {
+            region: TextScanner([marker for marker, _ in edges])
+            for region, edges in output.edges.items()
+        }
+        self._header_pattern = regex.compile(output.header) if output.header else None
+        self._region: Region = output.initial
+        self._header = ""
+        self._reader: CallReader | None = None
+        self._blanks: str | None = "" if output.edges or output.calls else None
+        self._trim = output.initial == "reasoning"
+        self._fresh = output.calls is not None and output.calls.bare
+        self._events: list[Event] = []
+
+    @property
+    def region(self) -> Region:
+        return "calls" if self._reader else self._region
+
+    @property
+    def calls(self) -> int:
+        return self._log.started
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow: a stop string matched, or the only call allowed has been made."""
+        return self.stopped is not None or self._log.full
+
+    def feed(self, text: str) -> list[Event]:
+        while text and not self.complete:
+            if self._reader:
+                text = self._progress(self._reader.feed(text))
+            elif self._region == "header" and self._header_pattern:
+                text = self._read_header(self._header_pattern, text)
+            elif self._region == "content" and self._fresh:
+                text = self._begin(text)
+            else:
+                text = self._scan(text)
+        return self._take()
+
+    def finish(self, reason: FinishReason) -> list[Event]:
+        """Everything that was held back. `reason` "length" means that the output was cut off."""
+        if self._reader:
+            self._progress(self._reader.finish(reason == "length"))
+        if self._region in self._scanners:
+            self._emit(self._scanners[self._region].flush())
+        if self._region == "header" and not self._header.lstrip().startswith(("<", "to=")):
+            self._append(self._header)
+        if self._blanks and not self._log.started:
+            self._append(self._blanks)
+        self._release()
+        return self._take()
+
+    # -- Regions -------------------------------------------------------------------------------
+
+    def _scan(self, text: str) -> str:
+        """Passes text on up to the region's next marker, and returns what follows that."""
+        scanner = self._scanners.get(self._region)
+        if scanner is None:
+            self._emit(text)
+            return ""
+        before, number, rest = scanner.feed(text)
+        self._emit(before)
+        if number is not None and not self.complete:
+            self._enter(*self._output.edges[self._region][number])
+        return rest
+
+    def _enter(self, marker: str, region: Region) -> None:
+        match region:
+            case "calls":
+                if self._output.calls is not None:
+                    self._read_calls(self._output.calls, marker)
+                return
+            case "reasoning":
+                self._blanks = ""
+            case "content":
+                self._fresh = self._output.calls is not None and self._output.calls.bare
+        self._trim = region == "reasoning" or self._region == "reasoning"
+        self._region = region
+        self._header = ""
+
+    def _begin(self, text: str) -> str:
+        """The beginning of content, where calls need no marker."""
+        begins = text.lstrip()
+        if not begins:
+            self._emit(text)
+            return ""
+        self._fresh = False
+        if begins[0] not in "{[" or self._output.calls is None:
+            return text
+        self._emit(text[: -len(begins)])
+        self._read_calls(self._output.calls, "")
+        return begins
+
+    def _read_header(self, pattern: regex.Pattern[str], text: str) -> str:
+        for position, char in enumerate(text):
+            header = self._header + char
+            match = pattern.fullmatch(header, partial=True)
+            if match is None:
+                self._enter("", "content")
+                self._append(header)
+                return text[position + 1 :]
+            self._header = header
+            if not match.partial:
+                self._read_message(match)
+                return text[position + 1 :]
+        return ""
+
+    def _read_message(self, header: regex.Match[str]) -> None:
+        """What a complete header announces: a call, or text in some channel."""
+        name = header["name"]
+        if name in self._output.offered and self._output.calls is not None:
+            self._region = "content"
+            self._read_calls(self._output.calls, header[0], name)
+            return
+        self._enter("", self._output.channels.get(header["channel"], "content"))
+        if name is not None:
+            self._append(header[0])
+
+    # -- Calls ---------------------------------------------------------------------------------
+
+    def _read_calls(self, form: CallFormat, opener: str, name: str = "") -> None:
+        self._reader = CallReader(self._output, form, self._log, opener, name)
+
+    def _progress(self, progress: Progress) -> str:
+        if progress.events:
+            # Whoever calls a tool has stopped thinking, whether or not the thinking was closed.
+            self._release()
+            self._region = "content"
+            self._events += progress.events
+            self._blanks = ""
+            self._trim = False
+        if progress.text:
+            self._fresh = False
+            self._emit(progress.text)
+        if progress.rest is None:
+            return ""
+        self._reader = None
+        if self._output.header and not progress.text and self._region == "content":
+            self._region, self._header = "header", ""
+        return progress.rest
+
+    # -- Events --------------------------------------------------------------------------------
+
+    def _emit(self, text: str) -> None:
+        """Text of the current region, less the blanks that belong to the markup."""
+        if self._trim:
+            text = text.lstrip("\n")
+            self._trim = not text
+        match self._region:
+            case "header":
+                self._header += text
+            case "reasoning":
+                self._append(text)
+            case _:
+                if self._blanks is not None:
+                    self._blanks += text
+                    if not self._blanks or self._blanks.isspace():
+                        return
+                    text, self._blanks = self._blanks, None
+                self._append(text)
+
+    def _append(self, text: str) -> None:
+        if self._region == "reasoning":
+            self._release()
+            if text:
+                self._events.append(ReasoningDelta(text))
+            return
+        if self.stopped is not None:
+            return
+        if self._stops:
+            text, number, _ = self._stops.feed(text)
+            if number is not None:
+                self.stopped = self._stop_strings[number]
+        if text:
+            self._events.append(TextDelta(text))
+
+    def _release(self) -> None:
+        """What might have been the beginning of a stop string is none."""
+        if self._stops and self.stopped is None and (held := self._stops.flush()):
+            self._events.append(TextDelta(held))
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,158 @@
+"""Families that depart from the default: their turn ends, and what mlx-lm does not know of them.
+
+Most of what sets families apart is found in their tokenizers and templates; these are the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import regex
+
+from mlx_manager.mlx_server.core import Conversation
+from mlx_manager.mlx_server.formats import OutputFormat, Region
+from mlx_manager.mlx_server.models.adapters.answer import (
+    Edges,
+    Marks,
+    kept_tokens,
+    prompt_tail,
+)
+from mlx_manager.mlx_server.models.adapters.base import DefaultAdapter, Tokenizer
+from mlx_manager.mlx_server.models.adapters.template import Messages, TemplateTraits
+
+
+class QwenAdapter(DefaultAdapter):
+    family: ClassVar[str] = "qwen"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|im_end|>")
+
+
+class MistralAdapter(DefaultAdapter):
+    """Magistral thinks between `[THINK]` and `[/THINK]`."""
+
+    family: ClassVar[str] = "mistral"
+    turn_ends: ClassVar[tuple[str, ...]] = ("</s>",)
+    thinking: ClassVar[tuple[Marks, ...]] = (("[THINK]", "[/THINK]"),)
+
+
+class GemmaAdapter(DefaultAdapter):
+    """Gemma 4 ends its turns with `<turn|>`, its elders with `<end_of_turn>`."""
+
+    family: ClassVar[str] = "gemma"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<turn|>", "<end_of_turn>")
+
+
+class PhiAdapter(DefaultAdapter):
+    family: ClassVar[str] = "phi"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|im_end|>", "<|end|>")
+
+
+class GLMAdapter(DefaultAdapter):
+    """GLM has no end of turn of its own: it ends by beginning somebody else's."""
+
+    family: ClassVar[str] = "glm"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|user|>", "<|observation|>")
+
+
+class DeepSeekAdapter(DefaultAdapter):
+    family: ClassVar[str] = "deepseek"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<｜end▁of▁sentence｜>",)
+
+
+class GraniteAdapter(DefaultAdapter):
+    """Granite 3 thinks when the template's argument `thinking` tells it to, without tokens for it,
+    and then puts its answer between `<response>` and `</response>`.
+    """
+
+    family: ClassVar[str] = "granite"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<|end_of_text|>",)
+
+    def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
+        if conversation.template_args.get("thinking"):
+            return "<think>", "</think>"
+        return super().reasoning_marks(tokenizer, conversation)
+
+    def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
+        if conversation.template_args.get("thinking"):
+            return "<response>", "</response>"
+        return super().structural_marks(tokenizer, conversation)
+
+
+# ---------------------------------------------------------------------------------------------
+# gpt-oss
+# ---------------------------------------------------------------------------------------------
+
+_RECIPIENT = r"(?:to=(?:functions\.)?(?P<name>[\w.\-]{1,128})\s*)"
+_HEADER = (
+    rf"(?:<\|start\|>)?(?:assistant)?\s*{_RECIPIENT}?(?:<\|channel\|>)?(?P<channel>\w+)?\s*"
+    rf"{_RECIPIENT}?(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+)
+_MESSAGE_ENDS: tuple[tuple[str, Region], ...] = (
+    ("<|end|>", "header"),
+    ("<|return|>", "header"),
+    ("<|call|>", "header"),
+    ("<|start|>", "header"),
+    ("<|channel|>", "header"),
+)
+
+
+class GptOssAdapter(DefaultAdapter):
+    """gpt-oss writes messages in the harmony format: a header with a channel and a recipient, then
+    a body. Channel analysis is thinking; the rest is for the caller, or calls a function.
+
+    `<|end|>` ends a message and not the turn, though it is what the template writes after answers.
+    """
+
+    family: ClassVar[str] = "gpt-oss"
+    turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|return|>", "<|call|>")
+
+    def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
+        return None
+
+    def apply_chat_template(
+        self,
+        tokenizer: Tokenizer,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        placed = [_thinking_beside_calls(message) for message in messages]
+        return super().apply_chat_template(tokenizer, placed, add_generation_prompt, **kwargs)
+
+    def _answer(
+        self, tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]
+    ) -> OutputFormat:
+        output = super()._answer(tokenizer, conversation, prompt_ids)
+        edges: Edges = {"content": _MESSAGE_ENDS, "reasoning": _MESSAGE_ENDS}
+        return OutputFormat(
+            edges=edges,
+            initial=_initial_region(tokenizer, conversation, prompt_ids),
+            header=_HEADER,
+            channels={"analysis": "reasoning"},
+            calls=output.calls,
+            offered=output.offered,
+            parallel=output.parallel,
+            keep=kept_tokens(tokenizer, edges, output.calls, _HEADER),
+            new_call_id=output.new_call_id,
+        )
+
+
+def _initial_region(
+    tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]
+) -> Region:
+    if conversation.continue_final_message:
+        return "content"
+    header = regex.search(
+        r"<\|channel\|>(\w+)<\|message\|>$", prompt_tail(tokenizer, prompt_ids).rstrip()
+    )
+    if header is None:
+        return "header"
+    return "reasoning" if header[1] == "analysis" else "content"
+
+
+def _thinking_beside_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The template shows one text beside calls, as thinking, and refuses two: join them."""
+    if not message.get("tool_calls") or not message.get("reasoning_content"):
+        return message
+    texts = [text for text in (message["reasoning_content"], message["content"]) if text]
+    return {**message, "reasoning_content": "\n\n".join(texts), "content": ""}

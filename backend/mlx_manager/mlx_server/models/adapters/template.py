@@ -1,0 +1,151 @@
+"""What a chat template can express, found out by rendering small conversations with it.
+
+Templates differ in what they support and fail in many ways: some raise, some leave a message out
+without a word. Trying is what llama.cpp does too; it holds for templates nobody has seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jinja2
+
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises: its own refusals, and mishaps such as adding None to a string."""
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, Tools | None], str]
+"""Messages and tools to the template's text, without a generation prompt."""
+
+_SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qanswerq", "qresultq"
+_ID = "abcdefghi"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What conversations a template renders in full.
+
+    system: where system messages may be. tools: whether it tells the model of tools. calls: how
+    many calls a message of the assistant may hold. object_arguments: their arguments are an
+    object, not JSON text. results: whether it renders messages of role tool. short_ids: call ids
+    must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
+    turn_end: what it writes between an answer and the next user's message.
+    """
+
+    system: Literal["anywhere", "first", "nowhere"] = "anywhere"
+    tools: bool = True
+    calls: Literal["many", "one", "none"] = "many"
+    object_arguments: bool = True
+    results: bool = True
+    short_ids: bool = False
+    empty_tools: bool = False
+    turn_end: str = ""
+
+
+def probe(render: Render) -> TemplateTraits:
+    """The traits of the template behind `render`."""
+    user, answer = _message("user", _USER), _message("assistant", _ANSWER)
+    empty_tools = not _shows(render, [user], None, _USER) and _shows(render, [user], [], _USER)
+    nothing: Tools | None = [] if empty_tools else None
+    called, object_arguments = _calls(render, user)
+    call = _call("qcalledq", _ID, object_arguments)
+    turn = [user, _message("assistant", "", tool_calls=[call]), _result(_ID)]
+    long_id = "call_" + _ID * 2
+    long_turn = [
+        user,
+        _message("assistant", "", tool_calls=[_call("qcalledq", long_id, object_arguments)]),
+        _result(long_id),
+    ]
+    return TemplateTraits(
+        system=_system(render, user, answer, nothing),
+        tools=_shows(render, [user], [_tool("qofferedq")], _USER, "qofferedq"),
+        calls=called,
+        object_arguments=object_arguments,
+        results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
+        short_ids=called != "none" and not _shows(render, long_turn, [_tool("qofferedq")], _RESULT),
+        empty_tools=empty_tools,
+        turn_end=_turn_end(render, [user, answer, _message("user", _LATER)], nothing),
+    )
+
+
+def _system(
+    render: Render, user: Mapping[str, Any], answer: Mapping[str, Any], tools: Tools | None
+) -> Literal["anywhere", "first", "nowhere"]:
+    first, later = _message("system", _SYSTEM), _message("system", _LATER)
+    if not _shows(render, [first, user], tools, _SYSTEM, _USER):
+        return "nowhere"
+    for messages in ([first, later, user], [first, user, answer, later, user]):
+        if not _shows(render, messages, tools, _SYSTEM, _LATER):
+            return "first"
+    return "anywhere"
+
+
+def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:
+    """How many calls a message may hold, and whether their arguments are objects."""
+    tools = [_tool("qofferedq")]
+    for as_object in (True, False):
+        one = _call("qcalledq", _ID, as_object)
+        two = _call("qotherq", "bcdefghij", as_object)
+        turn = [user, _message("assistant", "", tool_calls=[one]), _result(_ID)]
+        if not _shows(render, turn, tools, "qcalledq", "qvalueq"):
+            continue
+        turn = [
+            user,
+            _message("assistant", "", tool_calls=[one, two]),
+            _result(_ID),
+            _result("bcdefghij"),
+        ]
+        many = _shows(render, turn, tools, "qcalledq", "qotherq")
+        return ("many" if many else "one"), as_object
+    return "none", True
+
+
+def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:
+    try:
+        text = render(messages, tools)
+    except RENDER_ERRORS:
+        return ""
+    _, answered, rest = text.partition(_ANSWER)
+    return rest.partition(_LATER)[0] if answered else ""
+
+
+def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:
+    try:
+        text = render(messages, tools)
+    except RENDER_ERRORS:
+        return False
+    return all(word in text for word in words)
+
+
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _call(name: str, call_id: str, as_object: bool) -> dict[str, Any]:
+    arguments = {"word": "qvalueq"} if as_object else '{"word": "qvalueq"}'
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _result(call_id: str) -> dict[str, Any]:
+    return _message("tool", _RESULT, tool_call_id=call_id, name="qcalledq")
+
+
+def _tool(name: str) -> dict[str, Any]:
+    properties = {"word": {"type": "string", "description": "A word"}}
+    parameters = {"type": "object", "properties": properties, "required": ["word"]}
+    function = {"name": name, "description": "Does something", "parameters": parameters}
+    return {"type": "function", "function": function}
