@@ -8,6 +8,10 @@
 // tile after softmax is turned with movmatrix into the second operand of values^T x weights.
 // Softmax runs online in base 2 with float32 sums. The last block of a split query merges the
 // partial results, so nothing is launched after it.
+//
+// `run` takes queries that are ready and pages that are written. `run_fused` takes the product of
+// the q/k/v projections instead: it normalises and rotates queries and the new key on their way
+// into registers, and the warp that meets the new token's tile writes the token into its page.
 
 #ifndef PAGED_EMULATED
 #include <cuda_bf16.h>
@@ -127,7 +131,80 @@ __host__ __device__ constexpr int heads_per_block(int group) { return group < 16
 // the 8 rows that ldmatrix reads at once fall into different banks.
 __host__ __device__ constexpr int shared_stride(int head_dim) { return (head_dim / 8 | 1) * 8; }
 
-// The value at `x` after softmax's denominator takes in the head's sink.
+// The pages of one layer and a step's work over them; see PagedKernels for the arrays.
+template <typename T>
+struct Pages {
+  const T* k_pool;
+  const T* v_pool;
+  const int* table;
+  const int* lengths;
+  const int* items;
+  long slots;
+  int table_width;
+};
+
+// Where results go. `arrivals` counts the blocks of each split query that are done.
+template <typename T>
+struct Results {
+  T* out;
+  float* partial;
+  float* figures;
+  const int* arrivals;
+};
+
+// Which query, heads and split a block serves.
+struct Place {
+  int q_row, kv_head, kv_heads, first_head, heads, split, splits, base;
+};
+
+// What the q/k/v projections made of a step, and how to finish it: (rows, q_heads + 2 kv_heads,
+// D), heads of q first, then k, then v. `rotation` is (rows, ROTARY) float32: what the model's
+// rotation makes of ones in the first half (or, TRADITIONAL, even places) and zeros in the second,
+// so cosines there and sines here. The norms are (D,), or unused.
+template <typename T>
+struct Fresh {
+  const T* qkv;
+  const float* rotation;
+  const T* q_norm;
+  const T* k_norm;
+  float epsilon;
+};
+
+// Normalises and rotates elements `d` and `d + 1` of a head. `at(d)` reads such a pair, `factor` is
+// 1 / rms.
+template <typename T, int ROTARY, bool TRADITIONAL, bool NORM, typename At>
+__device__ __forceinline__ unsigned finish_pair(int d, At at, const T* norm, float factor,
+                                                const float* rotation) {
+  const T* type = nullptr;
+  auto read = [&](int i) {
+    float2 x = at(i);
+    if constexpr (NORM) {
+      float2 by = unpack(*reinterpret_cast<const unsigned*>(norm + i), type);
+      x = unpack(pack(x.x * factor, x.y * factor, type), type);
+      x = unpack(pack(x.x * by.x, x.y * by.y, type), type);
+    }
+    return x;
+  };
+  float2 x = read(d);
+  if (d < ROTARY) {
+    if constexpr (TRADITIONAL) {
+      float2 turn = *reinterpret_cast<const float2*>(rotation + d);
+      x = make_float2(x.x * turn.x - x.y * turn.y, x.x * turn.y + x.y * turn.x);
+    } else {
+      constexpr int HALF = ROTARY / 2;
+      bool first = d < HALF;
+      float2 other = read(first ? d + HALF : d - HALF);
+      float2 cosine = *reinterpret_cast<const float2*>(rotation + (first ? d : d - HALF));
+      float2 sine = *reinterpret_cast<const float2*>(rotation + (first ? d + HALF : d));
+      float sign = first ? -1.f : 1.f;
+      x = make_float2(x.x * cosine.x + sign * other.x * sine.x,
+                      x.y * cosine.y + sign * other.y * sine.y);
+    }
+  }
+  return pack(x.x, x.y, type);
+}
+
+// What an unnormalised output is multiplied with, once the denominator takes in the head's sink.
 struct Denominator {
   float scale;
   __device__ Denominator(float maximum, float sum, bool has_sink, float sink) {
@@ -158,6 +235,7 @@ struct Attend {
   const T* v_head;
   const int* pages_of_row;
   int first_tile, count, begin, end;
+  int stored;  // tokens before this one are in pages; the rest, if any, is fresh
   int warp, lane;
   T* stages;
   int page_of_lane;
@@ -184,7 +262,7 @@ struct Attend {
         int piece = j * 32 + lane;
         int token = piece / (D / 8);
         int to = token * STRIDE + piece % (D / 8) * 8;
-        int bytes = start + token >= begin && start + token < end ? 16 : 0;
+        int bytes = start + token >= begin && start + token < stored ? 16 : 0;
         copy_async(k_stage + to, k_head + offset + piece * 8, bytes);
         copy_async(v_stage + to, v_head + offset + piece * 8, bytes);
       }
@@ -317,37 +395,105 @@ struct Attend {
       }
   }
 
-  __device__ void run(const T* q, const T* k_pool, const T* v_pool, const int* table,
-                      const int* lengths, const int* items, const float* sinks,
-                      const int* arrivals, T* out, float* partial, float* partial_figures,
-                      long slots, int table_width, float scale, float cap) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    const int kv_head = blockIdx.x / BLOCKS;
-    const int head0 = blockIdx.x % BLOCKS * HEADS;
-    const int heads = GROUP - head0 < HEADS ? GROUP - head0 : HEADS;
-    const int* item = items + blockIdx.y * 8;
-    const int q_row = item[0], table_row = item[1], last_tile = item[3];
-    const int split = item[4], splits = item[5];
-    if (q_row < 0) return;
-    const int q_heads = gridDim.x / BLOCKS * GROUP;
-    const long q_head = (long)q_row * q_heads + kv_head * GROUP + head0;
+  // The same from the projections' product, normalised and rotated.
+  template <int ROTARY, bool TRADITIONAL, bool NORM>
+  __device__ __forceinline__ void load_fresh_queries(const T* q, int heads, const Fresh<T>& fresh,
+                                                     const float* rotation,
+                                                     unsigned (&query)[STEPS][COLUMNS][2]) const {
+    const T* type = nullptr;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      const int head = n * 8 + lane / 4;
+      const unsigned* from = reinterpret_cast<const unsigned*>(q + (long)head * D) + lane % 4;
+      unsigned raw[2 * STEPS];
+      float squares = 0.f;
+#pragma unroll
+      for (int unit = 0; unit < 2 * STEPS; unit++) {
+        raw[unit] = head < heads ? from[unit * 4] : 0u;
+        float2 x = unpack(raw[unit], type);
+        squares += x.x * x.x + x.y * x.y;
+      }
+      float factor = 1.f;
+      if constexpr (NORM) {
+        squares += shuffle_xor(squares, 1);
+        squares += shuffle_xor(squares, 2);
+        factor = rsqrtf(squares / D + fresh.epsilon);
+      }
+      // A unit of 8 elements holds this lane's pair at lane % 4 * 2; rotation partners lie whole
+      // units apart, in the same lane.
+#pragma unroll
+      for (int unit = 0; unit < 2 * STEPS; unit++) {
+        const int within = lane % 4 * 2;
+        query[unit / 2][n][unit % 2] = finish_pair<T, ROTARY, TRADITIONAL, NORM>(
+            unit * 8 + within, [&](int d) { return unpack(raw[d / 8], type); }, fresh.q_norm,
+            factor, rotation);
+      }
+    }
+  }
+
+  // Puts this lane's 8 elements of the new key and value into `k_new` and `v_new`, and all lanes'
+  // into their page.
+  template <int ROTARY, bool TRADITIONAL, bool NORM>
+  __device__ __forceinline__ void make_fresh(const T* k, const T* v, const Fresh<T>& fresh,
+                                             const float* rotation, uint4& k_new,
+                                             uint4& v_new) const {
+    const T* type = nullptr;
+    const bool active = lane < D / 8;
+    const int d0 = active ? lane * 8 : 0;
+    auto at = [&](int d) { return unpack(*reinterpret_cast<const unsigned*>(k + d), type); };
+    float factor = 1.f;
+    if constexpr (NORM) {
+      float squares = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        float2 x = at(d0 + i);
+        squares += active ? x.x * x.x + x.y * x.y : 0.f;
+      }
+#pragma unroll
+      for (int o = 16; o; o /= 2) squares += shuffle_xor(squares, o);
+      factor = rsqrtf(squares / D + fresh.epsilon);
+    }
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      pairs[i] = finish_pair<T, ROTARY, TRADITIONAL, NORM>(d0 + 2 * i, at, fresh.k_norm, factor,
+                                                           rotation);
+    k_new = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    v_new = *reinterpret_cast<const uint4*>(v + d0);
+    if (!active) return;
+    const int token = end - 1;
+    const long slot = (long)pages_of_row[token / PAGE] * PAGE + token % PAGE;
+    *reinterpret_cast<uint4*>(const_cast<T*>(k_head) + slot * D + d0) = k_new;
+    *reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D + d0) = v_new;
+  }
+
+  // The item that this block serves. False for padding.
+  __device__ __forceinline__ bool begin_item(const Pages<T>& pages, Place& place) {
+    const int* item = pages.items + blockIdx.y * 8;
+    place.q_row = item[0];
+    if (place.q_row < 0) return false;
+    const int kv_head = blockIdx.x / BLOCKS, head0 = blockIdx.x % BLOCKS * HEADS;
+    const int last_tile = item[3];
+    place.kv_head = kv_head;
+    place.kv_heads = gridDim.x / BLOCKS;
+    place.first_head = kv_head * GROUP + head0;
+    place.heads = GROUP - head0 < HEADS ? GROUP - head0 : HEADS;
+    place.split = item[4];
+    place.splits = item[5];
+    place.base = item[6];
 
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
     first_tile = item[2];
     count = (last_tile - first_tile - warp + WARPS - 1) / WARPS;
-    const int length = lengths[q_row];
-    begin = WINDOW > 0 && length > WINDOW ? length - WINDOW : 0;
-    end = length;
-    k_head = k_pool + kv_head * slots * D;
-    v_head = v_pool + kv_head * slots * D;
-    pages_of_row = table + (long)table_row * table_width;
+    end = pages.lengths[place.q_row];
+    begin = WINDOW > 0 && end > WINDOW ? end - WINDOW : 0;
+    stored = end;
+    k_head = pages.k_pool + kv_head * pages.slots * D;
+    v_head = pages.v_pool + kv_head * pages.slots * D;
+    pages_of_row = pages.table + (long)item[1] * pages.table_width;
+    extern __shared__ __align__(16) unsigned char shared[];
     stages = reinterpret_cast<T*>(shared) + warp * STAGES * 2 * kTile * STRIDE;
-
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) fetch(i);
-    unsigned query[STEPS][COLUMNS][2];
-    load_queries(q + q_head * D, heads, query);
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
@@ -357,12 +503,24 @@ struct Attend {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) output[step][n][e] = output[step][n][e + 2] = 0.f;
       }
+    return true;
+  }
 
+  __device__ __forceinline__ void fetch_first() {
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) fetch(i);
+  }
+
+  // Walks this warp's tiles. `patch(i, k_stage)` may change tile i once it has arrived.
+  template <typename Patch>
+  __device__ __forceinline__ void walk(const unsigned (&query)[STEPS][COLUMNS][2], float scale,
+                                       float cap, Patch patch) {
     for (int i = 0; i < count; i++) {
       wait_copies<STAGES - 2>();
       __syncwarp();
       fetch(i + STAGES - 1);
-      const T* k_stage = stages + (i % STAGES) * 2 * kTile * STRIDE;
+      T* k_stage = stages + (i % STAGES) * 2 * kTile * STRIDE;
+      patch(i, k_stage);
       float s[COLUMNS][4];
       scores(k_stage, query, s);
       mask(tile(i) * kTile, scale, cap, s);
@@ -372,14 +530,65 @@ struct Attend {
     }
     wait_copies<0>();
     __syncthreads();
+  }
 
+  __device__ void run(const T* q, const Pages<T>& pages, const Results<T>& results,
+                      const float* sinks, float scale, float cap) {
+    Place place;
+    if (!begin_item(pages, place)) return;
+    fetch_first();
+    unsigned query[STEPS][COLUMNS][2];
+    const long row = (long)place.q_row * place.kv_heads * GROUP;
+    load_queries(q + (row + place.first_head) * D, place.heads, query);
+    walk(query, scale, cap, [](int, T*) {});
+    merge(place, results, sinks);
+  }
+
+  template <int ROTARY, bool TRADITIONAL, bool NORM>
+  __device__ void run_fused(const Fresh<T>& fresh, const Pages<T>& pages,
+                            const Results<T>& results, const float* sinks, float scale,
+                            float cap) {
+    Place place;
+    if (!begin_item(pages, place)) return;
+    stored = end - 1;
+    fetch_first();
+    const int q_heads = place.kv_heads * GROUP;
+    const T* row = fresh.qkv + (long)place.q_row * (q_heads + 2 * place.kv_heads) * D;
+    const float* rotation = fresh.rotation + (long)place.q_row * ROTARY;
+    const int newest = (end - 1) / kTile - first_tile - warp;
+    const bool owns = count > 0 && newest == (count - 1) * WARPS;
+    uint4 k_new, v_new;
+    if (owns)
+      make_fresh<ROTARY, TRADITIONAL, NORM>(row + (q_heads + place.kv_head) * D,
+                                            row + (q_heads + place.kv_heads + place.kv_head) * D,
+                                            fresh, rotation, k_new, v_new);
+    unsigned query[STEPS][COLUMNS][2];
+    load_fresh_queries<ROTARY, TRADITIONAL, NORM>(row + place.first_head * D, place.heads, fresh,
+                                                  rotation, query);
+    walk(query, scale, cap, [&](int i, T* k_stage) {
+      if (!owns || i != count - 1) return;
+      if (lane < D / 8) {
+        T* to = k_stage + (end - 1) % kTile * STRIDE + lane * 8;
+        *reinterpret_cast<uint4*>(to) = k_new;
+        *reinterpret_cast<uint4*>(to + kTile * STRIDE) = v_new;
+      }
+      __syncwarp();
+    });
+    merge(place, results, sinks);
+  }
+
+  // Adds up the warps' shares and gives the result, or this split's part of it.
+  __device__ __forceinline__ void merge(const Place& place, const Results<T>& results,
+                                        const float* sinks) {
+    extern __shared__ __align__(16) unsigned char shared[];
     float* merged = reinterpret_cast<float*>(shared);
     float* figures = merged + WARPS * HEADS * MERGE_STRIDE;
     publish(merged, figures);
     __syncthreads();
 
-    const long place = ((long)(item[6] + split) * gridDim.x + blockIdx.x) * HEADS;
-    for (int x = threadIdx.x; x < heads * (D / 2); x += WARPS * 32) {
+    const long q_head = (long)place.q_row * place.kv_heads * GROUP + place.first_head;
+    const long part = ((long)(place.base + place.split) * gridDim.x + blockIdx.x) * HEADS;
+    for (int x = threadIdx.x; x < place.heads * (D / 2); x += WARPS * 32) {
       int head = x / (D / 2), d = x % (D / 2) * 2;
       float top = kLowest, total = 0.f, low = 0.f, high = 0.f;
 #pragma unroll
@@ -391,36 +600,33 @@ struct Attend {
         low += factor * merged[(w * HEADS + head) * MERGE_STRIDE + d];
         high += factor * merged[(w * HEADS + head) * MERGE_STRIDE + d + 1];
       }
-      if (splits == 1) {
-        float sink = SINKS ? sinks[kv_head * GROUP + head0 + head] : 0.f;
+      if (place.splits == 1) {
+        float sink = SINKS ? sinks[place.first_head + head] : 0.f;
         float by = Denominator(top, total, SINKS, sink).scale;
-        reinterpret_cast<unsigned*>(out + (q_head + head) * D)[d / 2] =
+        reinterpret_cast<unsigned*>(results.out + (q_head + head) * D)[d / 2] =
             pack(low * by, high * by, static_cast<const T*>(nullptr));
       } else {
-        partial[(place + head) * D + d] = low;
-        partial[(place + head) * D + d + 1] = high;
+        results.partial[(part + head) * D + d] = low;
+        results.partial[(part + head) * D + d + 1] = high;
         if (d == 0) {
-          partial_figures[(place + head) * 2] = top;
-          partial_figures[(place + head) * 2 + 1] = total;
+          results.figures[(part + head) * 2] = top;
+          results.figures[(part + head) * 2 + 1] = total;
         }
       }
     }
-    if (splits > 1)
-      finish(q_row, q_head, kv_head * GROUP + head0, heads, item[6], splits, sinks,
-             const_cast<int*>(arrivals), out, partial, partial_figures,
-             reinterpret_cast<float*>(shared));
+    if (place.splits > 1) finish(place, q_head, results, sinks, reinterpret_cast<float*>(shared));
   }
 
   // The block that arrives last merges the splits. It sets the counter back to 0 for the next
   // launch, so that the counters are cleared once in the life of the process.
-  __device__ void finish(int q_row, long q_head, int sink0, int heads, int base, int splits,
-                         const float* sinks, int* arrivals, T* out, const float* partial,
-                         const float* partial_figures, float* shared) {
+  __device__ void finish(const Place& place, long q_head, const Results<T>& results,
+                         const float* sinks, float* shared) {
+    const int heads = place.heads, base = place.base, splits = place.splits;
     int* last = reinterpret_cast<int*>(shared + HEADS * kMaxSplits);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      int* mine = arrivals + (long)q_row * gridDim.x + blockIdx.x;
+      int* mine = const_cast<int*>(results.arrivals) + (long)place.q_row * gridDim.x + blockIdx.x;
       *last = atomicAdd(mine, 1) == splits - 1;
       if (*last) *mine = 0;
     }
@@ -437,7 +643,7 @@ struct Attend {
         float2 figure = make_float2(kLowest, 0.f);
         if (s < splits) {
           long at = ((long)(base + s) * gridDim.x + blockIdx.x) * HEADS + head;
-          figure = read_shared_result(reinterpret_cast<const float2*>(partial_figures) + at);
+          figure = read_shared_result(reinterpret_cast<const float2*>(results.figures) + at);
         }
         tops[j] = figure.x;
         sums[j] = figure.y;
@@ -452,13 +658,13 @@ struct Attend {
       }
 #pragma unroll
       for (int o = 16; o; o /= 2) total += shuffle_xor(total, o);
-      float by = Denominator(top, total, SINKS, SINKS ? sinks[sink0 + head] : 0.f).scale;
+      float by = Denominator(top, total, SINKS, SINKS ? sinks[place.first_head + head] : 0.f).scale;
 #pragma unroll
       for (int j = 0; j < kMaxSplits / 32; j++)
         if (j * 32 + lane < splits) weights[head * kMaxSplits + j * 32 + lane] = tops[j] * by;
     }
     __syncthreads();
-    const float4* from = reinterpret_cast<const float4*>(partial);
+    const float4* from = reinterpret_cast<const float4*>(results.partial);
     for (int x = threadIdx.x; x < heads * (D / 4); x += WARPS * 32) {
       int head = x / (D / 4);
       float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -472,7 +678,7 @@ struct Attend {
         total.z += weight * value.z;
         total.w += weight * value.w;
       }
-      unsigned* to = reinterpret_cast<unsigned*>(out + (q_head + head) * D) + x % (D / 4) * 2;
+      unsigned* to = reinterpret_cast<unsigned*>(results.out + (q_head + head) * D) + x % (D / 4) * 2;
       to[0] = pack(total.x, total.y, static_cast<const T*>(nullptr));
       to[1] = pack(total.z, total.w, static_cast<const T*>(nullptr));
     }

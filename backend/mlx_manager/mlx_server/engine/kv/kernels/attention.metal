@@ -26,6 +26,108 @@ constexpr int lanes_per_token(int head_dim) {
   return head_dim == 64 ? 8 : head_dim == 256 ? 32 : 16;
 }
 
+// One head's elements, normalised if NORM.
+template <typename T, int D, bool NORM, typename Norm>
+struct Head {
+  const device T* values;
+  Norm norm;
+  float factor;
+
+  float at(int d) const {
+    const float x = float(values[d]);
+    if (!NORM) return x;
+    return float(T(float(T(x * factor)) * float(norm[NORM ? d : 0])));
+  }
+
+  // Sets `factor` to 1 / rms, `LANES` lanes together: this one takes DIMS elements from d0.
+  template <int DIMS, int LANES>
+  void measure(int d0, float epsilon) {
+    float squares = 0.0f;
+    for (int d = 0; d < DIMS; d++) squares += float(values[d0 + d]) * float(values[d0 + d]);
+    for (int o = LANES / 2; o > 0; o /= 2) squares += metal::simd_shuffle_xor(squares, ushort(o));
+    factor = metal::rsqrt(squares / D + epsilon);
+  }
+};
+
+// Queries that are ready, over pages that are written.
+template <typename T, int D, int GROUP>
+struct Ready {
+  typedef Head<T, D, false, const device T*> Query;
+  const device T* q;
+
+  void write_newest(int, int, int, device T*, device T*, int, int) const {}
+  bool holds(int, int) const { return false; }
+  float newest_key(int) const { return 0.0f; }
+  float newest_value(int) const { return 0.0f; }
+
+  template <int DIMS, int LANES>
+  Query query(int q_row, int kv_heads, int head, int) const {
+    Query made = {q + (long(q_row) * kv_heads * GROUP + head) * D, q, 1.0f};
+    return made;
+  }
+  T finished(Query head, int, int d) const { return T(head.at(d)); }
+};
+
+// The product of the q/k/v projections, (rows, q_heads + 2 kv_heads, D): normalised and rotated on
+// its way into registers. `rotation` is (rows, ROTARY): what the model's rotation makes of ones in
+// the first half (or, TRADITIONAL, even places) and zeros in the second, so cosines there and sines
+// here. `newest` is the new token's key and value, for the threadgroup that meets its tile and
+// writes it into its page.
+template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM, typename Norm,
+          typename Rotation>
+struct Fresh {
+  typedef Head<T, D, NORM, Norm> Query;
+  const device T* qkv;
+  Rotation rotation;
+  Norm q_norm;
+  Norm k_norm;
+  float epsilon;
+  threadgroup T* newest;
+
+  const device T* row(int q_row, int kv_heads) const {
+    return qkv + long(q_row) * (GROUP + 2) * kv_heads * D;
+  }
+
+  T finished(Query head, int q_row, int d) const {
+    const float x = head.at(d);
+    if (d >= ROTARY) return T(x);
+    const int apart = TRADITIONAL ? 1 : ROTARY / 2;
+    const bool first = TRADITIONAL ? d % 2 == 0 : d < apart;
+    const int low = first ? d : d - apart;
+    const float cosine = rotation[long(q_row) * ROTARY + low];
+    const float sine = rotation[long(q_row) * ROTARY + low + apart];
+    const float other = head.at(first ? d + apart : low);
+    return T(first ? x * cosine - other * sine : x * cosine + other * sine);
+  }
+
+  template <int DIMS, int LANES>
+  Query query(int q_row, int kv_heads, int head, int d0) const {
+    Query made = {row(q_row, kv_heads) + head * D, q_norm, 1.0f};
+    if (NORM) made.template measure<DIMS, LANES>(d0, epsilon);
+    return made;
+  }
+
+  // By all threads of the group. `k_to` and `v_to` are the new token's place in its page.
+  void write_newest(int q_row, int kv_heads, int kv_head, device T* k_to, device T* v_to,
+                    int thread_index, int threads) const {
+    const device T* k = row(q_row, kv_heads) + (GROUP * kv_heads + kv_head) * D;
+    const device T* v = k + kv_heads * D;
+    Query head = {k, k_norm, 1.0f};
+    if (NORM) head.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
+    for (int d = thread_index; d < D; d += threads) {
+      newest[d] = finished(head, q_row, d);
+      newest[D + d] = v[d];
+      k_to[d] = newest[d];
+      v_to[d] = newest[D + d];
+    }
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  }
+
+  bool holds(int token, int length) const { return token == length - 1; }
+  float newest_key(int d) const { return float(newest[d]); }
+  float newest_value(int d) const { return float(newest[D + d]); }
+};
+
 // What the unnormalised output is multiplied with, once the denominator takes in the head's sink.
 inline float normaliser(float maximum, float sum, bool has_sink, float sink) {
   float factor = 1.0f;
@@ -38,8 +140,8 @@ inline float normaliser(float maximum, float sum, bool has_sink, float sink) {
 }
 
 template <typename T, int D, int GROUP, int PAGE, int SIMDGROUPS, int WINDOW, bool CAP, bool SINKS,
-          bool SPLIT, typename Table, typename Lengths, typename Sinks>
-inline void attend(const device T* q, const device T* k_pool, const device T* v_pool, Table table,
+          bool SPLIT, typename Queries, typename Table, typename Lengths, typename Sinks>
+inline void attend(Queries queries, const device T* k_pool, const device T* v_pool, Table table,
                    Lengths lengths, const device int* items, Sinks sinks, device T* out,
                    device float* partial, device float* partial_figures, threadgroup float* merged,
                    threadgroup float* figures, long slots, int table_width, float scale, float cap,
@@ -58,8 +160,8 @@ inline void attend(const device T* q, const device T* k_pool, const device T* v_
   const int q_row = item[0], table_row = item[1];
   const int first_tile = item[2], last_tile = item[3], split = item[4], base = item[6];
   if (q_row < 0) return;
-  const int q_heads = int(groups.x) / BLOCKS * GROUP;
-  const long q_head = long(q_row) * q_heads + kv_head * GROUP + head0;
+  const int kv_heads = int(groups.x) / BLOCKS;
+  const long q_head = long(q_row) * kv_heads * GROUP + kv_head * GROUP + head0;
   const int length = lengths[q_row];
   const int begin = WINDOW > 0 ? metal::max(0, length - WINDOW) : 0;
   const int set = simdgroup * TOKENS + lane / LANES;
@@ -70,9 +172,21 @@ inline void attend(const device T* q, const device T* k_pool, const device T* v_
     maximum[h] = kLowest;
     sum[h] = 0.0f;
     for (int d = 0; d < DIMS; d++) {
-      query[h][d] = h < heads ? float(q[(q_head + h) * D + d0 + d]) * scale : 0.0f;
+      query[h][d] = 0.0f;
       output[h][d] = 0.0f;
     }
+  }
+  for (int h = 0; h < heads; h++) {
+    const typename Queries::Query head =
+        queries.template query<DIMS, LANES>(q_row, kv_heads, kv_head * GROUP + head0 + h, d0);
+    for (int d = 0; d < DIMS; d++) query[h][d] = float(queries.finished(head, q_row, d0 + d)) * scale;
+  }
+  const int newest_tile = (length - 1) / kTile;
+  if (length > 0 && newest_tile >= first_tile && newest_tile < last_tile) {
+    const long page = table[long(table_row) * table_width + (length - 1) / PAGE];
+    const long slot = kv_head * slots + page * PAGE + (length - 1) % PAGE;
+    queries.write_newest(q_row, kv_heads, kv_head, const_cast<device T*>(k_pool) + slot * D,
+                         const_cast<device T*>(v_pool) + slot * D, thread_index, SIMDGROUPS * 32);
   }
 
   for (int tile = first_tile + simdgroup; tile < last_tile; tile += SIMDGROUPS) {
@@ -85,9 +199,16 @@ inline void attend(const device T* q, const device T* k_pool, const device T* v_
       for (int u = 0; u < kUnroll; u++) {
         const int token = pass + u * TOKENS + lane / LANES;
         visible[u] = start + token >= begin && start + token < length;
+        const bool fresh = queries.holds(start + token, length);
         for (int d = 0; d < DIMS; d++) {
-          key[u][d] = visible[u] ? float(k_pool[place + token * D + d]) : 0.0f;
-          value[u][d] = visible[u] ? float(v_pool[place + token * D + d]) : 0.0f;
+          key[u][d] = value[u][d] = 0.0f;
+          if (fresh) {
+            key[u][d] = queries.newest_key(d0 + d);
+            value[u][d] = queries.newest_value(d0 + d);
+          } else if (visible[u]) {
+            key[u][d] = float(k_pool[place + token * D + d]);
+            value[u][d] = float(v_pool[place + token * D + d]);
+          }
         }
       }
       for (int u = 0; u < kUnroll; u++)

@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     Kernel,
     KernelSource,
     Lengths,
+    Rotary,
     Unsupported,
     Variant,
     flag,
@@ -125,6 +126,7 @@ class CudaKernels:
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((0,), mx.int32)
         self._no_sinks = mx.zeros((1,), mx.float32)
+        self._no_norm = mx.zeros((1,), shape.dtype)
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
@@ -165,26 +167,53 @@ class CudaKernels:
         softcap: float | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        kernel = self._kernel(Variant(scale, window, softcap, sinks is not None, splits.divided))
+        variant = Variant(scale, window, softcap, sinks is not None, splits.divided)
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        return self._launch(variant, [q, *pages, self._logits(sinks)], [dep], splits, q.shape)
+
+    def attend_fused(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotation: mx.array,
+        norms: tuple[mx.array, mx.array] | None,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        rotary: Rotary,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        variant = Variant(scale, window, softcap, sinks is not None, splits.divided, rotary)
+        fresh = [qkv, rotation, *(norms or (self._no_norm, self._no_norm))]
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
+        return self._launch(variant, [*fresh, *pages, self._logits(sinks)], [], splits, shape)
+
+    def _launch(
+        self,
+        variant: Variant,
+        inputs: list[mx.array],
+        after: list[mx.array],
+        splits: Splits,
+        shape: tuple[int, ...],
+    ) -> mx.array:
         figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
-        out, _, _ = kernel(
-            inputs=[
-                q,
-                k_pool,
-                v_pool,
-                table,
-                lengths,
-                splits.items,
-                self._no_sinks if sinks is None else sinks.astype(mx.float32),
-                self._counters(q.shape[0] * self._blocks),
-                dep,
-            ],
+        out, _, _ = self._kernel(variant)(
+            inputs=[*inputs, self._counters(shape[0] * self._blocks), *after],
             grid=(self._blocks * self.launch.warps * 32, splits.work, 1),
             threadgroup=(self.launch.warps * 32, 1, 1),
-            output_shapes=[q.shape, (figures * self.shape.head_dim,), (figures * 2,)],
-            output_dtypes=[q.dtype, mx.float32, mx.float32],
+            output_shapes=[shape, (figures * self.shape.head_dim,), (figures * 2,)],
+            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
         )
         return out
+
+    def _logits(self, sinks: mx.array | None) -> mx.array:
+        return self._no_sinks if sinks is None else sinks.astype(mx.float32)
 
     def _counters(self, count: int) -> mx.array:
         if self._arrivals.size < count:
@@ -204,27 +233,33 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
         f"{launch.warps}, {launch.stages}, {variant.window or 0}, "
         f"{flag(variant.softcap is not None)}, {flag(variant.sinks)}"
     )
+    element = _TYPES[shape.dtype]
+    numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
+    match variant.rotary:
+        case None:
+            inputs: tuple[str, ...] = ("q",)
+            after: tuple[str, ...] = ("written",)
+            call = f"work.run(q, pages, results, sinks, {numbers});"
+        case Rotary(dims, traditional, epsilon):
+            inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
+            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}"
+            call = (
+                f"paged::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
+                f"{real(epsilon or 0.0)}}};\n"
+                f"work.run_fused<{options}>(fresh, pages, results, sinks, {numbers});"
+            )
     body = (
-        f"paged::Attend<{constants}> work;\n"
-        "work.run(q, k_pool, v_pool, table, lengths, items, sinks, arrivals, out, partial, "
-        f"partial_figures, k_pool_shape[1], table_shape[1], {real(variant.scale)}, "
-        f"{real(variant.softcap or 1.0)});"
+        f"paged::Pages<{element}> pages = {{k_pool, v_pool, table, lengths, items, "
+        "k_pool_shape[1], table_shape[1]};\n"
+        f"paged::Results<{element}> results = {{out, partial, partial_figures, arrivals}};\n"
+        f"paged::Attend<{constants}> work;\n{call}"
     )
+    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
     return KernelSource(
         name="paged_attend",
         header=source("attention.cu"),
         body=body,
-        inputs=(
-            "q",
-            "k_pool",
-            "v_pool",
-            "table",
-            "lengths",
-            "items",
-            "sinks",
-            "arrivals",
-            "written",
-        ),
+        inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
         shared_memory=launch.shared_memory,
     )

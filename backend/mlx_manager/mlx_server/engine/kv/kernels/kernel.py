@@ -48,14 +48,32 @@ class Unsupported:
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """How a fused step finishes each head of q and k, before they meet.
+
+    The first `dims` elements are rotated: pairs are neighbours when `traditional`, else half of
+    `dims` apart. `epsilon` is that of an RMS norm over the head before the rotation, None for no
+    norm.
+    """
+
+    dims: int
+    traditional: bool
+    epsilon: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
-    """Constants of one attention kernel beside its shape: one compilation for each."""
+    """Constants of one attention kernel beside its shape: one compilation for each.
+
+    `divided`: some context is split. `rotary`: of a fused step, None for a plain one.
+    """
 
     scale: float
     window: int | None
     softcap: float | None
     sinks: bool
     divided: bool
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +142,36 @@ class PagedKernels(Protocol):
         including the query's own; length 0 gives zeros. `window` as `splits` was planned with.
         Scores are `softcap * tanh(scale * q @ k / softcap)`; `sinks`, (q_heads,), are logits that
         join each softmax's denominator.
+        """
+
+    def attend_fused(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotation: mx.array,
+        norms: tuple[mx.array, mx.array] | None,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        rotary: Rotary,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """What lies between the q/k/v projections and the output projection, in one launch.
+
+        `qkv` is (rows, (q_heads + 2 * kv_heads) * head_dim): the heads of q, then k, then v. They
+        are normalised by `norms`, (head_dim,) weights for q and for k, and rotated; the new token
+        is written into its page, at `lengths - 1` of its row, and attended to. No two queries may
+        share a row of `table`. A row of length 0 writes nothing.
+
+        `rotation` is (rows, rotary.dims) float32: the rotation of a vector whose pairs are all
+        (1, 0), so that it holds every pair's cosine and sine, times any factor of the rotation.
+
+        Returns (rows, q_heads * head_dim).
         """
 
 

@@ -12,6 +12,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     Kernel,
     KernelSource,
     Lengths,
+    Rotary,
     Variant,
     flag,
     real,
@@ -26,9 +27,9 @@ _TYPES: dict[Any, str] = {
 }
 
 SIMDGROUPS = 4
-METAL_HEADS_PER_BLOCK = 4
+HEADS_PER_BLOCK = 4
 # Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
-METAL_BLOCKS_WANTED = 1024
+BLOCKS_WANTED = 1024
 
 
 def build(shape: AttentionShape) -> MetalKernels:
@@ -40,11 +41,12 @@ class MetalKernels:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        self._heads = min(shape.group, METAL_HEADS_PER_BLOCK)
+        self._heads = min(shape.group, HEADS_PER_BLOCK)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
-        self._kernels: dict[Variant, _MetalPair] = {}
+        self._kernels: dict[Variant, _Pair] = {}
         self._write = _compiled(write_source(shape), ensure_row_contiguous=False)
         self._no_sinks = mx.zeros((1,), mx.float32)
+        self._no_norm = mx.zeros((1,), shape.dtype)
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
@@ -52,7 +54,7 @@ class MetalKernels:
         return plan(
             lengths,
             blocks_per_item=self._blocks,
-            blocks_wanted=METAL_BLOCKS_WANTED,
+            blocks_wanted=BLOCKS_WANTED,
             window=window,
             table_rows=table_rows,
         )
@@ -86,22 +88,53 @@ class MetalKernels:
         sinks: mx.array | None = None,
     ) -> mx.array:
         variant = Variant(scale, window, softcap, sinks is not None, splits.divided)
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        return self._launch(variant, [q, *pages], sinks, [dep], splits, q.shape)
+
+    def attend_fused(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotation: mx.array,
+        norms: tuple[mx.array, mx.array] | None,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        rotary: Rotary,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        variant = Variant(scale, window, softcap, sinks is not None, splits.divided, rotary)
+        fresh = [qkv, rotation, *(norms or (self._no_norm, self._no_norm))]
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
+        return self._launch(variant, [*fresh, *pages], sinks, [], splits, shape)
+
+    def _launch(  # noqa: PLR0917
+        self,
+        variant: Variant,
+        inputs: list[mx.array],
+        sinks: mx.array | None,
+        after: list[mx.array],
+        splits: Splits,
+        shape: tuple[int, ...],
+    ) -> mx.array:
         if variant not in self._kernels:
-            self._kernels[variant] = _MetalPair.build(self.shape, variant)
+            self._kernels[variant] = _Pair.build(self.shape, variant)
         kernels = self._kernels[variant]
         logits = self._no_sinks if sinks is None else sinks.astype(mx.float32)
         figures = splits.work * self._blocks * self._heads if splits.divided else 1
         dim = self.shape.head_dim
         out, partial, partial_figures = kernels.attend(
-            inputs=[q, k_pool, v_pool, table, lengths, splits.items, logits, dep],
+            inputs=[*inputs, logits, *after],
             grid=(self._blocks * SIMDGROUPS * 32, splits.work, 1),
             threadgroup=(SIMDGROUPS * 32, 1, 1),
-            output_shapes=[
-                (1,) if splits.divided else q.shape,
-                (figures * dim,),
-                (figures * 2,),
-            ],
-            output_dtypes=[q.dtype, mx.float32, mx.float32],
+            output_shapes=[(1,) if splits.divided else shape, (figures * dim,), (figures * 2,)],
+            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
         )
         if not splits.divided:
             return out
@@ -109,20 +142,20 @@ class MetalKernels:
             inputs=[partial, partial_figures, splits.items, logits],
             grid=(self.shape.q_heads * dim, splits.work, 1),
             threadgroup=(dim, 1, 1),
-            output_shapes=[q.shape],
-            output_dtypes=[q.dtype],
+            output_shapes=[shape],
+            output_dtypes=[self.shape.dtype],
         )
         return merged
 
 
 @dataclass(frozen=True, slots=True)
-class _MetalPair:
+class _Pair:
     attend: Kernel
     merge: Kernel
 
     @staticmethod
-    def build(shape: AttentionShape, variant: Variant) -> _MetalPair:
-        return _MetalPair(
+    def build(shape: AttentionShape, variant: Variant) -> _Pair:
+        return _Pair(
             _compiled(attend_source(shape, variant)),
             _compiled(merge_source(shape, sinks=variant.sinks)),
         )
@@ -136,20 +169,37 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
     )
     sets = f"{SIMDGROUPS} * (32 / paged::lanes_per_token({shape.head_dim}))"
     heads = f"paged::heads_per_block({shape.group})"
+    element, dim = _TYPES[shape.dtype], shape.head_dim
+    match variant.rotary:
+        case None:
+            inputs: tuple[str, ...] = ("q",)
+            after: tuple[str, ...] = ("written",)
+            maker = f"paged::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
+        case Rotary(dims, traditional, epsilon):
+            inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
+            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}"
+            types = "decltype(q_norm), decltype(rotation)"
+            maker = (
+                f"threadgroup {element} newest[2 * {dim}];\n"
+                f"paged::Fresh<{element}, {dim}, {shape.group}, {options}, {types}> queries = "
+                f"{{qkv, rotation, q_norm, k_norm, {real(epsilon or 0.0)}, newest}};\n"
+            )
     body = (
-        f"threadgroup float merged[{sets} * {heads} * {shape.head_dim}];\n"
+        f"threadgroup float merged[{sets} * {heads} * {dim}];\n"
         f"threadgroup float figures[{sets} * {heads} * 2];\n"
-        f"paged::attend<{constants}>(q, k_pool, v_pool, table, lengths, items, sinks, out, "
+        f"{maker}"
+        f"paged::attend<{constants}>(queries, k_pool, v_pool, table, lengths, items, sinks, out, "
         "partial, partial_figures, merged, figures, k_pool_shape[1], table_shape[1], "
         f"{real(variant.scale)}, {real(variant.softcap or 1.0)}, threadgroup_position_in_grid, "
         "threadgroups_per_grid, int(thread_index_in_threadgroup), "
         "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));"
     )
+    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
     return KernelSource(
         name="paged_attend",
         header=source("attention.metal"),
         body=body,
-        inputs=("q", "k_pool", "v_pool", "table", "lengths", "items", "sinks", "written"),
+        inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
     )
 

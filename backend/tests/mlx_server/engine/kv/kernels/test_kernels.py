@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
     difference,
     random_problem,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
 
 DEVICE = cuda.CudaDevice(
@@ -34,6 +34,7 @@ class Case:
     features: Features = PLAIN
     lengths: tuple[int, ...] = (1, 16, 17, 0, 90, 300)
     divided: bool = True
+    rotary: Rotary | None = None
 
     @property
     def variant(self) -> Variant:
@@ -43,6 +44,7 @@ class Case:
             softcap=self.features.softcap,
             sinks=self.features.sinks,
             divided=self.divided,
+            rotary=self.rotary,
         )
 
     def problem(self, seed: int = 0) -> Problem:
@@ -80,6 +82,20 @@ CASES = [
     Case("multi-query-20", shape(20, 1, 64, BF16), lengths=(40, 100)),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
 ]
+FUSED_CASES = [
+    Case("llama", shape(8, 2, 64, BF16), rotary=Rotary(64, False, None)),
+    Case("qwen3", shape(4, 2, 128, BF16, page=32), rotary=Rotary(128, False, 1e-6)),
+    Case(
+        "phi-96-sinks", shape(6, 2, 96, F16), Features(sinks=True), rotary=Rotary(96, False, None)
+    ),
+    Case("odd-halves-80", shape(2, 2, 80, BF16), rotary=Rotary(80, False, 1e-5)),
+    Case("partial", shape(8, 1, 64, F16), rotary=Rotary(32, False, None), divided=False),
+    Case("glm", shape(8, 1, 128, BF16), rotary=Rotary(64, True, None)),
+    Case(
+        "window-256", shape(4, 2, 256, BF16), Features(window=64), rotary=Rotary(256, False, 1e-6)
+    ),
+    Case("group-of-20", shape(20, 1, 64, BF16), lengths=(40, 100), rotary=Rotary(64, True, 1e-6)),
+]
 METAL_CASES = [
     *CASES,
     Case("float32", shape(4, 2, 64, F32)),
@@ -102,11 +118,83 @@ def poison(shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
     return stored(np.full(shape, np.nan, np.float32), dtype)
 
 
-def arguments(problem: Problem, splits: Splits) -> list[np.ndarray]:
+@dataclass(frozen=True)
+class FusedProblem:
+    """A problem whose newest tokens are not in their pages yet.
+
+    qkv: (rows, q_heads + 2 * kv_heads, head_dim). rotation: (rows, dims). norms: (2, head_dim).
+    `ready` is the plain problem that it comes down to.
+    """
+
+    ready: Problem
+    qkv: np.ndarray
+    rotation: np.ndarray
+    norms: np.ndarray
+
+    @staticmethod
+    def random(case: Case) -> FusedProblem:
+        rng = np.random.default_rng(1)
+        problem, of, rotary = case.problem(), case.shape, case.rotary
+        rows, dims = len(problem.lengths), rotary.dims
+        qkv = rounded(rng.normal(size=(rows, of.q_heads + 2 * of.kv_heads, of.head_dim)), of.dtype)
+        norms = rounded(rng.uniform(0.5, 2, size=(2, of.head_dim)), of.dtype)
+        angles = rng.uniform(0, 6, size=(rows, dims // 2))
+        parts = np.stack([np.cos(angles), np.sin(angles)], 2 if rotary.traditional else 1)
+        rotation = parts.reshape(rows, dims).astype(np.float32)
+        q, k, v = np.split(qkv, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        q = finished(q, norms[0], rotation, rotary, of.dtype)
+        k = finished(k, norms[1], rotation, rotary, of.dtype)
+        pools = problem.k_pool.copy(), problem.v_pool.copy()
+        for row, length in enumerate(problem.lengths):
+            if length:
+                slot = newest_slot(problem, row)
+                pools[0][:, slot], pools[1][:, slot] = k[row], v[row]
+        ready = replace(problem, q=q, k_pool=pools[0], v_pool=pools[1])
+        return FusedProblem(ready, qkv, rotation, norms)
+
+    def unwritten(self) -> Problem:
+        pools = self.ready.k_pool.copy(), self.ready.v_pool.copy()
+        for row, length in enumerate(self.ready.lengths):
+            if length:
+                for pool in pools:
+                    pool[:, newest_slot(self.ready, row)] = np.nan
+        return replace(self.ready, k_pool=pools[0], v_pool=pools[1])
+
+
+def newest_slot(problem: Problem, row: int) -> int:
+    place, size = problem.lengths[row] - 1, problem.shape.page_size
+    return int(problem.table[row, place // size]) * size + int(place % size)
+
+
+def finished(
+    x: np.ndarray, norm: np.ndarray, rotation: np.ndarray, rotary: Rotary, dtype: mx.Dtype
+) -> np.ndarray:
+    """Heads (rows, heads, head_dim), normalised and rotated as MLX's own functions do it."""
+    if rotary.epsilon is not None:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotary.epsilon)
+        x = rounded(rounded(x, dtype) * norm, dtype)
+    turn, dims = rotation[:, None], rotary.dims
+    if rotary.traditional:
+        first, second = x[..., :dims:2], x[..., 1:dims:2]
+        cosine, sine = turn[..., ::2], turn[..., 1::2]
+    else:
+        first, second = x[..., : dims // 2], x[..., dims // 2 : dims]
+        cosine, sine = turn[..., : dims // 2], turn[..., dims // 2 :]
+    turned = first * cosine - second * sine, first * sine + second * cosine
+    axis = 3 if rotary.traditional else 2
+    out = x.copy()
+    out[..., :dims] = np.stack(turned, axis).reshape(*x.shape[:2], dims)
+    return rounded(out, dtype)
+
+
+def rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    return loaded(stored(values.astype(np.float32), dtype), dtype)
+
+
+def pages_of(problem: Problem, splits: Splits) -> list[np.ndarray]:
     dtype = problem.shape.dtype
     sinks = np.zeros(1, np.float32) if problem.sinks is None else problem.sinks
     return [
-        stored(problem.q, dtype),
         stored(problem.k_pool, dtype),
         stored(problem.v_pool, dtype),
         problem.table,
@@ -114,6 +202,27 @@ def arguments(problem: Problem, splits: Splits) -> list[np.ndarray]:
         np.array(splits.items),
         sinks,
     ]
+
+
+def queries_of(problem: Problem | FusedProblem) -> list[np.ndarray]:
+    match problem:
+        case Problem():
+            return [stored(problem.q, problem.shape.dtype)]
+        case FusedProblem(ready, qkv, rotation, norms):
+            bits = stored(norms, ready.shape.dtype)
+            return [stored(qkv, ready.shape.dtype), rotation, bits[0].copy(), bits[1].copy()]
+
+
+def written_of(problem: Problem | FusedProblem) -> list[np.ndarray]:
+    return [np.zeros(1, np.int32)] if isinstance(problem, Problem) else []
+
+
+def assert_written(problem: Problem, pages: list[np.ndarray]) -> None:
+    for pool, expected in zip(pages[:2], (problem.k_pool, problem.v_pool), strict=True):
+        found = loaded(pool, problem.shape.dtype)
+        close = np.isclose(found, expected, rtol=2e-2, atol=2e-2) | np.isnan(expected)
+        assert close.all()
+        assert (np.isnan(found) == np.isnan(expected)).all()
 
 
 class Cuda:
@@ -124,27 +233,33 @@ class Cuda:
             dtype = case.shape.dtype
             launch = cuda.CudaLaunch.choose(case.shape, DEVICE)
             source = cuda.attend_source(case.shape, launch, case.variant)
-            inputs = (dtype, dtype, dtype, I32, I32, I32, F32, I32, I32)
+            queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
+            after = (I32,) if case.rotary is None else ()
+            inputs = (*queries, dtype, dtype, I32, I32, I32, F32, I32, *after)
             entries.append((source, inputs, (dtype, F32, F32)))
         self.library = compile_cuda(entries)
 
-    def attend(self, case: Case, problem: Problem) -> np.ndarray:
+    def attend(self, case: Case, problem: Problem | FusedProblem) -> np.ndarray:
         shape = case.shape
+        ready = problem if isinstance(problem, Problem) else problem.unwritten()
         launch = cuda.CudaLaunch.choose(shape, DEVICE)
         blocks = shape.kv_heads * -(-shape.group // 16)
-        splits = case.splits(problem, blocks)
+        splits = case.splits(ready, blocks)
         assert splits.divided == case.divided
-        out = poison(problem.q.shape, shape.dtype)
+        out = poison(ready.q.shape, shape.dtype)
         partial = splits.work * blocks * min(shape.group, 16)
-        arrivals = np.zeros(len(problem.lengths) * blocks, np.int32)
+        arrivals = np.zeros(len(ready.lengths) * blocks, np.int32)
+        pages = pages_of(ready, splits)
         self.library.call(
             self.cases[case.name],
-            [*arguments(problem, splits), arrivals, np.zeros(1, np.int32)],
+            [*queries_of(problem), *pages, arrivals, *written_of(problem)],
             [out, poison((partial * shape.head_dim,), F32), poison((partial * 2,), F32)],
             (blocks * launch.warps * 32, splits.work, 1),
             (launch.warps * 32, 1, 1),
         )
         assert not arrivals.any()
+        if isinstance(problem, FusedProblem):
+            assert_written(problem.ready, pages)
         return loaded(out, shape.dtype)
 
 
@@ -155,25 +270,28 @@ class Metal:
         for case in cases:
             dtype = case.shape.dtype
             attend = metal.attend_source(case.shape, case.variant)
-            inputs = (dtype, dtype, dtype, I32, I32, I32, F32, I32)
+            queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
+            after = (I32,) if case.rotary is None else ()
+            inputs = (*queries, dtype, dtype, I32, I32, I32, F32, *after)
             entries.append((attend, inputs, (dtype, F32, F32)))
             merge = metal.merge_source(case.shape, sinks=case.features.sinks)
             entries.append((merge, (F32, F32, I32, F32), (dtype,)))
         self.library = compile_metal(entries)
 
-    def attend(self, case: Case, problem: Problem) -> np.ndarray:
+    def attend(self, case: Case, problem: Problem | FusedProblem) -> np.ndarray:
         shape = case.shape
-        heads = min(shape.group, metal.METAL_HEADS_PER_BLOCK)
+        ready = problem if isinstance(problem, Problem) else problem.unwritten()
+        heads = min(shape.group, metal.HEADS_PER_BLOCK)
         blocks = shape.kv_heads * -(-shape.group // heads)
-        splits = case.splits(problem, blocks)
+        splits = case.splits(ready, blocks)
         assert splits.divided == case.divided
-        out = poison(problem.q.shape, shape.dtype)
+        out = poison(ready.q.shape, shape.dtype)
         count = splits.work * blocks * heads
         partial, figures = poison((count * shape.head_dim,), F32), poison((count * 2,), F32)
-        inputs = [*arguments(problem, splits), np.zeros(1, np.int32)]
+        pages = pages_of(ready, splits)
         self.library.call(
             self.cases[case.name],
-            inputs,
+            [*queries_of(problem), *pages, *written_of(problem)],
             [out, partial, figures],
             (blocks * metal.SIMDGROUPS * 32, splits.work, 1),
             (metal.SIMDGROUPS * 32, 1, 1),
@@ -181,22 +299,24 @@ class Metal:
         if splits.divided:
             self.library.call(
                 self.cases[case.name] + 1,
-                [partial, figures, inputs[5], inputs[6]],
+                [partial, figures, pages[4], pages[5]],
                 [out],
                 (shape.q_heads * shape.head_dim, splits.work, 1),
                 (shape.head_dim, 1, 1),
             )
+        if isinstance(problem, FusedProblem):
+            assert_written(problem.ready, pages)
         return loaded(out, shape.dtype)
 
 
 @pytest.fixture(scope="module")
 def cuda_on_cpu(compile_cuda) -> Cuda:
-    return Cuda(compile_cuda, CASES)
+    return Cuda(compile_cuda, [*CASES, *FUSED_CASES])
 
 
 @pytest.fixture(scope="module")
 def metal_on_cpu(compile_metal) -> Metal:
-    return Metal(compile_metal, METAL_CASES)
+    return Metal(compile_metal, [*METAL_CASES, *FUSED_CASES])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -209,6 +329,14 @@ def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
 def test_metal_attention_is_the_reference(metal_on_cpu, case):
     problem = case.problem()
     assert difference(metal_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["cuda_on_cpu", "metal_on_cpu"])
+def test_fused_step_writes_the_newest_token_and_attends_to_it(backend, case, request):
+    kernels = request.getfixturevalue(backend)
+    problem = FusedProblem.random(case)
+    assert difference(kernels.attend(case, problem), problem.ready.expected()) <= TOLERANCE
 
 
 def test_queries_may_share_a_row_of_pages(cuda_on_cpu, metal_on_cpu):

@@ -37,6 +37,7 @@ inline float max(float a, float b) { return std::max(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
 inline int min(int a, int b) { return std::min(a, b); }
 inline float exp2(float x) { return std::exp2(x); }
+inline float rsqrt(float x) { return 1.f / std::sqrt(x); }
 inline float simd_shuffle_xor(float x, ushort lanes) {
   return group::exchange(x, group::lane() ^ lanes);
 }
