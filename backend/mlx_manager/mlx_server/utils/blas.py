@@ -223,13 +223,16 @@ def _file_of_package(package: str, relative: str) -> Path | None:
 
 
 def _threads() -> int:
-    """As many as the owner says, or as there are cores: measured on two, a 64-row product of
-    256x1024 takes 0.55 of one thread's time, and one of a row no longer. The workers sleep as
-    soon as they are idle (`OPENBLAS_THREAD_TIMEOUT`): spinning, they take the cores that the rest
-    of the server needs, and a step takes three times as long while another thread is busy.
+    """As many as the owner says, or as there are cores besides two for the rest of the server.
+
+    Measured on two cores: a second thread takes a third to a half off a product while nobody else
+    computes, and while somebody does, products wait for the preempted one and take ten times as
+    long. So workers never outnumber the idle cores, and sleep at once (`OPENBLAS_THREAD_TIMEOUT`)
+    where OpenBLAS lets them spin.
     """
     named = (os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
-    return next((int(count) for count in named if count and count.isdigit()), available_cores())
+    chosen = next((int(count) for count in named if count and count.isdigit()), 0)
+    return chosen or max(1, available_cores() - 2)
 
 
 def available_cores() -> int:
