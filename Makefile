@@ -22,8 +22,8 @@ serve: setup
 test: lint types check
 
 lint: setup
-	cd backend && $(BIN)/ruff check --config pyproject.toml . ../benchmarks
-	cd backend && $(BIN)/ruff format --check --config pyproject.toml . ../benchmarks
+	cd backend && $(BIN)/ruff check . ../benchmarks
+	cd backend && $(BIN)/ruff format --check . ../benchmarks
 
 types: setup
 	cd backend && $(BIN)/mypy

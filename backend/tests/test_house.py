@@ -58,7 +58,7 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def room(path: str) -> str:
-    return path.split("/")[0].removesuffix(".py")
+    return path.split("/", maxsplit=1)[0].removesuffix(".py")
 
 
 def test_imports_point_one_way() -> None:

@@ -40,6 +40,12 @@ def clear_cache() -> None:
     mx.clear_cache()
 
 
+def device_name() -> str:
+    """The default device, with the backend that drives it: `Apple M4 Max (metal)`."""
+    backend = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
+    return f"{mx.device_info()['device_name']} ({backend})"
+
+
 def device_memory() -> int:
     """What the default device can use: Metal's recommended working set, CUDA's total memory, or
     on a CPU the machine's, less where a cgroup allows less."""

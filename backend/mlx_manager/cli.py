@@ -1,0 +1,260 @@
+"""The command line. What a command needs is imported when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_manager import __version__
+
+if TYPE_CHECKING:
+    from mlx_manager.doctor import Finding
+    from mlx_manager.mlx_server.config import MLXServerSettings
+    from mlx_manager.mlx_server.models.catalog import ModelSource
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def option(text: str, default: str | None = None, metavar: str | None = None) -> Any:
+    shown = text if default is None else f"{text} [{default}]"
+    return typer.Option(help=shown, metavar=metavar)
+
+
+# The settings, one alias each. A test holds names, texts and defaults against
+# `MLXServerSettings`, which is too slow to import for `--help`.
+Model = Annotated[
+    str | None,
+    option(
+        "Model served when a request names none; loaded at start", "mlx-manager/demo", "ID|FOLDER"
+    ),
+]
+AvailableModels = Annotated[
+    str | None,
+    option(
+        "More models to offer, as Hugging Face ids or folders, comma-separated", None, "ID,ID,..."
+    ),
+]
+ModelsDir = Annotated[Path | None, option("Folder whose sub-folders are models", None, "FOLDER")]
+HfCache = Annotated[bool | None, option("Offer the models found in the Hugging Face cache", "on")]
+AllowDownload = Annotated[
+    bool | None, option("Let a request for a configured model download it", "off")
+]
+TrustRemoteCode = Annotated[
+    bool | None, option("Run Python code that a model repository ships", "off")
+]
+Host = Annotated[str | None, option("Address to listen on", "127.0.0.1", "ADDRESS")]
+Port = Annotated[int | None, option("Port to listen on; 0 picks a free one", "8000")]
+MaxBodyMb = Annotated[float | None, option("Largest request body accepted", "32")]
+KeepaliveSeconds = Annotated[
+    float | None,
+    option("Silence on a stream after which a keep-alive comment is sent", "10"),
+]
+StrictFields = Annotated[
+    bool | None,
+    option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
+]
+MemoryLimitGb = Annotated[
+    float | None, option("Memory for weights and KV pages; default 0.9 of the device's")
+]
+MaxModels = Annotated[int | None, option("Models kept loaded at once", "4")]
+Weights = Annotated[
+    str | None,
+    option(
+        "Form of the weights in memory: fastest that fits, as stored, or dense",
+        "auto",
+        "auto|keep|dequantize",
+    ),
+]
+MaxRows = Annotated[int | None, option("Sequences decoded together, per model", "128")]
+MaxWaiting = Annotated[int | None, option("Requests waiting, per model, before 429", "1024")]
+PageSize = Annotated[int | None, option("Tokens in a KV page", "16")]
+PrefillChunk = Annotated[int | None, option("Most prompt tokens processed in one step", "512")]
+PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
+LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
+LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mlx-manager {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version")
+]
+
+
+@app.callback()
+def mlx_manager(version: Version = False) -> None:
+    """An inference server on MLX for any OpenAI or Anthropic client.
+
+    "mlx-manager serve" starts it with a small embedded model; nothing is downloaded.
+    """
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    *,
+    model: Model = None,
+    available_models: AvailableModels = None,
+    models_dir: ModelsDir = None,
+    hf_cache: HfCache = None,
+    allow_download: AllowDownload = None,
+    trust_remote_code: TrustRemoteCode = None,
+    host: Host = None,
+    port: Port = None,
+    max_body_mb: MaxBodyMb = None,
+    keepalive_seconds: KeepaliveSeconds = None,
+    strict_fields: StrictFields = None,
+    memory_limit_gb: MemoryLimitGb = None,
+    max_models: MaxModels = None,
+    weights: Weights = None,
+    max_rows: MaxRows = None,
+    max_waiting: MaxWaiting = None,
+    page_size: PageSize = None,
+    prefill_chunk: PrefillChunk = None,
+    prefix_cache: PrefixCache = None,
+    log_level: LogLevel = None,
+    logfire_enabled: LogfireEnabled = None,
+) -> None:
+    """Serve models over the OpenAI API until interrupted.
+
+    Every option is also an environment variable, --max-rows being MLX_SERVER_MAX_ROWS; the option
+    wins.
+
+    \b
+    Examples:
+      mlx-manager serve
+      mlx-manager serve --model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000
+      mlx-manager serve --models-dir ~/models --memory-limit-gb 24
+    """
+    settings = parse_settings(context.params)
+    require_mlx()
+    from mlx_manager.mlx_server.main import run
+
+    run(settings)
+
+
+@app.command("list")
+def list_models(
+    context: typer.Context,
+    *,
+    model: Model = None,
+    available_models: AvailableModels = None,
+    models_dir: ModelsDir = None,
+    hf_cache: HfCache = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models that serve would offer.
+
+    \b
+    Example:
+      mlx-manager list --models-dir ~/models --json
+    """
+    settings = parse_settings(without(context.params, "as_json"))
+    from mlx_manager.mlx_server.models.catalog import Catalog
+
+    models = Catalog(settings.catalog).models()
+    if as_json:
+        found = [asdict(model) | {"path": model.path and str(model.path)} for model in models]
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_models(models)
+
+
+@app.command()
+def doctor(
+    context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
+) -> None:
+    """Check this machine: Python, MLX, device, memory, BLAS, models, port.
+
+    The exit code is 0 when `serve` can start, 1 when something is in its way.
+    """
+    settings = parse_settings(without(context.params, "as_json"))
+    from mlx_manager.doctor import examine
+
+    findings = examine(settings)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print_findings(findings)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def print_models(models: Sequence[ModelSource]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "family", "context", "size", "from", box=box.SIMPLE)
+    for model in models:
+        context = f"{model.context_length:,}" if model.context_length else ""
+        size = f"{model.nbytes / 1e6:,.0f} MB" if model.nbytes else ""
+        origin = model.origin if model.path else f"{model.origin}, not downloaded"
+        table.add_row(model.id, model.family if model.path else "", context, size, origin)
+    Console().print(table)
+
+
+def print_findings(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        typer.secho(f"{finding.name:>{width}}  ", nl=False, bold=True)
+        typer.secho(finding.value, fg=None if finding.ok else "red")
+        if finding.advice:
+            typer.secho(f"{'':{width}}  {finding.advice}", fg="yellow")
+
+
+def without(params: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key != name}
+
+
+def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
+    """The settings of the environment with what was `given` (not None) on the command line.
+
+    Ends the program with exit code 2, naming the option, when a value is out of range.
+    """
+    from pydantic import ValidationError
+
+    from mlx_manager.mlx_server.config import MLXServerSettings
+
+    try:
+        return MLXServerSettings(**{k: v for k, v in given.items() if v is not None})
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            complain(f"--{name.replace('_', '-')} (MLX_SERVER_{name.upper()}): {problem['msg']}")
+        raise typer.Exit(2) from None
+
+
+def require_mlx() -> None:
+    """End the program with exit code 1, saying what to install, where MLX can't be imported."""
+    try:
+        importlib.import_module("mlx_manager.mlx_server.utils.memory")
+    except ImportError as error:
+        from mlx_manager.doctor import INSTALL_MLX
+
+        complain(f"MLX can't be imported: {error}. {INSTALL_MLX}")
+        raise typer.Exit(1) from None
+
+
+def complain(message: str) -> None:
+    typer.secho(f"mlx-manager: {message}", err=True, fg="red")
+
+
+def main() -> None:
+    app()

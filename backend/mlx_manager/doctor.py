@@ -1,0 +1,94 @@
+"""What `mlx-manager doctor` looks at: can this machine serve, and what would make it faster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from mlx_manager import __version__
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+INSTALL_MLX = (
+    "On Linux, MLX needs one of its builds: pip install 'mlx-manager[cpu]', [cuda13] or [cuda12]"
+)
+# Read by `utils/blas.py`, before there are settings.
+NOT_A_SETTING = {"MLX_SERVER_BLAS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `ok` false: `serve` can't start. `advice`: what would be better."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+
+
+def examine(settings: MLXServerSettings) -> list[Finding]:
+    """Everything that is worth knowing before `serve`, for these settings."""
+    return [
+        Finding("mlx-manager", f"{__version__}, in {sys.prefix}"),
+        Finding("python", f"{platform.python_version()} on {platform.platform()}"),
+        *mlx_findings(),
+        *setting_findings(settings),
+        port_finding(settings.host, settings.port),
+    ]
+
+
+def mlx_findings() -> Iterator[Finding]:
+    """MLX, its device, memory and BLAS; or why it can't be imported."""
+    try:
+        from mlx_manager.mlx_server.utils import memory
+    except ImportError as error:
+        yield Finding("mlx", f"{installed('mlx')} can't be imported: {error}", False, INSTALL_MLX)
+        return
+    from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, blas_report
+
+    yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
+    yield Finding("device", memory.device_name())
+    total = memory.device_memory() / 2**30
+    limit = memory.default_limit() / 2**30
+    yield Finding("memory", f"{total:.1f} GiB; models and KV pages may take {limit:.1f} GiB")
+    blas = blas_report()
+    slow = blas.name.startswith("reference")
+    yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
+
+
+def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
+    """The settings that differ from the defaults, and variables that are none."""
+    changed = {
+        name: getattr(settings, name)
+        for name, field in MLXServerSettings.model_fields.items()
+        if getattr(settings, name) != field.default
+    }
+    if changed:
+        yield Finding("settings", ", ".join(f"{name}={value}" for name, value in changed.items()))
+    known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}
+    for variable in sorted(os.environ):
+        if variable.startswith("MLX_SERVER_") and variable not in known | NOT_A_SETTING:
+            yield Finding("settings", f"{variable} is no setting", advice="Look for a typing error")
+
+
+def port_finding(host: str, port: int) -> Finding:
+    """Whether `serve` could listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "Choose another with --host and --port, or end the program that has it"
+            return Finding("port", f"{host}:{port}: {error.strerror}", False, advice)
+    return Finding("port", f"{host}:{port} is free")
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,109 @@
+"""The command line: every setting is an option, texts can't drift, bad values are named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mlx_manager import __version__
+from mlx_manager.cli import app
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+run = CliRunner()
+
+
+def options_of(command: str) -> dict[str, str]:
+    """Name and help of each option."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {p.name: p.help for p in commands[command].params if p.name != "help"}
+
+
+def test_every_setting_is_an_option_of_serve_with_its_text_and_default() -> None:
+    def shown(name: str) -> str:
+        field = MLXServerSettings.model_fields[name]
+        match field.default:
+            case None | ():
+                return str(field.description)
+            case bool(value):
+                return f"{field.description} [{'on' if value else 'off'}]"
+            case value:
+                return f"{field.description} [{value}]"
+
+    assert options_of("serve") == {name: shown(name) for name in MLXServerSettings.model_fields}
+
+
+@pytest.mark.parametrize("command", ["list", "doctor"])
+def test_the_other_commands_take_only_settings_and_json(command: str) -> None:
+    assert options_of(command).keys() - {"as_json"} <= MLXServerSettings.model_fields.keys()
+
+
+def test_the_version_is_printed() -> None:
+    assert run.invoke(app, ["--version"]).output == f"mlx-manager {__version__}\n"
+
+
+def test_a_value_out_of_range_is_a_usage_error_that_names_option_and_variable() -> None:
+    result = run.invoke(app, ["serve", "--port", "99999"])
+    assert result.exit_code == 2
+    assert "--port (MLX_SERVER_PORT)" in result.output
+
+
+def test_a_wrong_variable_is_named_too() -> None:
+    result = run.invoke(app, ["serve"], env={"MLX_SERVER_WEIGHTS": "int3"})
+    assert result.exit_code == 2
+    assert "MLX_SERVER_WEIGHTS" in result.output
+    assert "dequantize" in result.output
+
+
+def test_help_imports_neither_mlx_nor_the_server() -> None:
+    program = (
+        "import sys; from mlx_manager.cli import app; app(['serve', '--help'], standalone_mode=False);"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'pydantic_settings'};"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_doctor_is_content_with_this_machine() -> None:
+    result = run.invoke(app, ["doctor", "--port", "0", "--json"])
+    findings = {finding["name"]: finding for finding in json.loads(result.output)}
+    assert result.exit_code == 0
+    assert {"python", "mlx", "device", "memory", "blas", "port"} <= findings.keys()
+
+
+def test_doctor_says_which_port_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run.invoke(app, ["doctor", "--port", str(port)])
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port}" in result.output
+    assert "Address already in use" in result.output
+
+
+def test_doctor_names_variables_that_are_no_settings() -> None:
+    result = run.invoke(app, ["doctor", "--port", "0"], env={"MLX_SERVER_PROT": "1"})
+    assert "MLX_SERVER_PROT is no setting" in result.output
+
+
+def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
+    result = run.invoke(app, ["list", "--models-dir", str(tmp_path), "--no-hf-cache", "--json"])
+    models = {model["id"]: model["origin"] for model in json.loads(result.output)}
+    assert models == {"mlx-manager/demo": "embedded", "mine": "models_dir"}
+
+
+def test_list_says_what_has_to_be_downloaded() -> None:
+    result = run.invoke(app, ["list", "--model", "someone/something", "--no-hf-cache"])
+    assert "not downloaded" in result.output
