@@ -149,8 +149,8 @@ class CallReader:
                 yield from self._read_block(self._block, groups["block"])
                 return
             if groups.get("args") is not None:
-                yield from self._stream(groups.get("name") or self._name, groups.get("id"))
-                ahead = ""
+                name = groups.get("name") or self._name
+                ahead = yield from self._stream(name, groups.get("id"))
             else:
                 ahead = yield from self._object()
             self._undecided[:] = [ahead]
@@ -169,7 +169,7 @@ class CallReader:
     def _object(self) -> Reading:
         """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order.
 
-        Returns a character that was read too far: models forget the last brace.
+        Returns a character that was read too far, if any: models forget the last brace.
         """
         fields: dict[str, str] = {}
         streamed = False
@@ -178,7 +178,9 @@ class CallReader:
             key = yield from self._key(char)
             char = yield from self._nonblank()
             if key in _ARGUMENT_KEYS and char == "{" and "name" in fields and not streamed:
-                yield from self._stream(self._offered_name(fields["name"]), None)
+                ahead = yield from self._stream(self._offered_name(fields["name"]), None)
+                if ahead:
+                    return ahead
                 self._tail = streamed = True
                 char = yield from self._nonblank()
             else:
@@ -203,8 +205,11 @@ class CallReader:
             raise _NotACallError
         return key
 
-    def _stream(self, name: str, call_id: str | None) -> Steps:
-        """The arguments whose brace has just been read, announced once they look like JSON."""
+    def _stream(self, name: str, call_id: str | None) -> Reading:
+        """The arguments whose brace has just been read, announced once they look like JSON.
+
+        Returns the character with which they stopped being JSON, if they did.
+        """
         if name not in self._offered:
             raise _NotACallError
         blanks = ""
@@ -215,12 +220,16 @@ class CallReader:
         self._events.append(self._log.start(name, call_id))
         self._undecided.clear()
         self._arguments = ["{", blanks, char]
+        ahead = ""
         try:
             yield from self._balanced("{", char)
-        finally:
-            self._log.finished += 1
+        except _NotACallError:
+            ahead = self._arguments.pop()
+            self._undecided.append(ahead)
         self._flush_arguments()
         self._arguments = None
+        self._log.finished += 1
+        return ahead
 
     def _flush_arguments(self) -> None:
         if self._arguments:

@@ -6,6 +6,7 @@ parser reads the whole block. mlx-lm decides which of its formats a model has, b
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,12 +143,19 @@ HARMONY = _json((), r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))")
 """The body of a message to a function in gpt-oss's harmony format; the header names it."""
 
 
+def _python_calls(text: str, tools: ToolDicts) -> Any:
+    """What mlx-lm finds in a list of calls, if it is Python and no argument lacks its name."""
+    for node in ast.walk(ast.parse(text, mode="eval")):
+        if isinstance(node, ast.Call) and node.args:
+            raise ValueError("an argument without a name")
+    return pythonic.parse_tool_call(text, tools)
+
+
 def _llama_form(tools: ToolDicts) -> CallFormat:
-    block = CallBlock(
-        lambda text: read_block(pythonic.parse_tool_call, text, tools), None, _PYTHON_QUOTES
-    )
+    block = CallBlock(lambda text: read_block(_python_calls, text, tools), None, _PYTHON_QUOTES)
     return CallFormat(
-        r"(?:\s|[,;\[\]]|<\|python_tag\|>|<\|python_end\|>)*(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
+        r"(?:[\s,;\[\]]|<\|python_tag\|>|<\|python_end\|>)*"
+        r"(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
         block,
         bare=True,
     )
@@ -168,7 +176,7 @@ _BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "function_gemma": (r"\s*call:", (("<escape>", "<escape>"),)),
     "gemma4": (r"\s*call:", (('<|"|>', '<|"|>'),)),
     "glm47": (
-        r"\s*(?:\{|[\w.\-]{1,128}\s*(?:<arg_key>|</tool_call>|\{))",
+        r"\s*(?:\{|[\w.\-]{1,128}\s*[<{])",
         (("<arg_value>", "</arg_value>"),),
     ),
     "kimi_k3": (
@@ -179,7 +187,7 @@ _BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "longcat": (
-        r"\s*(?:\{|[\w.\-]{1,128}\s*<longcat_arg_key>)",
+        r"\s*(?:\{|[\w.\-]{1,128}\s*<)",
         (("<longcat_arg_value>", "</longcat_arg_value>"),),
     ),
     "minicpm5": (r"\s*[\"'\w]", (("<param ", "</param>"),)),
@@ -188,7 +196,7 @@ _BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "pythonic": (r"\s*\[", _PYTHON_QUOTES),
     "qwen3_coder": (r"\s*<function=", (("<parameter=", "</parameter>"),)),
 }
-"""What a block begins with, and what surrounds values in it, by the parser's module."""
+"""What a block begins with, short of its end, and what surrounds values in it, by the parser."""
 
 
 def of_mlx_parser(module: str, start: str, end: str, parser: BlockParser) -> ToolSyntax:

@@ -1,0 +1,283 @@
+"""Tool calls and thinking, in every format, however the output is cut into tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from engine.outputs import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    NASTY,
+    PARIS,
+    SAMPLES,
+    THINKING,
+    THINKING_HERMES,
+    WEATHER,
+    Call,
+    Sample,
+    of_mlx,
+    of_syntax,
+    parse,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_manager.mlx_server.formats import OutputFormat, openai_call_id, short_call_id
+from mlx_manager.mlx_server.models.adapters import tool_syntax
+
+GLM = of_mlx("glm47")
+CODER = of_mlx("qwen3_coder")
+GEMMA = of_mlx("gemma4")
+MISTRAL = of_mlx("mistral")
+DEEPSEEK = of_syntax(tool_syntax.DEEPSEEK)
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
+
+
+def cut(text: str, places: set[int]) -> list[str]:
+    borders = [0, *sorted(place for place in places if 0 < place < len(text)), len(text)]
+    return [text[a:b] for a, b in pairwise(borders)]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.title)
+@pytest.mark.parametrize("pieces", [lambda text: [text], list], ids=["at once", "by character"])
+def test_an_output_means_what_its_format_says(sample: Sample, pieces) -> None:
+    answer = parse(pieces(sample.text), sample.output)
+    assert answer.content == sample.content
+    assert answer.reasoning == sample.reasoning
+    assert tuple(answer.values) == sample.calls
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_cuts_make_no_difference_and_neither_does_an_early_end(data: st.DataObject) -> None:
+    sample = data.draw(st.sampled_from(SAMPLES))
+    text = sample.text[: data.draw(st.integers(0, len(sample.text)))]
+    reason = data.draw(st.sampled_from(["stop", "length"]))
+    stop = data.draw(
+        st.lists(st.sampled_from(["is", "Paris", ".\n", " <", "I'll look"]), max_size=2)
+    )
+    output = replace(sample.output, parallel=data.draw(st.booleans()))
+    pieces = cut(text, data.draw(st.sets(st.integers(1, max(len(text), 1)))))
+    assert parse(pieces, output, stop, reason) == parse([text], output, stop, reason)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.title)
+def test_an_output_cut_off_anywhere_is_the_beginning_of_the_whole(sample: Sample) -> None:
+    whole = parse([sample.text], sample.output)
+    for length in range(len(sample.text)):
+        answer = parse([sample.text[:length]], sample.output, reason="length")
+        for call, full in zip(answer.calls, whole.calls, strict=False):
+            assert call.name == full.name
+            assert full.arguments.startswith(call.arguments)
+        assert len(answer.calls) <= len(whole.calls)
+        # What was held back as the beginning of a marker is text after all, and ends the answer.
+        begun = answer.reasoning.partition("<")[0]
+        assert whole.reasoning.startswith(begun)
+
+
+PROSE = (
+    "Paris",
+    "zebra",
+    "\n",
+    " ",
+    "é🎉",
+    "ok ",
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    ";",
+    "<",
+)
+MARKERS = {
+    "hermes": (HERMES, ("<tool_call>", "</tool_call>", CALL, '{"name": "now"')),
+    "thinking": (THINKING, ("<think>", "</think>")),
+    "both": (THINKING_HERMES, ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL)),
+    "llama": (LLAMA, ("<|python_tag|>", CALL, "[now(", ")]", '"parameters"', '{"name": "now", ')),
+    "mistral": (MISTRAL, ("[TOOL_CALLS]", "[ARGS]", "now", "[CALL_ID]", "{}", CALL)),
+    "deepseek": (
+        DEEPSEEK,
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "now",
+            "<｜tool▁sep｜>",
+            "{}",
+            "```json\n",
+        ),
+    ),
+    "glm": (
+        GLM,
+        ("<tool_call>", "</tool_call>", "now", "<arg_key>", "</arg_value>", "<arg_value>"),
+    ),
+    "coder": (
+        CODER,
+        ("<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter="),
+    ),
+    "gemma": (GEMMA, ("<|tool_call>", "<tool_call|>", "call:now", "{}", '<|"|>')),
+    "harmony": (
+        HARMONY,
+        (
+            *("<|channel|>", "analysis", "final", "commentary to=functions.now", "<|message|>"),
+            *("{}", "<|end|>", "<|call|>", "<|start|>assistant", "<|constrain|>json"),
+        ),
+    ),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_no_soup_of_markers_raises_or_depends_on_the_cuts(data: st.DataObject) -> None:
+    output, markers = MARKERS[data.draw(st.sampled_from(sorted(MARKERS)))]
+    pieces = data.draw(st.lists(st.sampled_from([*markers, *PROSE]), max_size=14))
+    text = "".join(pieces)
+    stop = data.draw(st.sampled_from([(), ("zebra",), ("\n", "<")]))
+    reason = data.draw(st.sampled_from(["stop", "length"]))
+    at_once = parse([text], output, stop, reason)
+    assert parse(pieces, output, stop, reason) == at_once
+    assert parse(text, output, stop, reason) == at_once
+    if not stop and not at_once.calls and output not in (THINKING, THINKING_HERMES, HARMONY):
+        assert at_once.content == text, "what is no call comes out as it was written"
+
+
+MALFORMED = (
+    (HERMES, "<tool_call>"),
+    (HERMES, "<tool_call></tool_call>"),
+    (HERMES, "The marker <tool_call> opens, </tool_call> closes."),
+    (HERMES, '<tool_call>{"name": "get_weather"'),
+    (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now", "arguments": 5}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now", "arguments": "five"}</tool_call>'),
+    (HERMES, '<tool_call>{"arguments": {"city": "Paris"}}</tool_call>'),
+    (HERMES, "<tool_call>{'name': 'now', 'arguments': {}}</tool_call>"),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {\'a\': 1}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "no\\w", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "now" "arguments": {}}</tool_call>'),
+    (HERMES, "<tool_call>" + " " * 600 + CALL),
+    (LLAMA, '{"name": "get_weather", "parameters": '),
+    (LLAMA, '{"name": "now", "parameters": [1]} and so on'),
+    (LLAMA, "[get_weather(city="),
+    (LLAMA, "[other(a=1)]"),
+    (LLAMA, "[now(1)] is a call with a position"),
+    (LLAMA, '<|python_tag|>print("hi")'),
+    (MISTRAL, "[TOOL_CALLS]now(1)"),
+    (MISTRAL, "[TOOL_CALLS]other[ARGS]{}"),
+    (
+        DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>other\n```json\n{}\n```",
+    ),
+    (GLM, "<tool_call>other\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par"),
+    (
+        CODER,
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\ntwo\n</parameter>\n</function>\n</tool_call>",
+    ),
+    (CODER, "<tool_call>\n<function=get_weather>\n</tool_call>\nnothing"),
+    (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Par'),
+    (GEMMA, "<|tool_call>call:note{text:{}<tool_call|>"),
+)
+
+
+@pytest.mark.parametrize(("output", "text"), MALFORMED, ids=lambda value: str(value)[:40])
+def test_a_malformed_call_comes_out_as_text(output: OutputFormat, text: str) -> None:
+    for pieces in ([text], text):
+        answer = parse(pieces, output, reason="length")
+        assert (answer.content, answer.calls) == (text, [])
+
+
+def test_a_call_after_a_malformed_one_is_recognised() -> None:
+    answer = parse(f"<tool_call>oops</tool_call> <tool_call>{CALL}</tool_call>", HERMES)
+    assert answer.content == "<tool_call>oops</tool_call> "
+    assert answer.values == [WEATHER]
+
+
+def test_arguments_stream_as_they_are_written() -> None:
+    parts = ['<tool_call>{"name": "get_weather", "arguments": {', '"city": "Pa', 'ris", ', '"days"']
+    answers = [parse(parts[: n + 1], HERMES, reason="length") for n in range(4)]
+    assert [answer.calls[0].arguments for answer in answers[1:]] == [
+        '{"city": "Pa',
+        '{"city": "Paris", ',
+        '{"city": "Paris", "days"',
+    ]
+
+
+def test_arguments_are_exactly_what_the_model_wrote() -> None:
+    written = '{ "city" :\t"\\u0050aris",\n "days": 2.0 , "more": [1, {"a": null}] }'
+    answer = parse(
+        f'<tool_call>{{"name": "get_weather", "arguments": {written}}}</tool_call>', HERMES
+    )
+    assert answer.calls == [Call("get_weather", written, "id-1")]
+
+
+def test_arguments_that_stop_being_json_end_there() -> None:
+    answer = parse('<tool_call>{"name": "now", "arguments": {"a": 1 </tool_call>there', HERMES)
+    assert answer.calls == [Call("now", '{"a": 1 ', "id-1")]
+    assert answer.content == "there"
+
+
+def test_only_one_call_is_made_when_calls_may_not_be_parallel() -> None:
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> and text"
+    for pieces in ([text], text):
+        answer = parse(pieces, replace(HERMES, parallel=False))
+        assert (answer.values, answer.content) == ([WEATHER], "")
+
+
+def test_nothing_is_a_call_when_no_tool_was_offered() -> None:
+    text = f"<tool_call>{CALL}</tool_call>"
+    assert parse(text, OutputFormat()).content == text
+
+
+def test_kimi_names_its_calls_itself() -> None:
+    text = next(sample.text for sample in SAMPLES if sample.title == "kimi k2")
+    ids = [call.id for call in parse(text, of_mlx("kimi_k2")).calls]
+    assert ids == ["functions.get_weather:0", "functions.note:1"]
+
+
+def test_ids_have_the_length_that_clients_and_templates_expect() -> None:
+    assert openai_call_id().startswith("call_")
+    assert len(openai_call_id()) == 29
+    assert len(short_call_id()) == 9
+    assert short_call_id().isalnum()
+    assert openai_call_id() != openai_call_id()
+
+
+def test_blanks_around_calls_are_not_content() -> None:
+    answer = parse(f"\n\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\n", HERMES)
+    assert (answer.content, len(answer.calls)) == ("", 2)
+
+
+def test_a_block_without_its_end_is_read_when_the_model_has_ended() -> None:
+    text = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    assert parse(text, GLM).values == [("get_weather", {"city": "Paris"})]
+    assert parse(text, GLM, reason="length").content == text
+
+
+def test_many_markers_take_linear_time() -> None:
+    many = ["<tool_call>", "now\n"] * 20_000
+    assert parse(many, HERMES).content == "".join(many)
+    assert parse(many, GLM).content == "".join(many)
+    assert parse([*many, "</tool_call>"], GLM).calls == []
+    assert parse(["<tool_call>", *"\n" * 20_000], HERMES).calls == []
+
+
+def test_arguments_of_any_depth_are_passed_on() -> None:
+    arguments = '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"
+    answer = parse([f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'], HERMES)
+    assert answer.calls[0].arguments == arguments
+
+
+def test_markers_inside_strings_are_arguments() -> None:
+    for sample in SAMPLES:
+        for name, value in parse([sample.text], sample.output).values:
+            if name == "note" and "</tool_call>" in sample.text:
+                assert value == {"text": NASTY}
+            if name == "get_weather":
+                assert value == PARIS
