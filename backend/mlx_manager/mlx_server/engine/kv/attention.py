@@ -273,8 +273,12 @@ class PagedLayer:
             self.store.write(
                 keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), self.plan.slots
             )
+        return (keys, values) if self.reading is Reading.PAGES else self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What later layers attend to that share this one's keys and values (Gemma 3n)."""
         if self.reading is Reading.PAGES:
-            return keys, values
+            return self.store.keys, self.store.values
         return self.store.gather(self.plan.table())
 
     def attend(
