@@ -31,13 +31,18 @@ class Pace:
             cost = max(seconds - alone, seconds * 0.1) / prompt_tokens
             self._prompt_token = _blend(self._prompt_token, cost)
 
-    def budget(self, rows: int) -> int:
-        """Prompt tokens for a step beside `rows` running rows: a power of two, or the most."""
+    def budget(self, rows: int, prompts: int) -> int:
+        """Prompt tokens for a step beside `rows` running rows: a power of two, or the most.
+
+        When more prompts wait for their first token than rows for their next, the rows give way
+        in that proportion: a burst is not made to wait behind the first that got in.
+        """
         if not rows:
             return self._most
         if self._decode_step is None or self._prompt_token is None:
             return self._least
-        affordable = (STRETCH - 1) * self._decode_step / self._prompt_token
+        stretch = STRETCH * max(1.0, prompts / rows)
+        affordable = (stretch - 1) * self._decode_step / self._prompt_token
         size = self._least
         while size * 2 <= min(affordable, self._most):
             size *= 2

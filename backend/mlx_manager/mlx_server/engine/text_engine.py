@@ -198,7 +198,8 @@ class TextEngine:
         full = [row for row in running if row.drawn >= row.limit]
         for row in full:
             running.remove(row)
-        schedule = self._scheduler.schedule(self._pace.budget(len(running)))
+        prompts = len(self._scheduler.prefilling) + len(self._scheduler.waiting)
+        schedule = self._scheduler.schedule(self._pace.budget(len(running), prompts))
         running += full
         if not schedule:
             return None

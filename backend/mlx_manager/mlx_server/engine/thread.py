@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class MLXThread:
         return self._thread.is_alive()
 
     def start(self) -> None:
+        keep_freed_memory()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
@@ -89,19 +90,13 @@ class StepPlan:
     def __init__(self, spans: Sequence[Span], page_size: int) -> None:
         self.spans = spans
         self.page_size = page_size
-        places = np.concatenate([np.arange(s.length - s.queries, s.length) for s in spans])
-        pages = np.concatenate(
-            [
-                s.table.pages[place // page_size]
-                for s, place in zip(spans, _split(places, spans), strict=True)
-            ]
-        )
-        slots = pages * page_size + places % page_size
-        self.positions = mx.array(places.astype(np.int32))
+        places = _places(spans)
+        slots = _slots(spans, places, page_size)
+        self.positions = mx.array(places)
         first = int(slots[0])
-        neighbours = bool((np.diff(slots) == 1).all())
+        neighbours = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
         self.slots: mx.array | slice = (
-            slice(first, first + len(slots)) if neighbours else mx.array(slots.astype(np.int32))
+            slice(first, first + len(slots)) if neighbours else mx.array(slots)
         )
         self._groups: dict[int | None, list[Group]] = {}
         self._table: mx.array | None = None
@@ -365,8 +360,27 @@ class _Routed:
         )
 
 
-def _split(places: np.ndarray[Any, Any], spans: Sequence[Span]) -> list[np.ndarray[Any, Any]]:
-    return np.split(places, np.cumsum([s.queries for s in spans])[:-1])
+def _places(spans: Sequence[Span]) -> NDArray[np.int32]:
+    """(tokens,) each token's position in its sequence."""
+    if all(span.queries == 1 for span in spans):
+        return np.array([span.length - 1 for span in spans], np.int32)
+    return np.concatenate(
+        [np.arange(span.length - span.queries, span.length, dtype=np.int32) for span in spans]
+    )
+
+
+def _slots(spans: Sequence[Span], places: NDArray[np.int32], page_size: int) -> NDArray[np.int32]:
+    """(tokens,) the slot of each of `places`."""
+    index = places // page_size
+    if len(places) == len(spans):
+        pages = np.array([s.table.pages[i] for s, i in zip(spans, index, strict=True)], np.int32)
+    else:
+        ends = np.cumsum([span.queries for span in spans])
+        pages = np.concatenate(
+            [s.table.pages[index[e - s.queries : e]] for s, e in zip(spans, ends, strict=True)]
+        )
+    slots: NDArray[np.int32] = pages * np.int32(page_size) + places % page_size
+    return slots
 
 
 def _mask(span: Span, base: int, keys: int, window: int | None) -> mx.array | str | None:
