@@ -109,12 +109,11 @@ class MLXThread:
 
         try:
             while True:
-                working = [engine for engine in self._engines if engine.has_work()]
+                working = any(engine.has_work() for engine in self._engines)
                 self._read_inbox(block=not working and not self._closing)
                 if self._closing:
                     break
-                for engine in working:
-                    self._step(engine)
+                self._step_all()
             self._read_inbox(block=False)
         finally:
             mx.clear_streams()
@@ -131,9 +130,13 @@ class MLXThread:
             except Exception:
                 log.exception("a message to the MLX thread failed")
 
-    def _step(self, engine: Engine) -> None:
-        try:
-            engine.step()
-        except Exception as error:
-            log.exception("a step failed; its rows are failed and the engine goes on")
-            engine.fail(error)
+    def _step_all(self) -> None:
+        """No name in `_run` may keep an engine alive, whose model a message may be unloading."""
+        for engine in tuple(self._engines):
+            if not engine.has_work():
+                continue
+            try:
+                engine.step()
+            except Exception as error:
+                log.exception("a step failed; its rows are failed and the engine goes on")
+                engine.fail(error)

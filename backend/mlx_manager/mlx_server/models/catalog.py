@@ -1,0 +1,162 @@
+"""Which models can be loaded: a client can name only what stands here."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Literal
+
+from mlx_manager.demo_model import demo_model_path
+from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
+from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
+from mlx_manager.mlx_server.models import hub
+from mlx_manager.mlx_server.models.adapters import detect_model_family
+from mlx_manager.mlx_server.models.folder import ModelFolder
+
+Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
+RESCAN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be loaded, as its files describe it.
+
+    path: its folder; None when it must be downloaded first, which `downloadable` allows or not.
+    nbytes: the size of its weights' files. model_type "" and the zeros mean unknown: it is not
+    here yet, or loading it will say what is wrong with it.
+    """
+
+    id: str
+    path: Path | None
+    origin: Origin
+    model_type: str = ""
+    family: str = "default"
+    context_length: int = 0
+    nbytes: int = 0
+    downloadable: bool = False
+
+
+class Catalog:
+    """Looks for models where the owner said, at most every few seconds.
+
+    Reads the disk: call it off the event loop. Any thread may.
+    """
+
+    def __init__(
+        self,
+        sources: CatalogSources,
+        *,
+        cache_folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sources = sources
+        self._cache_folder = cache_folder or hub.cache_folder()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._found: Mapping[str, ModelSource] = {}
+        self._fresh_until = float("-inf")
+
+    def models(self) -> tuple[ModelSource, ...]:
+        """Everything that can be loaded, the default model first."""
+        with self._lock:
+            if self._clock() >= self._fresh_until:
+                found: dict[str, ModelSource] = {}
+                for source in self._scan():
+                    found.setdefault(source.id, source)
+                self._found = found
+                self._fresh_until = self._clock() + RESCAN_SECONDS
+            return tuple(self._found.values())
+
+    def find(self, model_id: str) -> ModelSource:
+        """
+        Raises:
+            ModelNotFound: nothing of that name is offered; the message names what is.
+        """
+        models = self.models()
+        for source in models:
+            if source.id == model_id:
+                return source
+        raise ModelNotFound(
+            f"There is no model {model_id!r} here. Offered: "
+            f"{', '.join(source.id for source in models)}. The server's owner offers more with "
+            "--model, MLX_SERVER_AVAILABLE_MODELS or MLX_SERVER_MODELS_DIR.",
+            param="model",
+        )
+
+    def rescan(self) -> None:
+        """Look again at the next question: something was downloaded or removed."""
+        with self._lock:
+            self._fresh_until = float("-inf")
+
+    def _scan(self) -> Iterator[ModelSource]:
+        cached = dict(hub.cached_models(self._cache_folder))
+        # What the owner starts the server with may be fetched; more only if they said so.
+        yield self._named(self._sources.default_model, cached, downloadable=True)
+        yield described(DEMO_MODEL, demo_model_path(), "embedded")
+        for name in self._sources.available_models:
+            yield self._named(name, cached, downloadable=self._sources.allow_download)
+        if self._sources.models_dir is not None:
+            yield from folders_in(self._sources.models_dir.expanduser())
+        if self._sources.hf_cache:
+            for repository, snapshot in cached.items():
+                source = described(repository, snapshot, "hf_cache")
+                if source.model_type in model_types():
+                    yield source
+
+    def _named(self, name: str, cached: Mapping[str, Path], *, downloadable: bool) -> ModelSource:
+        """The owner's `name`: the embedded model, a folder, or a repository of the hub."""
+        if name == DEMO_MODEL:
+            return described(DEMO_MODEL, demo_model_path(), "embedded")
+        folder = Path(name).expanduser()
+        if name.startswith(("/", ".", "~")) or folder.is_dir():
+            return described(name, folder, "configured")
+        if name in cached:
+            return described(name, cached[name], "configured")
+        return ModelSource(name, None, "configured", downloadable=downloadable)
+
+
+def folders_in(models_dir: Path) -> Iterator[ModelSource]:
+    """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
+    configs = (*models_dir.glob("*/config.json"), *models_dir.glob("*/*/config.json"))
+    for config in sorted(configs):
+        folder = config.parent
+        yield described(folder.relative_to(models_dir).as_posix(), folder, "models_dir")
+
+
+def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
+    """A source as its folder's files describe it, unknown where they can't be read."""
+    try:
+        changed = (folder / "config.json").stat().st_mtime_ns
+        model_type, context, nbytes = _description(folder, changed)
+    except (OSError, ModelLoadFailed):
+        return ModelSource(model_id, folder, origin)
+    family = detect_model_family({"model_type": model_type})
+    return ModelSource(model_id, folder, origin, model_type, family, context, nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _description(folder: Path, changed: int) -> tuple[str, int, int]:
+    """(model_type, context length, bytes) of a folder whose config.json changed at `changed`."""
+    model = ModelFolder.read(folder)
+    return model.model_type, model.context_length, model.nbytes
+
+
+@cache
+def model_types() -> frozenset[str]:
+    """Every `model_type` that mlx-lm has an architecture for."""
+    # Imports transformers, which takes a second: not before it is needed.
+    from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
+    spec = importlib.util.find_spec("mlx_lm.models")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    modules = {
+        file.stem for place in spec.submodule_search_locations for file in Path(place).glob("*.py")
+    }
+    renamed = {kind for kind, module in MODEL_REMAPPING.items() if module in modules}
+    return frozenset(modules | renamed | {kind for kind, _ in MODEL_ARCHITECTURE_REMAPPING})

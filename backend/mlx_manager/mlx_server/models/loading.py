@@ -1,0 +1,233 @@
+"""From a model's folder to a model that can be run.
+
+Everything that can be known from the files is checked before a byte of the weights is read: an
+unknown architecture, a truncated file, or a model that does not fit is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_model, load_tokenizer
+
+from mlx_manager.mlx_server.config import PoolLimits
+from mlx_manager.mlx_server.errors import (
+    MLXManagerError,
+    ModelLoadFailed,
+    ModelNotSupported,
+    ModelTooLarge,
+    OutOfMemory,
+)
+from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+from mlx_manager.mlx_server.models.catalog import ModelSource, model_types
+from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.timing import fastest
+from mlx_manager.mlx_server.models.weights import (
+    WeightsForm,
+    activation_dtype,
+    convert,
+    default_device,
+    evaluated,
+    forms_of,
+    shortlist,
+)
+from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+log = logging.getLogger(__name__)
+KV_SHARE = 0.2
+"""Of the limit, that a conversion of the weights leaves for KV pages."""
+# What mlx-lm, transformers and MLX raise over files that are not as they expect.
+BROKEN = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured."""
+
+    id: str
+    path: Path
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    adapter: ModelAdapter
+    family: str
+    context_length: int
+    nbytes: int
+    weights: WeightsForm
+
+
+def weights_line(model_id: str) -> str:
+    """The ledger's line for a model's weights."""
+    return f"weights:{model_id}"
+
+
+def load(source: ModelSource, limits: PoolLimits, ledger: Ledger) -> LoadedModel:
+    """Load a model in one go; see `loading`."""
+    steps = loading(source, limits, ledger)
+    while (loaded := advance(steps)) is None:
+        pass
+    return loaded
+
+
+def advance(steps: Generator[None, None, LoadedModel]) -> LoadedModel | None:
+    """The next piece of `loading`; the model after the last one."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        loaded: LoadedModel = end.value
+        return loaded
+    return None
+
+
+def loading(
+    source: ModelSource, limits: PoolLimits, ledger: Ledger
+) -> Generator[None, None, LoadedModel]:
+    """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
+
+    The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
+
+    Raises:
+        ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
+        ModelLoadFailed: the folder's files are missing, broken or contradict each other.
+        ModelTooLarge: the weights exceed the memory limit, whatever else is unloaded.
+        OutOfMemory: they would fit if models in use were not.
+    """
+    load_fast_blas()
+    folder = checked_folder(source, limits)
+    with granted(source.id, folder.nbytes, ledger), explained(source.id):
+        model, config = load_model(
+            folder.path, lazy=True, trust_remote_code=limits.trust_remote_code
+        )
+        yield
+        tokenizer = load_tokenizer(
+            folder.path,
+            {"trust_remote_code": limits.trust_remote_code},
+            eos_token_ids=config.get("eos_token_id"),
+        )
+        adapter = get_adapter(config, source.id, tokenizer)
+        yield
+        weights = settle_weights(model, source.id, limits, ledger)
+        for _ in evaluated(model):
+            yield
+        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        ledger.record(weights_line(source.id), nbytes)
+        mx.clear_cache()
+        return LoadedModel(
+            source.id,
+            folder.path,
+            model,
+            tokenizer,
+            config,
+            adapter,
+            adapter.family,
+            folder.context_length,
+            nbytes,
+            weights,
+        )
+
+
+def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
+    """
+    Raises:
+        ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
+        ModelLoadFailed: a file is missing or broken.
+    """
+    assert source.path is not None, "it is downloaded before it is loaded"
+    folder = ModelFolder.read(source.path)
+    if not folder.model_type:
+        raise ModelLoadFailed(f"{folder.path / 'config.json'} names no model_type.")
+    if "model_file" in folder.config and not limits.trust_remote_code:
+        raise ModelNotSupported(
+            f"{source.id} needs Python code from its repository, "
+            "which runs only with MLX_SERVER_TRUST_REMOTE_CODE=true."
+        )
+    if "model_file" not in folder.config and folder.model_type not in model_types():
+        raise ModelNotSupported(
+            f"{source.id} is a {folder.model_type!r} model, an architecture that "
+            f"mlx-lm {version('mlx-lm')} does not have."
+        )
+    folder.check_weights()
+    return folder
+
+
+def settle_weights(
+    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger
+) -> WeightsForm:
+    """Choose the weights' form and convert them to it, lazily.
+
+    Raises:
+        ModelTooLarge: the form asked for does not fit.
+    """
+    device, line = default_device(), weights_line(model_id)
+    granted_bytes = ledger.figures()[line]
+    room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit)
+    forms, reason = shortlist(forms_of(model, device), limits.weights, room)
+    form = forms[0]
+    if len(forms) > 1:
+        form, reason = fastest(model, forms, device)
+    ledger.record(line, max(form.nbytes, granted_bytes))
+    convert(model, form)
+    return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
+
+
+@contextmanager
+def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
+    """Memory for the weights, given back if the load fails.
+
+    Raises:
+        ModelTooLarge: there is less memory than that.
+        OutOfMemory: there is less left, even after relief.
+    """
+    line = weights_line(model_id)
+    if nbytes > ledger.limit:
+        raise ModelTooLarge(
+            f"The weights of {model_id} take {nbytes:,} bytes, and the memory limit is "
+            f"{ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
+        )
+    if not ledger.reserve(line, nbytes):
+        raise OutOfMemory(
+            f"The weights of {model_id} take {nbytes:,} bytes, and {ledger.available():,} of "
+            f"{ledger.limit:,} are left beside the models in use.",
+            retry_after=10,
+        )
+    loaded = False
+    try:
+        yield
+        loaded = True
+    finally:
+        if not loaded:
+            ledger.record(line, 0)
+            mx.clear_cache()
+
+
+@contextmanager
+def explained(model_id: str) -> Iterator[None]:
+    """Turn what the libraries raise into an error that says which model, and what is wrong."""
+    try:
+        yield
+    except MLXManagerError:
+        raise
+    except BROKEN as error:
+        log.info("loading %s failed", model_id, exc_info=error)
+        problem = str(error) or type(error).__name__
+        raise ModelLoadFailed(f"{model_id} can't be loaded: {problem}") from error

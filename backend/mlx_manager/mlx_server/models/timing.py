@@ -1,0 +1,99 @@
+"""Which form of the weights is fastest: one product of a typical layer, timed in each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from math import inf, prod
+from time import perf_counter
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_manager.mlx_server.models.weights import (
+    Device,
+    Form,
+    activation_dtype,
+    converted,
+    elements,
+)
+
+LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+ROWS = (1, 16)
+"""A conversation alone, and a batch."""
+SAMPLE_ELEMENTS = 2**20
+"""Of a weight, on a CPU, where a product with a whole layer may take a second."""
+HOPELESS = 8.0
+"""A form that many times slower than the best with one row is not timed with more."""
+SAMPLES, ENOUGH = 3, 0.002
+"""A product is timed so many times, and so many seconds in all, at least."""
+
+
+def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Form, str]:
+    """The form with the least product of its times with one row and with many, and the figures.
+
+    Evaluates one layer of `model`, which stays in the form it has.
+    """
+    layer = typical_layer(model)
+    if layer is None:
+        return forms[0], "there is no product to time"
+    narrow = activation_dtype(model)
+    times: dict[Form, list[float]] = {}
+    # The likely winner first, so that the slow forms are found hopeless.
+    for form in sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True):
+        dtype = mx.float32 if form.wide else narrow
+        sample = converted(sample_of(layer, device), form)
+        times[form] = [seconds(sample, ROWS[0], dtype)]
+        if times[form][0] <= HOPELESS * min(taken[0] for taken in times.values()):
+            times[form] += [seconds(sample, rows, dtype) for rows in ROWS[1:]]
+    best = min(times, key=lambda form: prod(times[form]) if len(times[form]) > 1 else inf)
+    figures = ", ".join(
+        f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
+    )
+    return best, f"ms for a product of {' / '.join(map(str, ROWS))} rows: {figures}"
+
+
+def typical_layer(model: nn.Module) -> nn.Module | None:
+    """A layer of the kind that most of the weights belong to, of median size."""
+    kinds: dict[type, list[nn.Module]] = {}
+    for _, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            kinds.setdefault(type(module), []).append(module)
+    if not kinds:
+        return None
+    layers = max(kinds.values(), key=lambda layers: sum(map(elements, layers)))
+    return sorted(layers, key=elements)[len(layers) // 2]
+
+
+def sample_of(layer: nn.Module, device: Device) -> nn.Module:
+    """A copy of `layer`, on a CPU cut to its first experts and outputs."""
+    sample = copy.copy(layer)
+    if device != "cpu":
+        return sample
+    inputs = elements(layer) // prod(layer.weight.shape[:-1])
+    cut: tuple[slice, ...] = (slice(max(1, SAMPLE_ELEMENTS // inputs)),)
+    if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
+        experts = min(4, layer.weight.shape[0])
+        cut = (slice(experts), slice(max(1, SAMPLE_ELEMENTS // (experts * inputs))))
+    sample.update({name: array[cut] for name, array in layer.parameters().items()})
+    return sample
+
+
+def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> float:
+    """The least time of a product with `rows` rows of activations."""
+    inputs = elements(layer) // prod(layer.weight.shape[:-1])
+    x = mx.random.normal((rows, inputs), key=mx.random.key(0)).astype(dtype)
+    arguments: tuple[mx.array, ...] = (x,)
+    if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
+        experts = mx.arange(rows)[:, None] % layer.weight.shape[0]
+        arguments = (x.reshape(rows, 1, 1, inputs), experts)
+    mx.eval(arguments, layer.parameters())
+    # The first is not counted: it may compile a kernel, or wake threads.
+    mx.eval(layer(*arguments))
+    taken: list[float] = []
+    while len(taken) < SAMPLES or sum(taken) < ENOUGH:
+        start = perf_counter()
+        mx.eval(layer(*arguments))
+        taken.append(perf_counter() - start)
+    return min(taken)

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.backends.text import TextBackend
+from mlx_manager.mlx_server.config import CatalogSources, EngineLimits, PoolLimits
+from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.errors import (
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotFound,
+    ModelNotSupported,
+    ModelTooLarge,
+    OutOfMemory,
+)
+from mlx_manager.mlx_server.models.catalog import Catalog
+from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+
+A_FEW_BYTES = 1024
+"""What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc"):
+        make_tiny_model(folder / name, seed=seed)
+    return folder
+
+
+@asynccontextmanager
+async def open_pool(
+    models_dir: Path, *, default: str = "a", patience: float = 60.0, **limits: object
+) -> AsyncIterator[ModelPoolManager]:
+    """A pool as `main` composes it: an MLX thread, text backends."""
+    thread = MLXThread()
+    thread.start()
+    sources = CatalogSources(str(models_dir / default), models_dir=models_dir, hf_cache=False)
+
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
+        return TextBackend(loaded, thread, EngineLimits(), ledger)
+
+    build = partial(
+        ModelPoolManager,
+        PoolLimits(**limits),  # type: ignore[arg-type]
+        sources,
+        thread,
+        make_backend,
+        catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
+        patience=patience,
+    )
+    pool = await thread.call(build)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        await asyncio.to_thread(thread.close)
+
+
+def request(model: str, prompt: str = "hello", tokens: int = 8) -> GenerationRequest:
+    return GenerationRequest(model, Text(prompt), GREEDY, max_tokens=tokens)
+
+
+async def answer(pool: ModelPoolManager, model: str, tokens: int = 8) -> str:
+    async with pool.lease(model) as lease:
+        events: list[Event] = []
+        async for step in lease.backend.generate(request(lease.id, tokens=tokens)):
+            events += step
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+async def until_loading(pool: ModelPoolManager, name: str) -> None:
+    while (await states(pool))[name] != "loading":  # noqa: ASYNC110 the pool tells nobody
+        await asyncio.sleep(0)
+
+
+async def states(pool: ModelPoolManager) -> dict[str, str]:
+    return {status.id: status.state for status in await pool.models() if len(status.id) == 1}
+
+
+async def test_model_answers_and_is_listed_with_its_figures(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        assert await states(pool) == {"a": "loadable", "b": "loadable", "c": "loadable"}
+        await answer(pool, "b")
+        assert await states(pool) == {"a": "loadable", "b": "loaded", "c": "loadable"}
+        status = next(status for status in await pool.models() if status.id == "b")
+        assert (status.family, status.model_type, status.context_length) == ("llama", "llama", 2048)
+        assert status.weights is not None
+        assert status.weights.dtype == "float32"
+        figures = pool.figures()
+        assert figures["ledger"]["weights:b"] == status.nbytes
+        assert list(figures["engines"]) == ["b"]
+        assert figures["mlx"]["active"] >= status.nbytes
+
+
+async def test_many_requests_for_one_model_load_it_once(models_dir: Path, caplog):
+    async with open_pool(models_dir) as pool:
+        with caplog.at_level("INFO"):
+            answers = await asyncio.gather(*(answer(pool, "a") for _ in range(8)))
+        assert len(set(answers)) == 1
+        assert sum("is loaded" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", [None, "", "default"])
+async def test_no_name_means_the_default_model(models_dir: Path, name: str | None):
+    async with open_pool(models_dir, default="c") as pool:
+        assert (await pool.get_model(name)).id == str(models_dir / "c")
+
+
+async def test_least_recently_used_idle_model_makes_place(models_dir: Path):
+    async with open_pool(models_dir, max_models=2) as pool:
+        for name in ("a", "b", "a", "c"):
+            await pool.get_model(name)
+        assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loaded"}
+        assert "weights:b" not in pool.ledger.figures()
+
+
+async def test_model_in_use_is_never_evicted_and_who_waits_gets_its_place(models_dir: Path):
+    async with open_pool(models_dir, max_models=1) as pool:
+        async with pool.lease("a"):
+            waiting = asyncio.create_task(pool.get_model("b"))
+            await until_loading(pool, "b")
+            with pytest.raises(InvalidRequest, match="a is answering"):
+                await pool.unload("a")
+            assert (await states(pool))["a"] == "loaded"
+            assert not waiting.done()
+        assert (await waiting).id == "b"
+        assert await states(pool) == {"a": "loadable", "b": "loaded", "c": "loadable"}
+
+
+async def test_waiting_for_place_ends_with_the_numbers(models_dir: Path):
+    async with open_pool(models_dir, max_models=1, patience=0.0) as pool, pool.lease("a"):
+        with pytest.raises(OutOfMemory, match="1 models are loaded and in use") as refusal:
+            await pool.get_model("b")
+        assert refusal.value.retry_after
+
+
+async def test_eviction_by_bytes(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        size = (await pool.get_model("a")).loaded.nbytes
+    async with open_pool(models_dir, memory_limit=int(2.5 * size), patience=0.0) as pool:
+        for name in "abc":
+            await pool.get_model(name)
+        assert await states(pool) == {"a": "loadable", "b": "loaded", "c": "loaded"}
+        async with pool.lease("b"), pool.lease("c"):
+            with pytest.raises(OutOfMemory, match=r"take \d\d\d,\d\d\d bytes, and .* left"):
+                await pool.get_model("a")
+    async with open_pool(models_dir, memory_limit=size // 2) as pool:
+        with pytest.raises(ModelTooLarge, match=f"memory limit is {size // 2:,}"):
+            await pool.get_model("a")
+
+
+async def test_memory_is_back_after_unloading(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        clear_cache()
+        before = mx.get_active_memory()
+        await answer(pool, "a")
+        assert mx.get_active_memory() > before
+        await pool.unload("a")
+        await pool.unload("a")
+        assert mx.get_active_memory() - before < A_FEW_BYTES
+        assert pool.ledger.figures()["available"] == pool.ledger.limit
+
+
+async def test_unknown_model_is_an_error_that_names_what_is_offered(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        for name in ("nope", "../a", "a/../b", str(models_dir / "b")):
+            with pytest.raises(ModelNotFound, match=r"Offered: .*, a, b, c\."):
+                await pool.get_model(name)
+
+
+async def test_failed_load_gives_its_reason_and_memory_back_and_the_pool_lives(tmp_path: Path):
+    make_tiny_model(tmp_path / "good")
+    broken = make_tiny_model(tmp_path / "broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    make_tiny_model(tmp_path / "contradictory")
+    config = tmp_path / "contradictory" / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 64', '"hidden_size": 128'))
+    make_tiny_model(tmp_path / "exotic")
+    config = tmp_path / "exotic" / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"xyzformer"'))
+    async with open_pool(tmp_path, default="good") as pool:
+        before = mx.get_active_memory()
+        with pytest.raises(ModelLoadFailed, match=r"model.safetensors is truncated") as truncated:
+            await pool.get_model("broken")
+        with pytest.raises(ModelLoadFailed, match="contradictory can't be loaded") as contradictory:
+            await pool.get_model("contradictory")
+        with pytest.raises(ModelNotSupported, match="'xyzformer' model"):
+            await pool.get_model("exotic")
+        assert truncated.value.status == contradictory.value.status == 503
+        assert mx.get_active_memory() - before < A_FEW_BYTES
+        assert await answer(pool, "good")
+        assert list(pool.figures()["engines"]) == ["good"]
+
+
+async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path):
+    thread = MLXThread()
+    thread.start()
+    sources = CatalogSources("a", models_dir=models_dir, hf_cache=False)
+
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
+        raise OutOfMemory("no pages")
+
+    pool = await thread.call(lambda: ModelPoolManager(PoolLimits(), sources, thread, make_backend))
+    before = mx.get_active_memory()
+    with pytest.raises(OutOfMemory, match="no pages"):
+        await pool.get_model("b")
+    assert mx.get_active_memory() - before < A_FEW_BYTES
+    assert pool.ledger.available() == pool.ledger.limit
+    await pool.close()
+    thread.close()
+
+
+async def test_running_stream_goes_on_while_another_model_loads(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        alone = await answer(pool, "a", tokens=64)
+        running = asyncio.create_task(answer(pool, "a", tokens=64))
+        await pool.get_model("b")
+        assert await running == alone
+
+
+async def test_requester_who_gives_up_does_not_stop_the_load_for_others(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        impatient = asyncio.create_task(pool.get_model("a"))
+        patient = asyncio.create_task(pool.get_model("a"))
+        await until_loading(pool, "a")
+        impatient.cancel()
+        assert (await patient).id == "a"
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+
+
+async def test_closing_while_loading_and_while_in_use_frees_everything(models_dir: Path):
+    clear_cache()
+    before = mx.get_active_memory()
+    async with open_pool(models_dir) as pool:
+        in_use = await pool.lease("a").__aenter__()
+        loading = asyncio.create_task(pool.get_model("b"))
+        await until_loading(pool, "b")
+        del in_use
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert mx.get_active_memory() - before < A_FEW_BYTES
