@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.formats import OutputFormat
 from mlx_manager.mlx_server.models.adapters import tool_syntax
-from mlx_manager.mlx_server.models.adapters.families import _HEADER, _MESSAGE_ENDS
+from mlx_manager.mlx_server.models.adapters.families import HARMONY_HEADER, HARMONY_ENDS
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax
 
 
@@ -166,9 +166,9 @@ def of_mlx(module: str) -> OutputFormat:
 
 
 HARMONY = OutputFormat(
-    {"content": _MESSAGE_ENDS, "reasoning": _MESSAGE_ENDS},
+    {"content": HARMONY_ENDS, "reasoning": HARMONY_ENDS},
     initial="header",
-    header=_HEADER,
+    header=HARMONY_HEADER,
     channels={"analysis": "reasoning"},
     calls=tool_syntax.HARMONY.form(TOOLS),
     offered=OFFERED,

@@ -83,11 +83,11 @@ class GraniteAdapter(DefaultAdapter):
 # ---------------------------------------------------------------------------------------------
 
 _RECIPIENT = r"(?:to=(?:functions\.)?(?P<name>[\w.\-]{1,128})\s*)"
-_HEADER = (
+HARMONY_HEADER = (
     rf"(?:<\|start\|>)?(?:assistant)?\s*{_RECIPIENT}?(?:<\|channel\|>)?(?P<channel>\w+)?\s*"
     rf"{_RECIPIENT}?(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
 )
-_MESSAGE_ENDS: tuple[tuple[str, Region], ...] = (
+HARMONY_ENDS: tuple[tuple[str, Region], ...] = (
     ("<|end|>", "header"),
     ("<|return|>", "header"),
     ("<|call|>", "header"),
@@ -123,16 +123,16 @@ class GptOssAdapter(DefaultAdapter):
         self, tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]
     ) -> OutputFormat:
         output = super()._answer(tokenizer, conversation, prompt_ids)
-        edges: Edges = {"content": _MESSAGE_ENDS, "reasoning": _MESSAGE_ENDS}
+        edges: Edges = {"content": HARMONY_ENDS, "reasoning": HARMONY_ENDS}
         return OutputFormat(
             edges=edges,
             initial=_initial_region(tokenizer, conversation, prompt_ids),
-            header=_HEADER,
+            header=HARMONY_HEADER,
             channels={"analysis": "reasoning"},
             calls=output.calls,
             offered=output.offered,
             parallel=output.parallel,
-            keep=kept_tokens(tokenizer, edges, output.calls, _HEADER),
+            keep=kept_tokens(tokenizer, edges, output.calls, HARMONY_HEADER),
             new_call_id=output.new_call_id,
         )
 

@@ -1,0 +1,158 @@
+"""Stop strings, thinking, and what goes with each event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.outputs import HERMES, THINKING, THINKING_HERMES, WEATHER, Pieces, parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from models.adapters.published import byte_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mlx_manager.mlx_server.core import (
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.formats import PLAIN
+
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """By definition: the occurrence that is complete first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        matched = [stop for stop in stops if text[:end].endswith(stop)]
+        if matched:
+            longest = max(matched, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text("abc\n", min_size=1, max_size=4), max_size=12),
+    st.lists(st.text("abc\n", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
+)
+def test_text_ends_before_the_first_stop_string_wherever_it_is_cut(
+    pieces: list[str], stops: list[str]
+) -> None:
+    answer = parse(pieces, PLAIN, stops)
+    assert (answer.content, answer.stopped) == first_stop("".join(pieces), stops)
+
+
+def test_text_that_may_become_a_stop_string_waits() -> None:
+    parser = OutputParser(Pieces(["on", "e S", "TO", "RY"]), PLAIN, ["STOP"])
+    events = [parser.push(token) for token in range(4)]
+    assert events == [
+        [TextDelta("on")],
+        [TextDelta("e ")],
+        [],
+        [TextDelta("STORY")],
+    ]
+    parser = OutputParser(Pieces(["one ST"]), PLAIN, ["STOP"])
+    assert parser.push(0) == [TextDelta("one ")]
+    assert parser.finish("length") == [TextDelta("ST")]
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    parser = OutputParser(Pieces(["one. two", " three"]), PLAIN, [". "])
+    assert parser.push(0) == [TextDelta("one")]
+    assert (parser.complete, parser.stopped) == (True, ". ")
+    assert parser.push(1) == []
+    assert parser.finish("stop") == []
+
+
+def test_stop_strings_are_searched_in_content_only() -> None:
+    text = f"<think>Paris?</think>Yes.<tool_call>{CALL}</tool_call>It is Paris indeed."
+    answer = parse(text, THINKING_HERMES, ["Paris"])
+    assert (answer.reasoning, answer.content) == ("Paris?", "Yes.It is ")
+    assert answer.values == [WEATHER]
+    assert answer.stopped == "Paris"
+
+
+def test_calls_after_a_stop_string_are_not_made() -> None:
+    text = f"Stop.\n<tool_call>{CALL}</tool_call>"
+    for pieces in ([text], text):
+        answer = parse(pieces, HERMES, [".\n"])
+        assert (answer.content, answer.calls) == ("Stop", [])
+
+
+def test_a_stop_string_does_not_reach_across_a_call() -> None:
+    answer = parse(f"a<tool_call>{CALL}</tool_call>b", HERMES, ["ab"])
+    assert (answer.content, answer.stopped) == ("ab", None)
+
+
+def test_a_stop_string_is_found_in_what_is_no_call() -> None:
+    answer = parse("<tool_call>oops, stop here", HERMES, ["stop"])
+    assert (answer.content, answer.stopped) == ("<tool_call>oops, ", "stop")
+
+
+def test_the_region_says_what_is_being_written() -> None:
+    pieces = ["Hm", "<think>", "so", "</think>", "yes", "<tool_call>", '{"name"', ": 1}"]
+    parser = OutputParser(Pieces(pieces), THINKING_HERMES)
+    regions = []
+    for token in range(len(pieces)):
+        parser.push(token)
+        regions.append(parser.region)
+    assert regions == [
+        "content",
+        "reasoning",
+        "reasoning",
+        "content",
+        "content",
+        "calls",
+        "calls",
+        "content",
+    ]
+
+
+def test_tokens_of_the_thinking_are_counted_without_its_markers() -> None:
+    pieces = ["<think>", "one", " two", "</think>", "three"]
+    parser = OutputParser(Pieces(pieces), THINKING)
+    for token in range(len(pieces)):
+        parser.push(token)
+    assert parser.reasoning_tokens == 2
+    opened = OutputParser(Pieces(pieces[1:]), replace(THINKING, initial="reasoning"))
+    for token in range(len(pieces) - 1):
+        opened.push(token)
+    assert opened.reasoning_tokens == 2
+
+
+def test_truncated_thinking_is_thinking_only() -> None:
+    answer = parse("One moment, </thin", replace(THINKING, initial="reasoning"), reason="length")
+    assert (answer.reasoning, answer.content) == ("One moment, </thin", "")
+
+
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, f"t{token}", -1.0)
+
+
+def test_logprobs_go_with_the_text_that_their_tokens_became() -> None:
+    pieces = ["<think>", "so", "</think>", "one S", "T", "ART", "<tool_call>", CALL, "!"]
+    parser = OutputParser(Pieces(pieces), THINKING_HERMES, ["STOP"])
+    events = [event for token in range(9) for event in parser.push(token, logprob(token))]
+    assert [event for event in events if isinstance(event, TextDelta | ReasoningDelta)] == [
+        ReasoningDelta("so", (logprob(1),)),
+        TextDelta("one ", (logprob(3),)),
+        TextDelta("START", (logprob(4), logprob(5))),
+        TextDelta("!", (logprob(8),)),
+    ]
+    assert any(isinstance(event, ToolCallStarted) for event in events)
+    assert any(isinstance(event, ToolCallDelta) for event in events)
+
+
+def test_tokens_that_make_one_character_share_its_delta() -> None:
+    tokenizer = TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer([], [])), BPEStreamingDetokenizer
+    )
+    first, second = tokenizer.encode("é", add_special_tokens=False)
+    parser = OutputParser(TokenTexts(tokenizer).stream(PLAIN), PLAIN)
+    assert parser.push(first, logprob(0)) == []
+    assert parser.push(second, logprob(1)) == [TextDelta("é", (logprob(0), logprob(1)))]

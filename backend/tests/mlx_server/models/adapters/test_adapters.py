@@ -1,0 +1,184 @@
+"""Families, turn ends and raw prompts, without any published template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from models.adapters.published import Published, write_tokenizer
+
+from mlx_manager.mlx_server.core import Conversation, Message
+from mlx_manager.mlx_server.errors import InvalidRequest
+from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.models.adapters import (
+    DefaultAdapter,
+    LlamaAdapter,
+    detect_model_family,
+    get_adapter,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("mlx-community/Llama-3.2-3B-Instruct-4bit", "llama"),
+        ("codellama/CodeLlama-7b-Instruct-hf", "llama"),
+        ("mlx-community/Qwen2.5-7B-Instruct-4bit", "qwen"),
+        ("Qwen/QwQ-32B", "qwen"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistral"),
+        ("mistralai/Devstral-Small-2507", "mistral"),
+        ("google/gemma-2-2b-it", "gemma"),
+        ("microsoft/Phi-3.5-mini-instruct", "phi"),
+        ("zai-org/GLM-4.6", "glm"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek"),
+        ("openai/gpt-oss-20b", "gpt-oss"),
+        ("ibm-granite/granite-3.3-2b-instruct", "granite"),
+        ("EleutherAI/pythia-70m", "default"),
+    ],
+)
+def test_a_family_is_found_by_name(name: str, family: str) -> None:
+    assert detect_model_family(name) == family
+    assert get_adapter(name).family == family
+    assert get_adapter(None, name).family == family
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("llama", "llama"),
+        ("llama4_text", "llama"),
+        ("qwen3_moe", "qwen"),
+        ("ministral3", "mistral"),
+        ("gemma3_text", "gemma"),
+        ("phi3", "phi"),
+        ("phimoe", "phi"),
+        ("glm4_moe", "glm"),
+        ("deepseek_v3", "deepseek"),
+        ("gpt_oss", "gpt-oss"),
+        ("granitemoehybrid", "granite"),
+        ("mamba2", "default"),
+    ],
+)
+def test_the_config_decides_before_the_name(model_type: str, family: str) -> None:
+    assert detect_model_family({"model_type": model_type}) == family
+    assert get_adapter({"model_type": model_type}, "my/Llama-like").family == family
+
+
+def vocabulary(**tokens: int) -> SimpleNamespace:
+    asked: list[str] = []
+
+    def convert_tokens_to_ids(name: str) -> int | None:
+        asked.append(name)
+        return tokens.get(name.strip("<|>"))
+
+    return SimpleNamespace(
+        eos_token_id=128001, convert_tokens_to_ids=convert_tokens_to_ids, asked=asked
+    )
+
+
+def test_llama_stops_at_the_end_of_a_turn_too() -> None:
+    tokenizer = vocabulary(eot_id=128009)
+    assert LlamaAdapter().get_stop_tokens(tokenizer) == [128001, 128009]
+    assert tokenizer.asked[-1] == "<|eot_id|>"
+
+
+def test_llama_stops_where_it_awaits_a_tool_if_it_has_a_token_for_that() -> None:
+    tokenizer = vocabulary(eot_id=128009, eom_id=128008)
+    assert set(LlamaAdapter().get_stop_tokens(tokenizer)) == {128001, 128008, 128009}
+    assert tokenizer.asked[-1] == "<|eot_id|>"
+
+
+def test_a_tokenizer_without_the_family_tokens_has_its_own_eos() -> None:
+    assert LlamaAdapter().get_stop_tokens(vocabulary()) == [128001]
+    unknown = SimpleNamespace(eos_token_id=2, unk_token_id=0, convert_tokens_to_ids=lambda name: 0)
+    assert LlamaAdapter().get_stop_tokens(unknown) == [2]
+
+
+def test_stop_tokens_are_the_union_of_all_that_name_one() -> None:
+    tokenizer = vocabulary(eot_id=9)
+    tokenizer.eos_token_ids = {128001, 5}
+    adapter = LlamaAdapter({"eos_token_id": [7, 5]})
+    assert set(adapter.get_stop_tokens(tokenizer)) == {128001, 5, 7, 9}
+    assert len(adapter.get_stop_tokens(tokenizer)) == 4
+
+
+def test_the_template_text_comes_from_the_tokenizer() -> None:
+    calls = []
+
+    def apply_chat_template(*args: object, **kwargs: object) -> str:
+        calls.append((args, kwargs))
+        return "rendered"
+
+    messages = [{"role": "user", "content": "hi"}]
+    tokenizer = SimpleNamespace(apply_chat_template=apply_chat_template)
+    assert LlamaAdapter().apply_chat_template(tokenizer, messages) == "rendered"
+    assert calls == [((messages,), {"add_generation_prompt": True, "tokenize": False})]
+
+
+def make(folder: Path, published: Published, template: str | None) -> TokenizerWrapper:
+    write_tokenizer(folder, published, template)
+    return load(folder)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_raw_prompts_get_exactly_one_bos(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), None)
+    adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
+    bos = tokenizer.bos_token_id
+    for text in ("a b", "<s>a b"):
+        ids = adapter.encode_text(text, tokenizer)
+        assert (ids[0], ids.count(bos)) == (bos, 1)
+    assert adapter.encode_text("", tokenizer) == [bos]
+    assert adapter.output_format(tokenizer, None, [bos]) == PLAIN
+
+
+def test_a_tokenizer_without_bos_gets_none(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), None)
+    adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
+    assert tokenizer.decode(adapter.encode_text("a b", tokenizer)) == "a b"
+
+
+def test_a_template_that_forgets_the_bos_gets_the_tokenizers(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), CHATML)
+    adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
+    ids = adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+    assert tokenizer.decode(ids) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_turn_end_is_learned_from_the_template(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, Published("x", "mamba2", "<s>", "</s>"), CHATML)
+    adapter = get_adapter({"model_type": "mamba2"}, "x", tokenizer)
+    assert type(adapter) is DefaultAdapter
+    names = tokenizer.convert_ids_to_tokens(adapter.get_stop_tokens(tokenizer))
+    assert names == ["</s>", "<|im_end|>"]
+
+
+def test_a_token_that_opens_calls_ends_nothing(tmp_path: Path) -> None:
+    template = CHATML + "{# <tool_call> tool_call.name #}{{ tools }}"
+    tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), template)
+    opener = tokenizer.convert_tokens_to_ids("<tool_call>")
+    config = {"model_type": "qwen2", "eos_token_id": [opener]}
+    assert opener not in get_adapter(config, "x", tokenizer).get_stop_tokens(tokenizer)
+
+
+def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), None)
+    adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
+    with pytest.raises(InvalidRequest, match="/v1/completions") as refusal:
+        adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+    assert refusal.value.param == "messages"
+
+
+def test_arguments_of_the_template_reach_it(tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }} {{ mood | default('none') }}"
+    tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), template)
+    adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
+    conversation = Conversation((Message("user", "hi"),), template_args={"mood": "calm"})
+    assert tokenizer.decode(adapter.render(conversation, tokenizer)) == "hi calm"

@@ -1,0 +1,298 @@
+"""Published chat templates through the adapters: prompts, turn ends, tools, thinking."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from engine.outputs import Answer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models.adapters.published import NAMES, loaded
+
+from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
+from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.errors import InvalidRequest
+from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+
+GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
+WITHOUT_TOOLS = (R1, GEMMA, PHI)
+WITH_TOOLS = tuple(name for name in NAMES if name not in WITHOUT_TOOLS)
+
+WEATHER = Tool(
+    "get_weather",
+    "The weather of a city",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Which"},
+            "days": {"type": "integer", "description": "How many"},
+        },
+        "required": ["city"],
+    },
+)
+NOW = Tool("now")
+USER = Message("user", "How is Paris?")
+CALL = ToolCall("call_Zx8yT0pQ2mLk4nVb6cWd1eRf", "get_weather", '{"city": "Paris", "days": 2}')
+OTHER = ToolCall("call_0000000000000000000000aa", "get_weather", '{"city": "Oslo"}')
+RESULT = Message("tool", "It rains frogs.", tool_call_id=CALL.id)
+OTHER_RESULT = Message("tool", "It snows owls.", tool_call_id=OTHER.id)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def model(name: str) -> tuple[ModelAdapter, TokenizerWrapper]:
+    config, tokenizer = loaded(name)
+    return get_adapter(config, name, tokenizer), tokenizer
+
+
+def rendered(name: str, conversation: Conversation) -> str:
+    adapter, tokenizer = model(name)
+    text: str = tokenizer.decode(adapter.render(conversation, tokenizer), skip_special_tokens=False)
+    return text
+
+
+def chat(*messages: Message, **more: object) -> Conversation:
+    return Conversation(messages, **more)  # type: ignore[arg-type]
+
+
+def said(name: str, conversation: Conversation, text: str) -> Answer:
+    """The answer, when the model says `text` to this conversation."""
+    adapter, tokenizer = model(name)
+    prompt = adapter.render(conversation, tokenizer)
+    output = adapter.output_format(tokenizer, conversation, prompt)
+    parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
+    answer = Answer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stops = adapter.get_stop_tokens(tokenizer)
+    end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+    for token in ids[:end]:
+        for event in parser.push(token):
+            answer.add(event)
+    for event in parser.finish("stop"):
+        answer.add(event)
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_holds_the_messages_and_at_most_one_bos(name: str) -> None:
+    adapter, tokenizer = model(name)
+    conversation = chat(USER, Message("assistant", "It rains."), Message("user", "And tomorrow?"))
+    ids = adapter.render(conversation, tokenizer)
+    text = tokenizer.decode(ids)
+    for message in conversation.messages:
+        assert message.content in text
+    if tokenizer.bos_token_id is not None and name != GRANITE:
+        assert ids.count(tokenizer.bos_token_id) == (0 if name == OSS else 1)
+    assert ids[:1] != ids[1:2]
+
+
+def test_the_system_message_is_in_the_prompt_once(name: str) -> None:
+    text = rendered(name, chat(Message("system", "Be brief, owl."), USER))
+    assert text.count("Be brief, owl.") == 1
+
+
+def test_two_system_messages_at_the_beginning_are_both_in_the_prompt(name: str) -> None:
+    text = rendered(name, chat(Message("system", "Be brief."), Message("system", "Be kind."), USER))
+    assert text.index("Be brief.") < text.index("Be kind.") < text.index("How is Paris?")
+
+
+@pytest.mark.parametrize("name", [R1, GEMMA, NEMO, OSS])
+def test_a_system_message_that_would_be_lost_is_refused(name: str) -> None:
+    conversation = chat(USER, Message("assistant", "Fine."), Message("system", "Be brief."), USER)
+    with pytest.raises(InvalidRequest, match="system") as refusal:
+        rendered(name, conversation)
+    assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", [GEMMA, NEMO, SMALL])
+def test_a_refusal_of_the_template_is_the_callers_error(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="alternate") as refusal:
+        rendered(name, chat(USER, USER))
+    assert (refusal.value.status, refusal.value.param) == (400, "messages")
+
+
+def test_the_end_of_a_turn_is_among_the_stop_tokens(name: str) -> None:
+    adapter, tokenizer = model(name)
+    text = rendered(name, chat(USER, Message("assistant", "It rains."), USER))
+    after = text.split("It rains.")[1].lstrip()
+    end = tokenizer.encode(after, add_special_tokens=False)[0]
+    stops = adapter.get_stop_tokens(tokenizer)
+    assert tokenizer.eos_token_id in stops
+    if name == OSS:
+        # There `<|end|>` ends the thinking as well; the model ends its turn with `<|return|>`.
+        assert "<|end|>" not in tokenizer.convert_ids_to_tokens(stops)
+        assert {"<|return|>", "<|call|>"} <= set(tokenizer.convert_ids_to_tokens(stops))
+    else:
+        assert end in stops
+
+
+def test_the_last_message_can_be_continued(name: str) -> None:
+    begun = Message("assistant", "It rains and")
+    text = rendered(name, chat(USER, begun, continue_final_message=True))
+    assert text.endswith("It rains and")
+
+
+# ---------------------------------------------------------------------------------------------
+# Tools
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_tools_are_in_the_prompt_unless_they_may_not_be_called(name: str) -> None:
+    assert "get_weather" in rendered(name, chat(USER, tools=(WEATHER, NOW)))
+    silent = rendered(name, chat(USER, tools=(WEATHER, NOW), tool_choice="none"))
+    assert "get_weather" not in silent
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
+def test_tools_that_the_template_would_leave_out_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        rendered(name, chat(USER, tools=(WEATHER,)))
+    assert refusal.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", [*WITH_TOOLS, R1])
+def test_calls_and_their_results_are_in_the_prompt_in_order(name: str) -> None:
+    called = Message("assistant", "", tool_calls=(CALL,))
+    tools = () if name == R1 else (WEATHER,)
+    text = rendered(name, chat(USER, called, RESULT, tools=tools))
+    _, asked, after = text.rpartition("How is Paris?")
+    assert asked
+    assert after.index("get_weather") < after.index("Paris") < after.index("It rains frogs.")
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_several_calls_of_one_message_are_all_in_the_prompt(name: str) -> None:
+    called = Message("assistant", "", tool_calls=(CALL, OTHER))
+    text = rendered(name, chat(USER, called, RESULT, OTHER_RESULT, tools=(WEATHER,)))
+    after = text.rpartition("How is Paris?")[2]
+    for word in ("Paris", "Oslo", "It rains frogs.", "It snows owls."):
+        assert after.count(word) == 1
+    assert after.index("Paris") < after.index("It rains frogs.") < after.index("It snows owls.")
+
+
+@pytest.mark.parametrize("name", [GEMMA, PHI])
+def test_calls_that_the_template_would_leave_out_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        rendered(name, chat(USER, Message("assistant", "", tool_calls=(CALL,)), RESULT))
+
+
+@pytest.mark.parametrize("name", [SMALL, NEMO])
+def test_ids_that_mistral_refuses_are_shortened_alike_in_call_and_result(name: str) -> None:
+    called = Message("assistant", "", tool_calls=(CALL, OTHER))
+    text = rendered(name, chat(USER, called, RESULT, OTHER_RESULT, tools=(WEATHER,)))
+    pattern = "[CALL_ID]" if name == SMALL else '"id": "'
+    short = text.split(pattern)[1][:9]
+    assert short.isalnum()
+    assert text.count(short) == 2
+    given = replace(CALL, id="abcdefgh9")
+    called = Message("assistant", "", tool_calls=(given,))
+    text = rendered(name, chat(USER, called, replace(RESULT, tool_call_id="abcdefgh9")))
+    assert text.count("abcdefgh9") == 2
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("calls", [(CALL,), (CALL, OTHER)], ids=["one", "two"])
+def test_a_call_as_the_template_writes_it_is_read_as_that_call(
+    name: str, calls: tuple[ToolCall, ...]
+) -> None:
+    if len(calls) == 2 and name in (LLAMA31, LLAMA32, OSS):
+        pytest.skip("this template writes one call a message")
+    asked = chat(USER, tools=(WEATHER, NOW), add_generation_prompt=False)
+    called = replace(asked, messages=(USER, Message("assistant", "", tool_calls=calls)))
+    prompt = replace(asked, add_generation_prompt=True)
+    adapter, tokenizer = model(name)
+    before, after = adapter.render(prompt, tokenizer), adapter.render(called, tokenizer)
+    common = next(
+        (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before)
+    )
+    answer = said(name, prompt, tokenizer.decode(after[common:]))
+    assert [(call.name, call.value) for call in answer.calls] == [
+        (call.name, json.loads(call.arguments)) for call in calls
+    ]
+    assert answer.content == ""
+    lengths = {len(call.id) for call in answer.calls}
+    assert lengths == ({9} if name in (SMALL, NEMO) else {29})
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> None:
+    text = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    begun = "<|channel|>final<|message|>" if name == OSS else ""
+    answer = said(name, chat(USER), begun + text)
+    assert (answer.content or answer.reasoning) == text
+    assert not answer.calls
+
+
+# ---------------------------------------------------------------------------------------------
+# Thinking
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        (QWEN3, {}, "<think>\nSo.\n</think>\n\nRain."),
+        (QWEN3, {"enable_thinking": True}, "<think>\nSo.\n</think>\n\nRain."),
+        (QWQ, {}, "So.\n</think>\n\nRain."),
+        (R1, {}, "So.\n</think>\n\nRain."),
+        (GLM, {}, "\n<think>So.\n</think>\nRain."),
+        (GRANITE, {"thinking": True}, "<think>So.\n</think><response>Rain.</response>"),
+        (
+            OSS,
+            {"reasoning_effort": "high"},
+            "<|channel|>analysis<|message|>So.\n<|end|><|start|>assistant<|channel|>final<|message|>Rain.",
+        ),
+    ],
+)
+def test_thinking_is_split_from_content(name: str, arguments: dict[str, object], text: str) -> None:
+    answer = said(name, chat(USER, template_args=arguments), text)
+    assert (answer.reasoning, answer.content) == ("So.\n", "Rain.")
+
+
+@pytest.mark.parametrize("name", [QWEN3, GLM])
+def test_thinking_can_be_switched_off(name: str) -> None:
+    conversation = chat(USER, template_args={"enable_thinking": False})
+    assert "</think>" in rendered(name, conversation)
+    answer = said(name, conversation, "Rain.")
+    assert (answer.reasoning, answer.content) == ("", "Rain.")
+
+
+def test_gpt_oss_is_told_how_hard_to_think() -> None:
+    conversation = chat(USER, template_args={"reasoning_effort": "high"})
+    assert "Reasoning: high" in rendered(OSS, conversation)
+
+
+def test_a_question_about_markers_does_not_begin_the_thinking() -> None:
+    answer = said(QWEN3, chat(Message("user", "What is <think>")), "A marker.")
+    assert (answer.reasoning, answer.content) == ("", "A marker.")
+
+
+def test_thinking_that_is_continued_goes_on() -> None:
+    begun = Message("assistant", "<think>Let me")
+    conversation = chat(USER, begun, continue_final_message=True)
+    answer = said(R1, conversation, " see.</think>Rain.")
+    assert (answer.reasoning, answer.content) == (" see.", "Rain.")
+
+
+@pytest.mark.parametrize("name", [QWEN3, GLM, OSS])
+def test_thinking_before_a_call_is_in_the_history(name: str) -> None:
+    called = Message("assistant", "", reasoning="Better ask.", tool_calls=(CALL,))
+    text = rendered(name, chat(USER, called, RESULT, tools=(WEATHER,)))
+    assert "Better ask." in text
+
+
+def test_gpt_oss_keeps_both_thinking_and_text_beside_a_call() -> None:
+    called = Message("assistant", "One moment.", reasoning="Better ask.", tool_calls=(CALL,))
+    text = rendered(OSS, chat(USER, called, RESULT, tools=(WEATHER,)))
+    assert "Better ask." in text
+    assert "One moment." in text
