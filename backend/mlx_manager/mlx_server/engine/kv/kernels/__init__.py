@@ -8,11 +8,12 @@ from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
+    Rotary,
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 
-__all__ = ["AttentionShape", "PagedKernels", "Splits", "Unsupported", "build"]
+__all__ = ["AttentionShape", "PagedKernels", "Rotary", "Splits", "Unsupported", "build"]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 

@@ -473,7 +473,6 @@ struct Attend {
     place.q_row = item[0];
     if (place.q_row < 0) return false;
     const int kv_head = blockIdx.x / BLOCKS, head0 = blockIdx.x % BLOCKS * HEADS;
-    const int last_tile = item[3];
     place.kv_head = kv_head;
     place.kv_heads = gridDim.x / BLOCKS;
     place.first_head = kv_head * GROUP + head0;
@@ -484,11 +483,13 @@ struct Attend {
 
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
-    first_tile = item[2];
-    count = (last_tile - first_tile - warp + WARPS - 1) / WARPS;
     end = pages.lengths[place.q_row];
     begin = WINDOW > 0 && end > WINDOW ? end - WINDOW : 0;
     stored = end;
+    // The last split is open: a plan outlives the steps that lengthen its queries.
+    const int last_tile = place.split == place.splits - 1 ? (end + kTile - 1) / kTile : item[3];
+    first_tile = item[2] > begin / kTile ? item[2] : begin / kTile;
+    count = (last_tile - first_tile - warp + WARPS - 1) / WARPS;
     k_head = pages.k_pool + kv_head * pages.slots * D;
     v_head = pages.v_pool + kv_head * pages.slots * D;
     pages_of_row = pages.table + (long)item[1] * pages.table_width;

@@ -158,12 +158,15 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
   const int heads = metal::min(HEADS, GROUP - head0);
   const device int* item = items + group.y * 8;
   const int q_row = item[0], table_row = item[1];
-  const int first_tile = item[2], last_tile = item[3], split = item[4], base = item[6];
+  const int split = item[4], splits = item[5], base = item[6];
   if (q_row < 0) return;
   const int kv_heads = int(groups.x) / BLOCKS;
   const long q_head = long(q_row) * kv_heads * GROUP + kv_head * GROUP + head0;
   const int length = lengths[q_row];
   const int begin = WINDOW > 0 ? metal::max(0, length - WINDOW) : 0;
+  // The last split is open: a plan outlives the steps that lengthen its queries.
+  const int last_tile = split == splits - 1 ? (length + kTile - 1) / kTile : item[3];
+  const int first_tile = metal::max(item[2], begin / kTile);
   const int set = simdgroup * TOKENS + lane / LANES;
   const int d0 = lane % LANES * DIMS;
 

@@ -26,8 +26,8 @@ MIN_TILES = 16
 """Tiles below which cutting a context further costs more in merging than it gains."""
 
 FIELDS = 8
-"""int32 columns of an item: query, table row, first tile, last tile (exclusive), number of this
-split, splits of the query, place of the query's first split in the list, unused."""
+"""int32 columns of an item: query, table row, first tile, last tile (exclusive; the last split's is
+open), number of this split, splits of the query, place of its first split in the list, unused."""
 
 ROOM = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Lengths that a list is padded to beyond one item a query; past the last, to its multiples."""
@@ -36,6 +36,10 @@ ROOM = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 7
 @dataclass(frozen=True, slots=True)
 class Splits:
     """The items of a step, for every layer with the same window.
+
+    The last split of a query takes whatever the query sees beyond it, and tiles that a window has
+    left behind are skipped, so a plan stays right while its queries grow; it is made anew when
+    rows come or go, and now and then to keep the work even.
 
     `items` is (work, FIELDS) int32; an item whose query is -1 is padding. `divided` says whether
     any context is cut, so that partial results need room.

@@ -34,6 +34,7 @@ class Case:
     features: Features = PLAIN
     lengths: tuple[int, ...] = (1, 16, 17, 0, 90, 300)
     divided: bool = True
+    grown: int = 0  # tokens that every query gained since the work was planned
     rotary: Rotary | None = None
 
     @property
@@ -54,7 +55,7 @@ class Case:
 
     def splits(self, problem: Problem, blocks: int) -> Splits:
         return plan(
-            problem.lengths,
+            np.maximum(problem.lengths - self.grown, 0),
             blocks_per_item=blocks,
             blocks_wanted=10_000 if self.divided else 1,
             window=self.features.window,
@@ -80,6 +81,8 @@ CASES = [
     Case("gemma-256", shape(4, 2, 256, BF16), Features(window=64, softcap=20.0)),
     Case("multi-query-16", shape(16, 1, 128, BF16)),
     Case("multi-query-20", shape(20, 1, 64, BF16), lengths=(40, 100)),
+    Case("grown", shape(8, 2, 64, BF16), lengths=(41, 60, 170, 400), grown=40),
+    Case("grown-window", shape(8, 2, 64, BF16), Features(window=90), (91, 170, 400), grown=90),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
 ]
 FUSED_CASES = [

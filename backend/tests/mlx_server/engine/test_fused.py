@@ -1,0 +1,188 @@
+"""The fused decoder against mlx-lm's modules, with portable arithmetic in place of the GPU's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_manager.mlx_server.engine import fused
+from mlx_manager.mlx_server.engine.fused import FusedDecoder
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits, Unsupported
+
+PAGE = 16
+
+
+class Portable:
+    """`PagedKernels` in MLX operations: what a kernel must do, the slow way."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
+        return Splits(items=mx.zeros((1, 8), mx.int32), divided=False)
+
+    def attend_fused(
+        self, qkv, rotation, norms, k_pool, v_pool, table, lengths, *,
+        rotary, scale, splits, window=None, softcap=None, sinks=None,
+    ):  # fmt: skip
+        of = self.shape
+        heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
+        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        if norms is not None:
+            q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
+            k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
+        q, k = turned(q, rotation, rotary), turned(k, rotation, rotary)
+        rows = []
+        for row, length in enumerate(lengths.tolist()):
+            if length == 0:
+                rows.append(mx.zeros_like(q[row]))
+                continue
+            places = np.arange(length)
+            slots = np.array(table)[row, places // PAGE] * PAGE + places % PAGE
+            k_pool[:, int(slots[-1])] = k[row]
+            v_pool[:, int(slots[-1])] = v[row]
+            seen = mx.array(slots[-window:] if window else slots)
+            out = mx.fast.scaled_dot_product_attention(
+                q[row][None, :, None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale
+            )
+            rows.append(out[0, :, 0])
+        return mx.stack(rows).reshape(qkv.shape[0], -1)
+
+
+def turned(x, rotation, rotary):
+    dims, turn = rotary.dims, rotation[:, None]
+    part = x[..., :dims].astype(mx.float32)
+    if rotary.traditional:
+        a, b, cosine, sine = part[..., ::2], part[..., 1::2], turn[..., ::2], turn[..., 1::2]
+    else:
+        a, b = mx.split(part, 2, axis=-1)
+        cosine, sine = mx.split(turn, 2, axis=-1)
+    pair = a * cosine - b * sine, a * sine + b * cosine
+    joined = (
+        mx.stack(pair, axis=-1).reshape(part.shape)
+        if rotary.traditional
+        else mx.concatenate(pair, axis=-1)
+    )
+    return mx.concatenate([joined.astype(x.dtype), x[..., dims:]], axis=-1)
+
+
+DIMENSIONS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+MODELS = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "traditional": ("llama", {"rope_traditional": True}),
+    "llama3-rope": ("llama", {"rope_scaling": LLAMA3}),
+    "yarn": ("llama", {"rope_scaling": YARN}),
+    "windows": (
+        "llama",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 24,
+        },
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),
+    "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
+}
+
+
+def make(family: str, changes: dict) -> nn.Module:
+    module = __import__(f"mlx_lm.models.{family}", fromlist=["Model"])
+    mx.random.seed(3)
+    config = {"model_type": family, **DIMENSIONS, **changes}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Norms and biases are born as ones and zeros, which would hide their being mixed up.
+    model.apply(lambda x: x + 0.3 * mx.random.normal(x.shape) if x.ndim == 1 else x * 2)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(params=MODELS, ids=list(MODELS))
+def model(request) -> nn.Module:
+    return make(*MODELS[request.param])
+
+
+def built(model: nn.Module) -> FusedDecoder:
+    decoder = FusedDecoder.build(model, PAGE, Portable)
+    assert isinstance(decoder, FusedDecoder), decoder
+    return decoder
+
+
+def test_fused_steps_give_the_modules_logits(model):
+    assert fused.check(built(model), model, PAGE) is None
+
+
+def test_quantised_projections_are_fused_too():
+    model = make("llama", {"attention_bias": True})
+    nn.quantize(model, group_size=32, bits=4)
+    assert fused.check(built(model), model, PAGE) is None
+
+
+def test_check_notices_what_a_name_would_hide():
+    model = make("llama", {})
+    decoder = built(model)
+    for block in model.model.layers:
+        block.self_attn.scale *= 1.5
+    assert "differ from the module's" in fused.check(decoder, model, PAGE)
+
+
+def test_the_module_keeps_working_and_nothing_exists_twice():
+    model = make("llama", {"hidden_size": 512, "intermediate_size": 1024})
+    tokens = mx.array([[5, 6, 7]])
+    before = model(tokens, cache=make_prompt_cache(model))
+    mx.eval(before)
+    mx.clear_cache()
+    used = mx.get_active_memory()
+    decoder = built(model)
+    mx.clear_cache()
+    weights = sum(a.nbytes for _, a in nn.utils.tree_flatten(model.parameters()))
+    assert mx.get_active_memory() - used < 0.02 * weights
+    after = model(tokens, cache=make_prompt_cache(model))
+    np.testing.assert_allclose(np.array(before), np.array(after), rtol=1e-5, atol=1e-5)
+    assert isinstance(decoder, FusedDecoder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}, "a body of other parts"),
+        ("olmo2", {"head_dim": 16}, "a block of other parts"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "DynamicNTK"),
+        ("llama", {"num_attention_heads": 8}, "rotation of 8 elements"),
+    ],
+)
+def test_other_modules_are_declined_with_the_difference(family, changes, reason):
+    declined = FusedDecoder.build(make(family, changes), PAGE, Portable)
+    assert isinstance(declined, Unsupported)
+    assert reason in declined.reason
+
+
+def test_a_device_without_kernels_is_the_reason():
+    declined = FusedDecoder.build(make("llama", {}), PAGE, lambda _: Unsupported("no GPU here"))
+    assert declined == Unsupported("the module is no common decoder: no GPU here")

@@ -1,0 +1,209 @@
+"""Decode steps of random-weight Llama shapes through the fused decoder and the CUDA kernels.
+
+    PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b]
+
+A step's tokens are read by the host while the next step runs, as a server does it. The bytes that a
+step must read (weights once, keys and values once) over a device-to-device copy's bandwidth give
+the floor that the last column is a part of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from mlx_manager.mlx_server.engine import fused
+from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+
+PAGE = 16
+SHAPES = {
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+LOADS = {
+    "1 x 128": [128],
+    "8 x 128": [128] * 8,
+    "32 x 128": [128] * 32,
+    "64 x 128": [128] * 64,
+    "128 x 128": [128] * 128,
+    "32 x 4096": [4096] * 32,
+    "8192 + 31 x 64": [8192] + [64] * 31,
+    "1 x 8192": [8192],
+}
+STEPS, WARM = 64, 12
+REPLAN = 16
+COPY_BANDWIDTH = 4.3e12
+
+
+def make(name: str) -> llama.Model:
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        rms_norm_eps=1e-5,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        **SHAPES[name],
+    )
+    mx.random.seed(0)
+    model = llama.Model(arguments)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with random pages and room to grow by STEPS tokens."""
+
+    lengths: np.ndarray
+    table: mx.array
+    pools: list[tuple[mx.array, mx.array]]
+
+    @staticmethod
+    def random(name: str, lengths: Sequence[int]) -> Batch:
+        counts = [-(-(n + STEPS + 2) // PAGE) for n in lengths]
+        order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+        table = np.zeros((len(lengths), max(counts)), np.int32)
+        for row, pages in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+            table[row, : len(pages)] = pages
+        of = SHAPES[name]
+        size = (of["num_key_value_heads"], sum(counts) * PAGE, of["head_dim"])
+        pools = []
+        for _ in range(of["num_hidden_layers"]):
+            pair = [(mx.random.normal(size) * 0.3).astype(mx.bfloat16) for _ in range(2)]
+            mx.eval(pair)
+            pools.append((pair[0], pair[1]))
+        on_device = mx.array(table) * 1
+        mx.eval(on_device)
+        return Batch(np.asarray(lengths), on_device, pools)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a step: in all, and of the host's making and queueing it."""
+
+    step: float
+    host: float
+    extra_bytes: int
+
+
+Advance = Callable[[mx.array, mx.array, Step], tuple[mx.array, mx.array]]
+
+
+def advance(decoder: FusedDecoder, compiled: bool) -> Advance:
+    def plain(tokens: mx.array, lengths: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        logits = decoder.run(Step(tokens, lengths, step.table, step.pools, step.splits))
+        return logits.argmax(-1).astype(mx.int32), lengths + 1
+
+    if not compiled:
+        return plain
+    made: dict[bool, Callable[..., tuple[mx.array, mx.array]]] = {}
+
+    def run(tokens: mx.array, lengths: mx.array, step: Step) -> tuple[mx.array, mx.array]:
+        splits = step.splits[None]
+        if splits.divided not in made:
+            divided = splits.divided
+
+            def body(tokens, lengths, table, items, pools):  # type: ignore[no-untyped-def]
+                cut = {None: type(splits)(items, divided)}
+                return plain(tokens, lengths, Step(tokens, lengths, table, pools, cut))
+
+            made[divided] = mx.compile(body)
+        return made[splits.divided](tokens, lengths, step.table, splits.items, step.pools)
+
+    return run
+
+
+def time_steps(decoder: FusedDecoder, batch: Batch, compiled: bool) -> Timing:
+    rows = len(batch.lengths)
+    tokens = mx.full((rows,), 5, mx.int32)
+    lengths = mx.array((batch.lengths + 1).astype(np.int32)) * 1
+    mx.eval(tokens, lengths)
+    run = advance(decoder, compiled)
+    step = Step(tokens, lengths, batch.table, batch.pools, decoder.plan(batch.lengths + 1))
+    mx.eval(decoder.run(step))
+    mx.reset_peak_memory()
+    used = mx.get_active_memory()
+    host = 0.0
+    start = time.perf_counter()
+    for i in range(STEPS):
+        if i == WARM:
+            mx.eval(tokens)
+            start, host = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        if i % REPLAN == 0:
+            splits = decoder.plan(batch.lengths + 1 + i)
+            step = Step(tokens, lengths, batch.table, batch.pools, splits)
+        following, lengths = run(tokens, lengths, step)
+        mx.async_eval(following, lengths)
+        host += time.perf_counter() - began
+        tokens.tolist()
+        tokens = following
+    mx.eval(tokens)
+    taken = time.perf_counter() - start
+    count = STEPS - WARM
+    return Timing(taken / count, host / count, mx.get_peak_memory() - used)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", default=["1b", "8b"])
+    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    options = parser.parse_args()
+    info = mx.device_info()
+    print(info["device_name"], info["architecture"], "mlx", mx.__version__)
+    for name in options.shapes:
+        model = make(name)
+        decoder = FusedDecoder.build(model, PAGE)
+        mx.clear_cache()
+        if not isinstance(decoder, FusedDecoder):
+            raise SystemExit(decoder.reason)
+        wrong = fused.check(decoder, model, PAGE)
+        print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)
+        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        for load in options.loads:
+            lengths = LOADS[load]
+            batch = Batch.random(name, lengths)
+            of = SHAPES[name]
+            token_bytes = 4 * of["num_key_value_heads"] * of["head_dim"] * of["num_hidden_layers"]
+            floor = (weights + sum(lengths) * token_bytes) / COPY_BANDWIDTH
+            for compiled in (False, True):
+                timing = time_steps(decoder, batch, compiled)
+                print(
+                    f"{name} {load:15} {'compiled' if compiled else 'plain   '} "
+                    f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
+                    f"host {timing.host * 1e3:6.3f} ms "
+                    f"extra {timing.extra_bytes / 2**30:5.2f} GiB floor {floor / timing.step:6.1%}",
+                    flush=True,
+                )
+            del batch
+            mx.clear_cache()
+        del model, decoder
+        mx.clear_cache()
+
+
+if __name__ == "__main__":
+    main()
