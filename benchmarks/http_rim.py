@@ -79,6 +79,9 @@ class StandInPool:
     backend: StandInEngine
     id: str = DEMO_MODEL
 
+    def resolve(self, model_id: str | None) -> str:
+        return self.id
+
     @asynccontextmanager
     async def lease(self, model_id: str) -> AsyncIterator[StandInPool]:
         yield self

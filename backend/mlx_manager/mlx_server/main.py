@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import documentation, errors, health
+from mlx_manager.mlx_server.api import debug, documentation, errors, health
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -30,7 +30,9 @@ from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, Complet
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.pool import ModelPoolManager  # type: ignore[import-untyped]
+    from mlx_manager.mlx_server.models.loading import LoadedModel
+    from mlx_manager.mlx_server.models.pool import ModelPoolManager
+    from mlx_manager.mlx_server.utils.memory import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.state.server = server
     errors.install(app)
     app.include_router(health.router)
+    app.include_router(debug.router)
     app.include_router(v1_router)
     documentation.describe(app, [ChatCompletionRequest, CompletionRequest])
     if server.settings.logfire_enabled:
@@ -121,9 +124,20 @@ async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
 
 def make_pool(settings: MLXServerSettings, thread: MLXThread) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
+    from mlx_manager.mlx_server.backends.text import TextBackend
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
-    return ModelPoolManager(settings.pool, settings.catalog, settings.engine, thread)
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
+        return TextBackend(loaded, thread, settings.engine, ledger)
+
+    return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend)
+
+
+def make_script_pool() -> ModelPoolManager:
+    """A pool for scripts without a server, by the environment's settings; it lasts as they do."""
+    thread = MLXThread()
+    thread.start()
+    return make_pool(MLXServerSettings(), thread)
 
 
 def __getattr__(name: str) -> FastAPI:
@@ -170,6 +184,9 @@ def run(settings: MLXServerSettings | None = None) -> None:
             ready = runner.run(listen(settings))
     except MLXManagerError as error:
         sys.exit(f"mlx-manager: {error.message}")
+    except KeyboardInterrupt:
+        # uvicorn hands on the signal that it ended for, after everything has been closed.
+        return
     if not ready:
         sys.exit(1)
 
@@ -203,7 +220,8 @@ async def announce(server: Server, listener: Listener) -> None:
     """Say where the server is once it is ready, or stop it if it can't be."""
     await server.started.wait()
     if server.failure is None:
-        print(greeting(await listener.url, [server.settings.model]))
+        models = [model.id for model in await server.pool.models()]
+        print(greeting(await listener.url, models), flush=True)
     else:
         print(f"{server.settings.model}: {server.failure.message}", file=sys.stderr)
         listener.should_exit = True

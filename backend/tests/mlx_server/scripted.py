@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_manager.mlx_server.core import (
     Event,
@@ -16,6 +17,7 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
+from mlx_manager.mlx_server.models.pool import ModelStatus
 
 Step = list[Event] | MLXManagerError | Exception | asyncio.Event
 Script = Callable[[GenerationRequest], Iterable[Step]]
@@ -82,7 +84,19 @@ class ScriptedPool:
 
     backend: ScriptedBackend
     loading: asyncio.Event | None = None
+    default: str = MODEL
     leases: int = 0
+
+    def resolve(self, model_id: str | None) -> str:
+        return model_id or self.default
+
+    async def models(self) -> list[ModelStatus]:
+        state = "loading" if self.loading is not None and not self.loading.is_set() else "loaded"
+        return [ModelStatus(MODEL, state, "embedded", "llama", "llama", 8192, 1000)]
+
+    def figures(self) -> dict[str, Any]:
+        engine = {"running": self.backend.running, "waiting": 0}
+        return {"ledger": {"limit": 1}, "mlx": {"active": 1}, "engines": {MODEL: engine}}
 
     @asynccontextmanager
     async def lease(self, model_id: str) -> AsyncIterator[ScriptedLease]:

@@ -23,7 +23,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, MLXManagerError
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    MLXManagerError,
+    ServerNotReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +57,8 @@ def install(app: FastAPI) -> None:
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, MLXManagerError)
-    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    # Whoever polls a server that starts is no news.
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, ServerNotReady):
         log.warning("%s %s: %s", request.method, request.url.path, error.message)
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return JSONResponse(error_body(error), error.status, headers)

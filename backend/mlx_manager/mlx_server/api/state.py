@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from fastapi import Request
 
@@ -17,6 +18,7 @@ class Server:
 
     def __init__(self, settings: MLXServerSettings) -> None:
         self.settings = settings
+        self.created = int(time.time())
         self.tracer: Tracer = Untraced()
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
-
-import mlx.core as mx
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -38,6 +36,9 @@ from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.memory import Ledger
 
+SHRINKAGE = 2
+"""How much shorter a tokenizer's normaliser might make a text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -58,6 +59,8 @@ class TextBackend:
         self._texts = TokenTexts(loaded.tokenizer)
         self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
         self._vocabulary = len(loaded.tokenizer)
+        longest = max(map(len, loaded.tokenizer.get_vocab()))
+        self._most_characters = SHRINKAGE * longest * loaded.context_length
         self._engine = TextEngine(
             loaded.id, choose(loaded.model, limits.page_size), limits, ledger, looks_ahead=False
         )
@@ -67,7 +70,6 @@ class TextBackend:
         """End every stream and free the pages. On the MLX thread."""
         self._thread.detach(self._engine)
         self._engine.close()
-        mx.clear_cache()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -101,6 +103,9 @@ class TextBackend:
 
     def _prepare(self, request: GenerationRequest) -> Prepared:
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
+        self._check_size(request)
+        self._check_ids([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        self._check_ids(request.stop.token_ids, "stop_token_ids")
         match request.prompt:
             case Conversation() as conversation:
                 ids = adapter.render(conversation, tokenizer)
@@ -109,16 +114,36 @@ class TextBackend:
                 ids, output = adapter.encode_text(text, tokenizer), PLAIN
             case Tokens(given):
                 ids, output = list(given), PLAIN
-                if any(not 0 <= token < self._vocabulary for token in ids):
-                    raise InvalidParameter(
-                        f"Token ids must be between 0 and {self._vocabulary - 1}.", param="prompt"
-                    )
+                self._check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param="prompt"
             )
         self._check_length(request, len(ids))
         return Prepared(ids, output)
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        """An id that the model lacks would be read or written out of an array's bounds."""
+        if any(not 0 <= token < self._vocabulary for token in ids):
+            raise InvalidParameter(
+                f"`{param}`: token ids must be between 0 and {self._vocabulary - 1}.", param=param
+            )
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        """Refuse at once what no tokenizer could fit in: 10 MB take it ten seconds to find out."""
+        match request.prompt:
+            case Conversation(messages):
+                characters = sum(len(message.content) for message in messages)
+            case Text(text):
+                characters = len(text)
+            case Tokens(ids):
+                characters = len(ids)
+        if characters > self._most_characters:
+            raise ContextLengthExceeded(
+                f"The prompt has {characters} characters, which can't fit in this model's context "
+                f"of {self._loaded.context_length} tokens.",
+                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
+            )
 
     def _check_length(self, request: GenerationRequest, length: int) -> None:
         context = self._loaded.context_length

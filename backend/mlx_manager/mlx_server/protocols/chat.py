@@ -64,7 +64,7 @@ RESERVED_TEMPLATE_ARGS = frozenset(
 # ---------------------------------------------------------------------------------------------
 
 
-def head(body: ChatCompletionRequest, default_model: str) -> Head:
+def head(body: ChatCompletionRequest, model: str) -> Head:
     """
     Raises:
         InvalidParameter: `stream_options` without `stream`.
@@ -72,7 +72,7 @@ def head(body: ChatCompletionRequest, default_model: str) -> Head:
     n = body.n or 1
     return Head(
         id=new_id("chatcmpl"),
-        model=body.model or default_model,
+        model=model,
         n=n,
         rows=n,
         include_usage=includes_usage(body),

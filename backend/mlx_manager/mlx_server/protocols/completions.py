@@ -44,7 +44,7 @@ _REASONS: dict[FinishReason, FinishReason] = {
 # ---------------------------------------------------------------------------------------------
 
 
-def head(body: CompletionRequest, default_model: str) -> Head:
+def head(body: CompletionRequest, model: str) -> Head:
     """
     Raises:
         InvalidParameter: too many prompts, or `stream_options` without `stream`.
@@ -58,7 +58,7 @@ def head(body: CompletionRequest, default_model: str) -> Head:
         )
     return Head(
         id=new_id("cmpl"),
-        model=body.model or default_model,
+        model=model,
         n=n,
         rows=rows,
         include_usage=includes_usage(body),

@@ -408,14 +408,32 @@ class ErrorBody(Wire):
     error: ErrorDetail
 
 
+class ModelWeights(Wire):
+    """The form of the weights in memory, and why it was chosen. `dtype`: of the activations."""
+
+    name: str
+    dtype: str
+    reason: str
+
+
 class ModelCard(Wire):
-    """A model on offer. What is beyond OpenAI's four fields says how it is served."""
+    """A model on offer. What is beyond OpenAI's four fields says how it is served.
+
+    origin: where it was found. bytes: of its weights, measured once it is loaded.
+    weights, engine: of a loaded model only; `engine` counts its rows and KV pages.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    state: Literal["available", "loading", "loaded"]
+    state: Literal["loadable", "loading", "loaded"]
+    origin: str
+    family: str
+    context_length: int
+    bytes: int
+    weights: ModelWeights | None = None
+    engine: dict[str, Any] | None = None
 
 
 class ModelList(Wire):

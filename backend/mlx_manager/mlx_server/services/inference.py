@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 
-from mlx_manager.mlx_server.config import DEMO_MODEL
 from mlx_manager.mlx_server.core import Backend, Event, GenerationRequest, Progress
 from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.pool import ModelStatus
 
 
 class Lease(Protocol):
@@ -31,7 +33,19 @@ class Lease(Protocol):
 
 
 class ModelPool(Protocol):
-    """What hands out models."""
+    """What hands out models; `models.pool.ModelPoolManager` is one."""
+
+    def resolve(self, model_id: str | None) -> str:
+        """The id that a request's `model` means; the default model's if it names none."""
+        ...
+
+    async def models(self) -> Sequence[ModelStatus]:
+        """What a request may name."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """`ledger` and `mlx` in bytes, and the figures of each loaded model's engine."""
+        ...
 
     def lease(self, model_id: str) -> AbstractAsyncContextManager[Lease]:
         """Load the model unless it is loaded, and keep it for the length of the context.
@@ -162,8 +176,9 @@ async def generate_chat_completion(
         if isinstance(model_id, ChatCompletionRequest)
         else ChatCompletionRequest.model_validate(fields)
     )
-    head = chat.head(body, DEMO_MODEL)
-    progress = Inference(pool or _shared_pool()).generate(chat.requests(body, head))
+    pool = pool or _shared_pool()
+    head = chat.head(body, pool.resolve(body.model))
+    progress = Inference(pool).generate(chat.requests(body, head))
     if body.stream:
         return _chunks(progress, chat.ChatStream(head))
     return (await collect(progress, chat.ChatAnswer(head))).model_dump(exclude_unset=True)
@@ -183,8 +198,9 @@ async def generate_completion(
         if isinstance(model_id, CompletionRequest)
         else CompletionRequest.model_validate(fields)
     )
-    head = completions.head(body, DEMO_MODEL)
-    progress = Inference(pool or _shared_pool()).generate(completions.requests(body, head))
+    pool = pool or _shared_pool()
+    head = completions.head(body, pool.resolve(body.model))
+    progress = Inference(pool).generate(completions.requests(body, head))
     if body.stream:
         return _chunks(progress, completions.CompletionStream(head))
     answer = completions.CompletionAnswer(head)
@@ -203,6 +219,6 @@ async def _chunks(
 
 
 def _shared_pool() -> ModelPool:
-    from mlx_manager.mlx_server.models.pool import get_model_pool  # type: ignore[import-untyped]
+    from mlx_manager.mlx_server.models.pool import get_model_pool
 
-    return get_model_pool()  # type: ignore[no-any-return]
+    return get_model_pool()

@@ -22,7 +22,9 @@ async def serve(
     **settings: object,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an application whose model plays `script`."""
-    app = create_app(MLXServerSettings(**settings), pool or ScriptedPool(ScriptedBackend(script)))
+    parsed = MLXServerSettings(**settings)
+    pool = pool or ScriptedPool(ScriptedBackend(script), default=parsed.model)
+    app = create_app(parsed, pool)
     async with app.router.lifespan_context(app):
         if started:
             await app.state.server.started.wait()

@@ -50,11 +50,6 @@ def conversation(*messages: dict[str, Any], **fields: Any) -> Conversation:
 # Body → requests
 
 
-def test_the_default_model_answers_when_none_is_named():
-    assert ask()[0].model == DEMO
-    assert ask(model="mine")[0].model == "mine"
-
-
 def test_n_answers_are_n_rows_of_the_same_prompt():
     rows = ask(n=3, seed=1)
     assert len(rows) == 3

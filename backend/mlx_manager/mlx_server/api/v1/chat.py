@@ -27,6 +27,6 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
     server = server_of(request)
     body = await read(request, ChatCompletionRequest, server.settings.api)
-    head = chat.head(body, server.settings.model)
+    head = chat.head(body, server.pool.resolve(body.model))
     progress = server.inference.generate(chat.requests(body, head))
     return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))

@@ -27,7 +27,7 @@ async def completion(request: Request) -> Response:
     """Continue one or several texts, whole or as server-sent events."""
     server = server_of(request)
     body = await read(request, CompletionRequest, server.settings.api)
-    head = completions.head(body, server.settings.model)
+    head = completions.head(body, server.pool.resolve(body.model))
     progress = server.inference.generate(completions.requests(body, head))
     return await respond(
         request,

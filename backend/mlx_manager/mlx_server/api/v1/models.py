@@ -1,0 +1,57 @@
+"""`GET /v1/models`: what a request may name, loaded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.errors import ModelNotFound
+from mlx_manager.mlx_server.schemas.openai import ModelCard, ModelList, ModelWeights
+from mlx_manager.mlx_server.services.inference import ModelPool
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.pool import ModelStatus
+
+router = APIRouter()
+
+
+@router.get("/models", response_model_exclude_none=True)
+async def list_models(request: Request) -> ModelList:
+    """Every model on offer, the default one first. Answers while a model loads."""
+    server = server_of(request)
+    return ModelList(data=await cards(server.pool, server.created))
+
+
+@router.get("/models/{model_id:path}", response_model_exclude_none=True)
+async def retrieve_model(request: Request, model_id: str) -> ModelCard:
+    """One of them."""
+    server = server_of(request)
+    for card in await cards(server.pool, server.created):
+        if card.id == model_id:
+            return card
+    raise ModelNotFound(f"There is no model {model_id!r} here.", param="model")
+
+
+async def cards(pool: ModelPool, created: int) -> list[ModelCard]:
+    engines = pool.figures()["engines"]
+    return [card(status, engines, created) for status in await pool.models()]
+
+
+def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: int) -> ModelCard:
+    owner, slash, _ = status.id.partition("/")
+    return ModelCard(
+        id=status.id,
+        created=created,
+        owned_by=owner if owner and slash else "local",
+        state=status.state,
+        origin=status.origin,
+        family=status.family,
+        context_length=status.context_length,
+        bytes=status.nbytes,
+        weights=None if status.weights is None else ModelWeights(**asdict(status.weights)),
+        engine=engines.get(status.id),
+    )

@@ -1,0 +1,57 @@
+"""A real server in a process of its own, started the way the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PROGRAM = Path(sys.executable).parent / "mlx-manager"
+READY = re.compile(r"is ready: (http://\S+)/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    url: str
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+    def log(self) -> str:
+        self.errors.flush()
+        return Path(self.errors.name).read_text()
+
+
+@contextmanager
+def live_server(errors: Path, **settings: object) -> Iterator[LiveServer]:
+    """`mlx-manager serve` on a free port, interrupted at the end; it must then end by itself."""
+    own = {f"MLX_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"} | own
+    with errors.open("w") as log:
+        process = subprocess.Popen(
+            [str(PROGRAM), "serve", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if found := READY.search(line):
+                    break
+            else:
+                raise AssertionError(f"the server did not start:\n{errors.read_text()}")
+            yield LiveServer(found[1], process, log)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                process.kill()

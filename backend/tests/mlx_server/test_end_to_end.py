@@ -1,0 +1,305 @@
+"""The server as its users meet it: a process started with the README's command, and OpenAI's SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from live import LiveServer, live_server
+from openai_spec import check
+
+MODEL = "mlx-manager/demo"
+QUESTIONS = [
+    "How do I start the server?",
+    "How do I stop it?",
+    "What is 17 + 25?",
+    "Hello!",
+    "How do I load a model?",
+    "How can I list the models?",
+    "How do I stream an answer?",
+    "How do I change the port?",
+    "My name is Ada. What is my name?",
+    "What is MLX?",
+    "Who are you?",
+    "How do I see the settings?",
+    "What is 3 + 4?",
+    "Write a JSON object with a name.",
+    "How do I stop streaming?",
+    "Thank you!",
+]
+LONG = "Say something about everything. " * 300
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with live_server(log) as running:
+        yield running
+    text = log.read_text()
+    assert "Traceback" not in text, text
+    assert "Task was destroyed" not in text, text
+    assert running.process.returncode == 0
+
+
+@pytest.fixture
+def sdk(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(server: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        yield client
+
+
+def says(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(question: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": says(question), "temperature": 0, "max_tokens": 40} | fields
+
+
+# The official SDK
+
+
+def test_sdk_chats(sdk: openai.OpenAI):
+    answer = sdk.chat.completions.create(model=MODEL, messages=says("Hello!"), temperature=0)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    check("CreateChatCompletionResponse", answer.model_dump(exclude_unset=True))
+
+
+def test_sdk_streams_the_same_text_as_it_gets_whole(sdk: openai.OpenAI):
+    for question in QUESTIONS[:4]:
+        asked: dict[str, Any] = {"model": MODEL, "messages": says(question), "temperature": 0}
+        whole = sdk.chat.completions.create(**asked)
+        chunks = list(
+            sdk.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        for chunk in chunks:
+            check("CreateChatCompletionStreamResponse", chunk.model_dump(exclude_unset=True))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].usage is not None
+        assert whole.usage is not None
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+        assert told == whole.choices[0].message.content
+
+
+def test_sdk_completes_texts_and_token_ids(sdk: openai.OpenAI):
+    answer = sdk.completions.create(
+        model=MODEL, prompt=["Hello", "How do I"], max_tokens=5, temperature=0, n=2, echo=True
+    )
+    check("CreateCompletionResponse", answer.model_dump(exclude_unset=True))
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Hello")
+    assert texts[2].startswith("How do I")
+    ids = sdk.completions.create(model=MODEL, prompt=[[5, 6, 7], [8]], max_tokens=3)
+    assert [choice.index for choice in ids.choices] == [0, 1]
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 4
+    streamed = sdk.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=5, temperature=0, stream=True
+    )
+    assert "Hello" + "".join(chunk.choices[0].text for chunk in streamed) == texts[0]
+
+
+def test_sdk_lists_and_finds_models(sdk: openai.OpenAI):
+    models = sdk.models.list().data
+    assert MODEL in [model.id for model in models]
+    check("Model", sdk.models.retrieve(MODEL).model_dump())
+
+
+def test_a_length_is_told_from_a_stop(sdk: openai.OpenAI):
+    cut = sdk.chat.completions.create(
+        model=MODEL, messages=says("How do I start the server?"), max_tokens=2
+    )
+    assert cut.choices[0].finish_reason == "length"
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens == 2
+
+
+def test_a_stop_string_ends_the_answer_before_it(sdk: openai.OpenAI):
+    asked: dict[str, Any] = {"model": MODEL, "messages": says(QUESTIONS[0]), "temperature": 0}
+    text = sdk.chat.completions.create(**asked).choices[0].message.content
+    assert text is not None
+    stop = text[5:12]
+    cut = sdk.chat.completions.create(**asked, stop=[stop]).choices[0]
+    assert cut.message.content == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_the_same_seed_gives_the_same_answer(sdk: openai.OpenAI):
+    asked: dict[str, Any] = {"model": MODEL, "messages": says("Hello!"), "temperature": 1.5}
+    first, again = (
+        sdk.chat.completions.create(**asked, seed=7, max_tokens=20).choices[0].message.content
+        for _ in range(2)
+    )
+    several = sdk.chat.completions.create(**asked, seed=7, max_tokens=20, n=3)
+    assert first == again == several.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError),
+        ({"temperature": 5.0}, openai.UnprocessableEntityError),
+        ({"logprobs": True}, openai.UnprocessableEntityError),
+        ({"messages": says("word " * 20_000)}, openai.BadRequestError),
+        ({"messages": []}, openai.UnprocessableEntityError),
+        ({"logit_bias": {"99999999": 1}}, openai.UnprocessableEntityError),
+        ({"stop_token_ids": [99999999]}, openai.UnprocessableEntityError),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_the_sdks_own(
+    sdk: openai.OpenAI, fields: dict[str, Any], error: type[Exception], stream: bool
+):
+    asked: dict[str, Any] = {"model": MODEL, "messages": says("hi")} | fields
+    extra = {name: asked.pop(name) for name in list(asked) if name == "stop_token_ids"}
+    with pytest.raises(error) as caught:
+        sdk.chat.completions.create(**asked, stream=stream, extra_body=extra)
+    assert isinstance(caught.value, openai.APIStatusError)
+    check("ErrorResponse", {"error": caught.value.body})
+
+
+# Many at once
+
+
+async def ask(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    check("CreateChatCompletionResponse", answer)
+    return answer
+
+
+async def test_each_of_sixteen_gets_exactly_what_it_gets_alone(http: httpx.AsyncClient):
+    alone = [await ask(http, **greedy(question)) for question in QUESTIONS]
+    together = await asyncio.gather(*[ask(http, **greedy(question)) for question in QUESTIONS])
+    for single, shared in zip(alone, together, strict=True):
+        assert shared["choices"] == single["choices"]
+
+
+async def test_two_hundred_connections_are_all_answered(http: httpx.AsyncClient):
+    answers = await asyncio.gather(
+        *[ask(http, **greedy(QUESTIONS[i % 16], max_tokens=4)) for i in range(200)]
+    )
+    assert len(answers) == 200
+    assert {answer["usage"]["completion_tokens"] for answer in answers} <= {1, 2, 3, 4}
+
+
+# Those who go
+
+
+async def hang_up(server: LiveServer, body: dict[str, Any], after: bytes) -> None:
+    """Send a request, read until `after` has come, and cut the connection."""
+    url = httpx.URL(server.url)
+    assert url.port is not None
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + data)
+    await writer.drain()
+    if after:
+        await reader.readuntil(after)
+    writer.transport.abort()
+
+
+async def until(condition: Callable[[dict[str, Any]], bool], http: httpx.AsyncClient) -> None:
+    """Ask for the model's state until it fits, for half a minute at most."""
+    deadline = time.monotonic() + 30
+    while not condition(card := (await http.get(f"/v1/models/{MODEL}")).json()):
+        assert time.monotonic() < deadline, card
+        await asyncio.sleep(0.02)
+
+
+def idle(card: dict[str, Any]) -> bool:
+    engine = card["engine"]
+    busy = engine["running"], engine["prefilling"], engine["waiting"], engine["pages_held"]
+    return busy == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_fifty_who_hang_up_leave_nothing_behind(
+    server: LiveServer, http: httpx.AsyncClient, stream: bool
+):
+    await until(idle, http)
+    endless = greedy("Hello!", stream=stream, max_tokens=5000, ignore_eos=True)
+    long = endless | {"messages": says(LONG)}
+    after = b"data: " if stream else b""
+    async with asyncio.TaskGroup() as group:
+        for number in range(50):
+            group.create_task(
+                hang_up(server, endless, after) if number % 2 else hang_up(server, long, b"")
+            )
+    await until(idle, http)
+    answer = await ask(http, **greedy("Hello!"))
+    assert answer["choices"][0]["message"]["content"]
+
+
+# Bodies that are broken
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"hello", 400),
+        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
+        (b"[]", 400),
+        (b'{"prompt": ""}', 422),
+        (b'{"prompt": []}', 422),
+        (b'{"prompt": "' + b"x" * 40_000_000 + b'"}', 413),
+        (b'{"prompt": "' + b"x " * 5_000_000 + b'"}', 400),
+    ],
+    ids=["empty", "cut", "text", "not utf-8", "list", "no text", "no prompts", "40 MB", "10 MB"],
+)
+async def test_a_broken_body_is_answered_clearly(http: httpx.AsyncClient, body: bytes, status: int):
+    headers = {"content-type": "application/json"}
+    response = await http.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == status, response.text
+    check("ErrorResponse", response.json())
+    assert len(response.content) < 1000
+
+
+async def test_an_unknown_field_is_named_in_a_header(http: httpx.AsyncClient):
+    response = await http.post("/v1/chat/completions", json=greedy("Hello!", top_a=0.1))
+    assert response.status_code == 200
+    assert response.headers["x-unknown-fields"] == "top_a"
+
+
+# A server that has enough
+
+
+async def test_beyond_the_limit_of_waiting_requests_there_is_429(tmp_path: Path):
+    with live_server(tmp_path / "log.txt", max_rows=1, max_waiting=2) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
+            body = greedy("Hello!", max_tokens=200, ignore_eos=True)
+            responses = await asyncio.gather(
+                *[http.post("/v1/chat/completions", json=body) for _ in range(12)]
+            )
+            statuses = [response.status_code for response in responses]
+            assert set(statuses) == {200, 429}
+            refused = [response for response in responses if response.status_code == 429]
+            assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+            assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
+            after = await http.post("/v1/chat/completions", json=greedy("Hello!"))
+            assert after.status_code == 200
