@@ -191,6 +191,8 @@ class Markup:
             self._trim = False
         if progress.text:
             self._fresh = False
+            if self._region == "header":
+                self._region = "content"
             self._emit(progress.text)
         if progress.rest is None:
             return ""

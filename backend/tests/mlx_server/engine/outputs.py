@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.formats import OutputFormat
 from mlx_manager.mlx_server.models.adapters import tool_syntax
-from mlx_manager.mlx_server.models.adapters.families import HARMONY_HEADER, HARMONY_ENDS
+from mlx_manager.mlx_server.models.adapters.families import HARMONY_ENDS, HARMONY_HEADER
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax
 
 

@@ -6,11 +6,14 @@ tokenizer and template are in order. The families override what they do otherwis
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 from mlx_manager.mlx_server.core import Conversation
-from mlx_manager.mlx_server.errors import InvalidRequest
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
 from mlx_manager.mlx_server.formats import (
     PLAIN,
     OutputFormat,
@@ -38,6 +41,10 @@ from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, synta
 Tokenizer = Any
 """mlx-lm's `TokenizerWrapper`, or anything that has the methods used."""
 
+_RENDERER_OPTIONS = (
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() | {"messages"}
+) - {"documents", "kwargs"}
+
 
 class ModelAdapter(Protocol):
     """How one loaded model wants its prompts and writes its answers."""
@@ -64,6 +71,7 @@ class ModelAdapter(Protocol):
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the conversation.
+            InvalidParameter: an argument of the template has a name that it can't have.
         """
         ...
 
@@ -143,7 +151,7 @@ class DefaultAdapter:
     def _render(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
-        options = dict(conversation.template_args) | self._tool_options(conversation)
+        options = _template_args(conversation) | self._tool_options(conversation)
         if conversation.continue_final_message:
             options["continue_final_message"] = True
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
@@ -215,6 +223,19 @@ class DefaultAdapter:
         """Texts in an answer that are neither content nor the beginning of anything else."""
         marks: Sequence[str] = tokenizer.structural_markers
         return marks
+
+
+def _template_args(conversation: Conversation) -> dict[str, Any]:
+    """Variables for the template. A name that the renderer itself knows would do something else,
+    such as render another template, which the owner of the server has not chosen.
+    """
+    taken = sorted(_RENDERER_OPTIONS & conversation.template_args.keys())
+    if taken:
+        raise InvalidParameter(
+            f"chat_template_kwargs can't hold {', '.join(taken)}: no template's variable.",
+            param="chat_template_kwargs",
+        )
+    return dict(conversation.template_args)
 
 
 def _offers(conversation: Conversation) -> bool:

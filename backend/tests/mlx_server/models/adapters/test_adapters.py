@@ -6,18 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine.outputs import OFFERED, of_mlx, parse
+from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
 
-from mlx_manager.mlx_server.core import Conversation, Message
-from mlx_manager.mlx_server.errors import InvalidRequest
-from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
+from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters import (
     DefaultAdapter,
     LlamaAdapter,
     detect_model_family,
     get_adapter,
 )
+from mlx_manager.mlx_server.models.adapters.answer import answer_edges, region_of
 
 
 @pytest.mark.parametrize(
@@ -182,3 +185,67 @@ def test_arguments_of_the_template_reach_it(tmp_path: Path) -> None:
     adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
     conversation = Conversation((Message("user", "hi"),), template_args={"mood": "calm"})
     assert tokenizer.decode(adapter.render(conversation, tokenizer)) == "hi calm"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools"])
+def test_arguments_of_the_template_can_not_be_those_of_the_renderer(
+    tmp_path: Path, name: str
+) -> None:
+    tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), CHATML)
+    adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
+    conversation = Conversation((Message("user", "hi"),), template_args={name: "{{ 1 }}"})
+    with pytest.raises(InvalidParameter, match=name) as refusal:
+        adapter.render(conversation, tokenizer)
+    assert refusal.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [("", "{}"), ('{"a": 1}', '{"a": 1}'), ("oops", '"oops"'), ("[" * 100_000, None)],
+)
+def test_arguments_of_a_past_call_are_an_object_if_they_can_be(
+    tmp_path: Path, arguments: str, shown: str | None
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), template)
+    adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
+    call = ToolCall("call_1", "now", arguments)
+    ids = adapter.render(
+        Conversation((Message("user", "hi"), Message("assistant", tool_calls=(call,)))), tokenizer
+    )
+    text = tokenizer.decode(ids)
+    assert text == "hinow" + shown if shown else arguments in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (" to=self<|message|>So.<|eom|> to=user<|message|>Rain.<|eot|>", "So.", "Rain.", []),
+        (
+            ' <atem:function_calls><atem:invoke name="now"></atem:invoke></atem:function_calls>',
+            "",
+            "",
+            [("now", {})],
+        ),
+        (
+            "<atem:function_calls>oops</atem:function_calls>",
+            "",
+            "<atem:function_calls>oops</atem:function_calls>",
+            [],
+        ),
+    ],
+)
+def test_a_response_format_of_mlx_lm_is_followed(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    tokenizer = SimpleNamespace(response_transitions=RESPONSE_FORMAT["transitions"])
+    edges = answer_edges(tokenizer, None, (), ("<atem:function_calls>",))
+    initial = region_of(RESPONSE_FORMAT["initial_state"])
+    form = of_mlx("muse_spark").calls
+    output = OutputFormat(edges, initial=initial, calls=form, offered=OFFERED)
+    for pieces in ([text], text):
+        answer = parse(pieces, output)
+        assert (answer.reasoning, answer.content, answer.values) == (reasoning, content, calls)
