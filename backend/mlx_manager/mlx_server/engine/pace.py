@@ -32,21 +32,19 @@ class Pace:
             self._prompt_token = _blend(self._prompt_token, cost)
 
     def budget(self, rows: int, prompts: int) -> int:
-        """Prompt tokens for a step beside `rows` running rows: a power of two, or the most.
+        """Prompt tokens for a step beside `rows` running rows, in whole pages.
 
-        When more prompts wait for their first token than rows for their next, the rows give way
-        in that proportion: a burst is not made to wait behind the first that got in.
+        While more prompts wait for their first token than rows for their next, the rows give
+        way: a burst is not made to wait behind the few that got in first.
         """
-        if not rows:
+        if prompts > rows:
             return self._most
-        if self._decode_step is None or self._prompt_token is None:
+        if self._prompt_token is None:
             return self._least
-        stretch = STRETCH * max(1.0, prompts / rows)
-        affordable = (stretch - 1) * self._decode_step / self._prompt_token
-        size = self._least
-        while size * 2 <= min(affordable, self._most):
-            size *= 2
-        return size
+        # A row costs what a prompt token costs at least; what was last seen may be older.
+        decode_step = max(self._decode_step or 0.0, rows * self._prompt_token)
+        affordable = int((STRETCH - 1) * decode_step / self._prompt_token)
+        return min(max(affordable // self._least, 1) * self._least, self._most)
 
 
 def _blend(old: float | None, new: float) -> float:
