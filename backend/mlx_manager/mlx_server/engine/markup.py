@@ -11,6 +11,9 @@ from mlx_manager.mlx_server.core import Event, FinishReason, ReasoningDelta, Tex
 from mlx_manager.mlx_server.engine.call_reader import CallLog, CallReader, Progress
 from mlx_manager.mlx_server.formats import CallFormat, OutputFormat, Region
 
+_LONGEST_HEADER = 512
+"""Characters after which text is no header; bounds what looking at it again each time costs."""
+
 
 class TextScanner:
     """Finds the first of some strings in text that comes in pieces.
@@ -155,7 +158,7 @@ class Markup:
         for position, char in enumerate(text):
             header = self._header + char
             match = pattern.fullmatch(header, partial=True)
-            if match is None:
+            if match is None or len(header) > _LONGEST_HEADER:
                 self._enter("", "content")
                 self._append(header)
                 return text[position + 1 :]

@@ -266,6 +266,7 @@ def test_many_markers_take_linear_time() -> None:
     assert parse(many, GLM).content == "".join(many)
     assert parse([*many, "</tool_call>"], GLM).calls == []
     assert parse(["<tool_call>", *"\n" * 20_000], HERMES).calls == []
+    assert parse("a" * 20_000, HARMONY).content == "a" * 20_000
 
 
 def test_arguments_of_any_depth_are_passed_on() -> None:
