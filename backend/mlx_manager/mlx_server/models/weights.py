@@ -124,7 +124,9 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
 def convert(model: nn.Module, form: Form) -> None:
     """Bring `model` into `form`, lazily: nothing is computed before `evaluated`."""
     layers = [(name, layer) for name, layer in model.named_modules() if unpacks(layer, form)]
-    model.update_modules(tree_unflatten([(name, dequantized(layer)) for name, layer in layers]))
+    model.update_modules(
+        tree_unflatten([(name, dequantized(layer, form)) for name, layer in layers])
+    )
     if form.wide:
         model.update(tree_map(widened, model.parameters()))
 
@@ -132,7 +134,7 @@ def convert(model: nn.Module, form: Form) -> None:
 def converted(layer: nn.Module, form: Form) -> nn.Module:
     """A single layer in `form`; `layer` may be changed."""
     if unpacks(layer, form):
-        layer = dequantized(layer)
+        layer = dequantized(layer, form)
     if form.wide:
         layer.update(tree_map(widened, layer.parameters()))
     return layer
@@ -187,8 +189,8 @@ def follows(layer: nn.Module) -> bool:
     )
 
 
-def dequantized(layer: nn.Module) -> nn.Module:
-    """The same layer with a dense weight, of the scales' type where that is a float."""
+def dequantized(layer: nn.Module, form: Form) -> nn.Module:
+    """The same layer with a dense weight: float32, or of the scales' type where that is a float."""
     match layer:
         case nn.QuantizedLinear():
             dense = nn.Linear(1, 1, bias=False)
@@ -200,14 +202,15 @@ def dequantized(layer: nn.Module) -> nn.Module:
             dense = MultiLinear(1, 1, 1)
         case _:
             raise TypeError(f"{type(layer).__name__} is no quantised layer known here")
+    # Widened before, not after: a product of two 16-bit numbers rarely fits 16 bits.
+    weight, *scales = (widened(array) if form.wide else array for array in packing(layer))
     dense.weight = mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
+        weight,
+        *scales,
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
-        dtype=dense_dtype(layer),
+        dtype=mx.float32 if form.wide else dense_dtype(layer),
     )
     if "bias" in layer:
         dense.bias = layer.bias

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_model
+
+from mlx_manager.demo_model import demo_model_path
+from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
+from mlx_manager.mlx_server.errors import ModelNotFound
+from mlx_manager.mlx_server.models.catalog import RESCAN_SECONDS, Catalog, model_types
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def catalog(tmp_path: Path, clock: Clock | None = None, **sources: object) -> Catalog:
+    return Catalog(
+        CatalogSources(**sources),  # type: ignore[arg-type]
+        cache_folder=tmp_path / "hub",
+        clock=clock or Clock(),
+    )
+
+
+def cached_model(tmp_path: Path, repository: str, model_type: str = "llama") -> Path:
+    folder = tmp_path / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / "1"
+    make_tiny_model(folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"llama"', f'"{model_type}"'))
+    return folder
+
+
+def test_embedded_model_is_offered_with_nothing_configured(tmp_path: Path):
+    (source,) = catalog(tmp_path).models()
+    assert (source.id, source.path, source.origin) == (DEMO_MODEL, demo_model_path(), "embedded")
+    assert source.family == "llama"
+    assert source.context_length > 0
+
+
+def test_every_place_is_looked_at_and_the_default_comes_first(tmp_path: Path):
+    own = make_tiny_model(tmp_path / "own", "qwen3")
+    make_tiny_model(tmp_path / "models" / "flat", "mistral")
+    make_tiny_model(tmp_path / "models" / "owner" / "deep", "gemma2")
+    (tmp_path / "models" / "not-a-model").mkdir()
+    cached_model(tmp_path, "owner/cached")
+    models = catalog(
+        tmp_path,
+        default_model=str(own),
+        available_models=("owner/cached", "owner/elsewhere"),
+        models_dir=tmp_path / "models",
+    ).models()
+    assert [(model.id, model.origin, model.model_type) for model in models] == [
+        (str(own), "configured", "qwen3"),
+        (DEMO_MODEL, "embedded", "llama"),
+        ("owner/cached", "configured", "llama"),
+        ("owner/elsewhere", "configured", ""),
+        ("flat", "models_dir", "mistral"),
+        ("owner/deep", "models_dir", "gemma2"),
+    ]
+    assert models[3].path is None
+    assert models[0].nbytes == (own / "model.safetensors").stat().st_size
+    assert models[0].context_length == 2048
+
+
+def test_only_what_the_owner_allows_is_downloadable(tmp_path: Path):
+    def downloadable(**sources: object) -> dict[str, bool]:
+        models = catalog(tmp_path, available_models=("a/more",), **sources).models()
+        return {model.id: model.downloadable for model in models if model.path is None}
+
+    assert downloadable() == {"a/more": False}
+    assert downloadable(allow_download=True) == {"a/more": True}
+    assert downloadable(default_model="a/first") == {"a/first": True, "a/more": False}
+
+
+def test_cache_offers_only_architectures_that_can_be_run(tmp_path: Path):
+    cached_model(tmp_path, "owner/text", "llama")
+    cached_model(tmp_path, "owner/speech", "whisper")
+    assert [model.id for model in catalog(tmp_path).models()] == [DEMO_MODEL, "owner/text"]
+    assert len(catalog(tmp_path, hf_cache=False).models()) == 1
+    assert {"llama", "mistral", "qwen3_next", "falcon_mamba"} <= model_types()
+
+
+def test_broken_folder_is_offered_so_that_loading_can_say_what_is_wrong(tmp_path: Path):
+    broken = tmp_path / "models" / "broken"
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text("{")
+    source = catalog(tmp_path, models_dir=tmp_path / "models").find("broken")
+    assert (source.path, source.model_type, source.nbytes) == (broken, "", 0)
+    assert catalog(tmp_path, default_model="./absent").find("./absent").path == Path("absent")
+
+
+@pytest.mark.parametrize("name", ["", "..", "../own", "owner/../own", "/etc", "OWN", "own/"])
+def test_a_name_is_looked_up_and_never_a_path(tmp_path: Path, name: str):
+    make_tiny_model(tmp_path / "models" / "own")
+    models = catalog(tmp_path, models_dir=tmp_path / "models")
+    assert models.find("own").path == tmp_path / "models" / "own"
+    with pytest.raises(ModelNotFound, match=r"Offered: mlx-manager/demo, own\.") as refusal:
+        models.find(name)
+    assert refusal.value.param == "model"
+
+
+def test_disk_is_read_again_after_a_while_or_when_told(tmp_path: Path):
+    clock = Clock()
+    models = catalog(tmp_path, clock, models_dir=tmp_path / "models")
+    assert len(models.models()) == 1
+    make_tiny_model(tmp_path / "models" / "one")
+    assert len(models.models()) == 1
+    clock.now += RESCAN_SECONDS
+    assert len(models.models()) == 2
+    make_tiny_model(tmp_path / "models" / "two")
+    models.rescan()
+    assert len(models.models()) == 3
+
+
+def test_changed_config_is_read_again(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "models" / "m")
+    models = catalog(tmp_path, models_dir=tmp_path / "models")
+    assert models.find("m").context_length == 2048
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("2048", "4096"))
+    models.rescan()
+    assert models.find("m").context_length == 4096

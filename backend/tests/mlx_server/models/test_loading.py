@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.config import PoolLimits
+from mlx_manager.mlx_server.errors import (
+    ModelLoadFailed,
+    ModelNotSupported,
+    ModelTooLarge,
+    OutOfMemory,
+)
+from mlx_manager.mlx_server.models.catalog import ModelSource, described
+from mlx_manager.mlx_server.models.loading import advance, load, loading
+from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+
+PLENTY = 10**9
+
+
+def source(folder: Path) -> ModelSource:
+    return described("m", folder, "models_dir")
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+
+def test_model_comes_with_tokenizer_adapter_and_measured_size(tmp_path: Path):
+    ledger = Ledger(PLENTY)
+    folder = make_tiny_model(tmp_path / "m", "qwen3", dtype=mx.bfloat16)
+    loaded = load(source(folder), PoolLimits(weights="keep"), ledger)
+    assert (loaded.id, loaded.path, loaded.family) == ("m", folder, "qwen")
+    assert loaded.context_length == 2048
+    assert loaded.weights.name == "stored"
+    assert loaded.weights.dtype == "bfloat16"
+    assert loaded.weights.reason == "the setting is keep"
+    assert ledger.figures()["weights:m"] == loaded.nbytes < source(folder).nbytes
+    prompt = mx.array([loaded.tokenizer.encode("hi")])
+    assert loaded.model(prompt).shape == (1, 3, len(loaded.tokenizer))
+    assert loaded.adapter.get_stop_tokens(loaded.tokenizer)
+
+
+def test_converted_model_stands_in_the_ledger_with_its_new_size(tmp_path: Path):
+    folder = make_tiny_model(
+        tmp_path / "m", dtype=mx.bfloat16, quantize={"group_size": 32, "bits": 4}
+    )
+    ledger = Ledger(PLENTY)
+    loaded = load(source(folder), PoolLimits(weights="dequantize"), ledger)
+    assert loaded.weights.name.startswith("dequantized")
+    assert ledger.figures()["weights:m"] == loaded.nbytes > 2 * source(folder).nbytes
+
+
+def test_conversion_leaves_room_for_kv_pages(tmp_path: Path):
+    folder = make_tiny_model(
+        tmp_path / "m", dtype=mx.bfloat16, quantize={"group_size": 32, "bits": 4}
+    )
+    size = source(folder).nbytes
+    clear_cache()
+    loaded = load(source(folder), PoolLimits(), Ledger(int(1.3 * size), cache_bytes=lambda: 0))
+    assert loaded.weights.name == "stored"
+    assert "too small" in loaded.weights.reason
+    with pytest.raises(ModelTooLarge, match="in the form dequantized"):
+        load(
+            source(folder),
+            PoolLimits(weights="dequantize"),
+            Ledger(int(1.3 * size), cache_bytes=lambda: 0),
+        )
+
+
+def test_too_large_a_model_is_refused_before_it_is_read_with_the_numbers(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m")
+    size = source(folder).nbytes
+    with pytest.raises(ModelTooLarge, match=f"take {size:,} bytes, and the memory limit is 1,000"):
+        load(source(folder), PoolLimits(), Ledger(1000))
+    ledger = Ledger(size + 1000, cache_bytes=lambda: 0)
+    ledger.reserve("pages:other", 2000)
+    with pytest.raises(OutOfMemory, match=f"take {size:,} bytes, and {size - 1000:,} of"):
+        load(source(folder), PoolLimits(), ledger)
+    assert "weights:m" not in ledger.figures()
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def overwrite(name: str, text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return damage
+
+
+def set_config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (remove("config.json"), ModelLoadFailed, r"config\.json can't be read"),
+        (remove("model.safetensors"), ModelLoadFailed, "There are no weights"),
+        (overwrite("model.safetensors", "version https://git-lfs"), ModelLoadFailed, "not a safetensors file"),
+        (overwrite("config.json", "{}"), ModelLoadFailed, "names no model_type"),
+        (overwrite("tokenizer.json", "{"), ModelLoadFailed, r"m can't be loaded: .*tokenizer\.json"),
+        (remove("tokenizer.json"), ModelLoadFailed, "m can't be loaded"),
+        (set_config(model_type="xyzformer"), ModelNotSupported, r"'xyzformer' model, .* mlx-lm \d"),
+        (set_config(model_file="model.py"), ModelNotSupported, "MLX_SERVER_TRUST_REMOTE_CODE"),
+        (set_config(num_hidden_layers=3), ModelLoadFailed, "m can't be loaded: Missing"),
+        (set_config(hidden_size="wide"), ModelLoadFailed, "m can't be loaded"),
+        (set_config(num_attention_heads=None), ModelLoadFailed, "m can't be loaded"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_and_leaves_nothing_behind(
+    damage: Callable[[Path], None], error: type[ModelLoadFailed], message: str, tmp_path: Path
+):
+    folder = make_tiny_model(tmp_path / "m")
+    damage(folder)
+    ledger = Ledger(PLENTY)
+    with pytest.raises(error, match=message):
+        load(source(folder), PoolLimits(), ledger)
+    assert "weights:m" not in ledger.figures()
+
+
+def test_code_of_a_repository_runs_only_when_trusted(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m")
+    (folder / "model.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
+    edit(folder, model_file="model.py")
+    with pytest.raises(ModelNotSupported):
+        load(source(folder), PoolLimits(), Ledger(PLENTY))
+    assert load(source(folder), PoolLimits(trust_remote_code=True), Ledger(PLENTY)).model
+
+
+def test_abandoned_load_gives_its_memory_back(tmp_path: Path):
+    ledger = Ledger(PLENTY)
+    steps = loading(source(make_tiny_model(tmp_path / "m")), PoolLimits(), ledger)
+    assert advance(steps) is None
+    assert ledger.figures()["weights:m"] > 0
+    steps.close()
+    assert "weights:m" not in ledger.figures()
