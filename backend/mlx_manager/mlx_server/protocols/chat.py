@@ -44,21 +44,6 @@ from mlx_manager.mlx_server.schemas.openai import (
     NamedToolChoice,
 )
 
-RESERVED_TEMPLATE_ARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "messages",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tools",
-    }
-)
-
-
 # ---------------------------------------------------------------------------------------------
 # Body → requests
 # ---------------------------------------------------------------------------------------------
@@ -149,19 +134,12 @@ def _tool_choice(body: ChatCompletionRequest) -> ToolChoice:
 
 
 def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
-    given = body.chat_template_kwargs or {}
-    if reserved := sorted(given.keys() & RESERVED_TEMPLATE_ARGS):
-        raise InvalidParameter(
-            f"`chat_template_kwargs` must not contain {', '.join(reserved)}: "
-            "the server sets these itself.",
-            param="chat_template_kwargs",
-        )
     args: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         args["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
             args["enable_thinking"] = False
-    return MappingProxyType(args | given)
+    return MappingProxyType(args | (body.chat_template_kwargs or {}))
 
 
 def _message(message: ChatMessage, path: str) -> Message:

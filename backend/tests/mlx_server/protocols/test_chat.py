@@ -135,11 +135,6 @@ def test_template_arguments_are_handed_on_and_reasoning_effort_with_them():
     assert dict(off) == {"reasoning_effort": "none", "enable_thinking": False}
 
 
-def test_template_arguments_that_are_the_servers_own_are_refused():
-    with pytest.raises(InvalidParameter, match="tokenize"):
-        ask(chat_template_kwargs={"tokenize": False})
-
-
 def test_the_last_message_is_left_open_only_when_asked():
     assert conversation().add_generation_prompt
     assert not conversation(add_generation_prompt=False).add_generation_prompt
