@@ -203,10 +203,13 @@ def dequantized(layer: nn.Module, form: Form) -> nn.Module:
         case _:
             raise TypeError(f"{type(layer).__name__} is no quantised layer known here")
     # Widened before, not after: a product of two 16-bit numbers rarely fits 16 bits.
-    weight, *scales = (widened(array) if form.wide else array for array in packing(layer))
+    scales, biases = layer.scales, layer.get("biases")
+    if form.wide:
+        scales, biases = widened(scales), None if biases is None else widened(biases)
     dense.weight = mx.dequantize(
-        weight,
-        *scales,
+        layer.weight,
+        scales,
+        biases,
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
