@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
 from mlx import nn
@@ -39,8 +39,12 @@ from mlx_manager.mlx_server.engine.kv.attention import (
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.errors import ModelNotSupported
 
 log = logging.getLogger(__name__)
+
+# What an architecture makes of caches it was not written for shows in many ways.
+WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +66,33 @@ class Decode:
     tokens: mx.array
 
 
+Prefixes = Literal["pages", "snapshot", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a row's layers that are not on pages, as it was after so many tokens."""
+
+    leaves: list[list[mx.array | None]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for leaf in self.leaves for array in leaf if array is not None)
+
+
 class Forward(Protocol):
     """Runs steps of one model.
 
     Attributes:
         kind: "ragged", "separate" or "alone".
         stores: the layers' pages; empty when the rows keep mlx-lm's own caches.
-        shares_prefixes: whether pages alone are all there is to a prefix.
+        prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
+            layers' state, or "none" can be reused.
     """
 
     kind: ClassVar[str]
     stores: list[LayerStore]
-    shares_prefixes: bool
+    prefixes: Prefixes
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Indices that put decoding rows in the order `run` wants them."""
@@ -94,6 +113,14 @@ class Forward(Protocol):
         """Arrays that outlive a step and must be evaluated with it."""
         ...
 
+    def snapshot(self, key: int) -> Snapshot | None:
+        """The state of a sequence whose prompt is being processed, if it has any of its own."""
+        ...
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        """Begin a sequence with the state of another that had the same prefix."""
+        ...
+
 
 class NotApplicable(Exception):
     """This way of running cannot serve this model; the message says why."""
@@ -103,7 +130,7 @@ class RaggedForward:
     """All tokens of a step in one pass, (tokens, 1)."""
 
     kind: ClassVar[str] = "ragged"
-    shares_prefixes = True
+    prefixes: Prefixes = "pages"
 
     def __init__(self, model: nn.Module, page_size: int) -> None:
         self._model = model
@@ -142,6 +169,12 @@ class RaggedForward:
     def state(self) -> list[mx.array]:
         return [array for store in self.stores for array in (store.keys, store.values)]
 
+    def snapshot(self, key: int) -> Snapshot | None:
+        return None
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        pass
+
 
 class SeparateForward:
     """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
@@ -159,7 +192,8 @@ class SeparateForward:
         )
         self._selection = HiddenSelection(model)
         self.stores = [layer.store for layer in _layers(self._shared)]
-        self.shares_prefixes = all(_is_paged(entry) for entry in self._shared)
+        paged = all(_is_paged(entry) for entry in self._shared)
+        self.prefixes: Prefixes = "pages" if paged else "snapshot"
         self._own: dict[int, list[Any]] = {}
         self._batch: list[Any] = []
         self._rows: list[int] = []
@@ -185,7 +219,7 @@ class SeparateForward:
                 logits.append(out)
             # Each pass writes to the same pages: evaluated in between, it does so in place.
             mx.eval(out, self.state(), _arrays(own))
-        return mx.concatenate(logits) if logits else mx.zeros((0, 1))
+        return mx.concatenate(logits) if logits else mx.zeros((1, 1))
 
     def forget(self, key: int) -> None:
         self._own.pop(key, None)
@@ -197,6 +231,18 @@ class SeparateForward:
     def state(self) -> list[mx.array]:
         pages = [array for store in self.stores for array in (store.keys, store.values)]
         return pages + _arrays(self._batch)
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        own = self._own.get(key)
+        if own is None:
+            return None
+        # Layers replace their arrays and never write into them: keeping them is copying them.
+        return Snapshot([list(leaf.cache) for leaf in _unpaged(own)])
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        own = self._own[key] = self._fresh()
+        for leaf, arrays in zip(_unpaged(own), snapshot.leaves, strict=True):
+            leaf.cache = list(arrays)
 
     def _fresh(self) -> list[Any]:
         """A row's own caches, its pages' layers being those that all rows share."""
@@ -234,7 +280,7 @@ class AloneForward:
     """Each row by itself, over mlx-lm's own caches."""
 
     kind: ClassVar[str] = "alone"
-    shares_prefixes = False
+    prefixes: Prefixes = "none"
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -253,13 +299,19 @@ class AloneForward:
             out = self._row(chunk.key, mx.array([chunk.tokens], mx.int32))
             if chunk.final:
                 logits.append(out)
-        return mx.concatenate(logits) if logits else mx.zeros((0, 1))
+        return mx.concatenate(logits) if logits else mx.zeros((1, 1))
 
     def forget(self, key: int) -> None:
         self._own.pop(key, None)
 
     def state(self) -> list[mx.array]:
         return [array for own in self._own.values() for array in _arrays(own)]
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        return None
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        pass
 
     def _row(self, key: int, tokens: mx.array) -> mx.array:
         own = self._own.get(key)
@@ -275,7 +327,16 @@ class AloneForward:
 
 
 def choose(model: nn.Module, page_size: int) -> Forward:
-    """The first way of running `model` whose logits are those of its own forward pass."""
+    """The first way of running `model` whose logits are those of its own forward pass.
+
+    Raises:
+        ModelNotSupported: that pass itself fails on this machine.
+    """
+    texts = _texts(page_size)
+    try:
+        expected = [_alone(model, text, n) for text, n in texts]
+    except WRONG as error:
+        raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
     ways: list[Callable[[], Forward]] = [
         lambda: RaggedForward(model, page_size),
         lambda: SeparateForward(model, page_size, Reading.PAGES),
@@ -285,9 +346,8 @@ def choose(model: nn.Module, page_size: int) -> Forward:
     for way in ways:
         try:
             forward = way()
-            disagreement = compare(model, forward, page_size)
-        except (NotApplicable, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            # What an architecture makes of caches it was not written for shows in many ways.
+            disagreement = _disagreement(run_both(forward, texts, page_size), expected)
+        except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", type(model).__module__, error)
             continue
         if disagreement is None:
@@ -301,14 +361,18 @@ def choose(model: nn.Module, page_size: int) -> Forward:
     return AloneForward(model)
 
 
-def compare(model: nn.Module, forward: Forward, page_size: int) -> str | None:
-    """Run two sequences through `forward` with joins, mixed chunks and a leave; None if right.
+def _texts(page_size: int) -> list[tuple[list[int], int]]:
+    """Two sequences to compare by, each with the length of its prompt."""
+    prompts = (page_size + 5, page_size // 2 + 3)
+    return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
 
-    The reference is the model itself over each sequence alone, with mlx-lm's caches.
-    """
-    lengths = (page_size + 5, page_size // 2 + 3)
-    texts = [[3 + (7 * i + 13 * j) % 50 for j in range(n + 3)] for i, n in enumerate(lengths)]
-    expected = [_alone(model, text, n) for text, n in zip(texts, lengths, strict=True)]
+
+def run_both(
+    forward: Forward, both: list[tuple[list[int], int]], page_size: int
+) -> list[list[mx.array]]:
+    """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
+    texts = [text for text, _ in both]
+    lengths = [prompt for _, prompt in both]
     pages = [-(-len(text) // page_size) for text in texts]
     for store in forward.stores:
         store.resize(sum(pages))
@@ -317,7 +381,7 @@ def compare(model: nn.Module, forward: Forward, page_size: int) -> str | None:
     tables = [PageTable(order[: pages[0]]), PageTable(order[pages[0] :])]
     a, b = lengths
     got: list[list[mx.array]] = [[], []]
-    half = page_size // 2
+    half = max(1, page_size // 2)
     forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
     mx.eval(forward.state())
     first = forward.run(
@@ -343,7 +407,7 @@ def compare(model: nn.Module, forward: Forward, page_size: int) -> str | None:
         if step == 1:
             forward.forget(1)
     forward.forget(0)
-    return _disagreement(got, expected)
+    return got
 
 
 def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
@@ -362,12 +426,13 @@ def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> 
             wide = y.astype(mx.float32)
             distance = mx.linalg.norm(x.astype(mx.float32) - wide) / mx.linalg.norm(wide)
             errors.append(float(distance))
-    worst = max(errors)
     exact = expected[0][0].dtype == mx.float32
     # Half precision rounds differently in products of different shapes.
     allowed = 2e-3 if exact else 5e-2
-    if worst <= allowed:
+    # Not by their maximum, which need not be NaN when one of them is.
+    if all(error <= allowed for error in errors):
         return None
+    worst = max(errors)
     return f"its logits differ from the model's own by {worst:.2g} (relative; allowed {allowed})"
 
 
@@ -433,6 +498,10 @@ def _leaves(entry: Any) -> Iterable[Any]:
 
 def _layers(caches: Sequence[Any]) -> list[PagedLayer]:
     return [leaf for e in caches for leaf in _leaves(e) if isinstance(leaf, PagedLayer)]
+
+
+def _unpaged(caches: Sequence[Any]) -> list[Any]:
+    return [leaf for e in caches for leaf in _leaves(e) if not isinstance(leaf, PagedLayer)]
 
 
 def _is_paged(entry: Any) -> bool:

@@ -53,7 +53,10 @@ class Scheduler:
         max_rows: sequences that may hold pages at once.
         grow: adds pages to the pool.
         forget: told of each sequence that gives up its pages.
-        reuse: whether pages alone make up a prefix, so that the index may be asked.
+        reuse: whether prefixes may be looked up.
+        restore: given when pages alone do not make up a prefix: takes a sequence and what was
+            attached to the last page of its prefix. Prefixes then end where something is
+            attached, and prompts are cut at their last page border so that something can be.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Scheduler:
         grow: Grow,
         forget: Callable[[Sequence], None],
         reuse: bool,
+        restore: Callable[[Sequence, object], None] | None = None,
     ) -> None:
         self.pool = pool
         self.waiting: list[Sequence] = []
@@ -73,6 +77,7 @@ class Scheduler:
         self._grow = grow
         self._forget = forget
         self._reuse = reuse
+        self._restore = restore
         self._steps = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
         self._joining: list[Sequence] = []
@@ -169,7 +174,7 @@ class Scheduler:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
         if len(self.running) + len(self.prefilling) >= self._max_rows:
             return False
-        known = self.pool.match(sequence.tokens) if self._reuse else []
+        known = self._known(sequence)
         if self._reuse and self._comes_shortly(sequence, len(known)):
             return False
         self.pool.retain(known)
@@ -182,9 +187,19 @@ class Scheduler:
         node = self.pool.node(known[-1]) if known else ROOT
         sequence.adopt(known, len(known) * self.pool.page_size, node)
         sequence.table.extend(pages)
+        if known and self._restore is not None:
+            self._restore(sequence, self.pool.attachment(known[-1]))
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         return True
+
+    def _known(self, sequence: Sequence) -> list[int]:
+        """The pages of the longest prefix that need not be computed."""
+        known = self.pool.match(sequence.tokens) if self._reuse else []
+        if self._restore is not None:
+            while known and self.pool.attachment(known[-1]) is None:
+                known.pop()
+        return known
 
     def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
         """Whether another prompt under way is computing this one's next page."""
@@ -229,9 +244,13 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int, *, first: bool) -> Prefill | None:
         """As much of the prompt as the budget allows, ending on a page border unless final."""
+        size = self.pool.page_size
+        if self._restore is not None:
+            border = (len(sequence.tokens) - 1) // size * size
+            if sequence.computed < border <= sequence.computed + budget:
+                return Prefill(sequence, border - sequence.computed, final=False)
         if sequence.remaining <= budget:
             return Prefill(sequence, sequence.remaining, final=True)
-        size = self.pool.page_size
         end = (sequence.computed + budget) // size * size
         if end <= sequence.computed:
             if not first:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Event, Finished, FinishReason, Started, Usage
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import sample
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
+# States of recurrent layers kept for reuse. Each may be as large as many pages.
+MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
 STEPS_BETWEEN_CLEARS = 512
 
@@ -74,7 +76,8 @@ class TextEngine:
 
     Args:
         forward: how the model is run.
-        ledger: asked before pages are added; they stand in it as `pages:<name>`.
+        ledger: asked before pages are added; they stand in it as `pages:<name>`, the kept states
+            of recurrent layers as `snapshots:<name>`.
         looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
             is slower than the device; on a CPU it would turn in-place writes into copies.
     """
@@ -93,6 +96,7 @@ class TextEngine:
         self._limits = limits
         self._ledger = ledger
         self._line = f"pages:{name}"
+        self._snapshot_line = f"snapshots:{name}"
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._outbox = Outbox()
@@ -104,7 +108,7 @@ class TextEngine:
         ledger.add_relief(Relief.PAGES, self._relieve)
 
     def _start_over(self) -> None:
-        reuse = self._limits.prefix_cache and self._forward.shares_prefixes
+        reuse = self._limits.prefix_cache and self._forward.prefixes != "none"
         self._pool = PagePool(self._limits.page_size, prefix_cache=reuse)
         self._scheduler = Scheduler(
             self._pool,
@@ -112,6 +116,7 @@ class TextEngine:
             grow=self._grow,
             forget=lambda sequence: self._forward.forget(sequence.key),
             reuse=reuse,
+            restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
         )
         self._pace = Pace(self._limits.prefill_chunk, self._limits.page_size)
         self._under_way: Step | None = None
@@ -242,6 +247,7 @@ class TextEngine:
         """
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
         self._observe(step)
+        self._take_snapshots()
         step.read = []
         for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
             row.pending -= 1
@@ -254,6 +260,30 @@ class TextEngine:
                 self._scheduler.share(row)
             else:
                 self._release(row)
+
+    def _take_snapshots(self) -> None:
+        """Keep the state of prompts that have just reached their last page border."""
+        if self._forward.prefixes != "snapshot" or not self._limits.prefix_cache:
+            return
+        size = self._limits.page_size
+        for row in self._scheduler.prefilling:
+            if row.computed == (len(row.tokens) - 1) // size * size > 0:
+                self._scheduler.share(row)
+                page = int(row.table.pages[row.computed // size - 1])
+                snapshot = self._forward.snapshot(row.key)
+                if snapshot is not None and self._pool.indexes(page):
+                    self._pool.attach(page, snapshot)
+                    if len(self._pool.attachments) > MOST_SNAPSHOTS:
+                        self._pool.detach_oldest()
+                    self._record_snapshots()
+
+    def _record_snapshots(self) -> None:
+        kept = [s.nbytes for s in self._pool.attachments if isinstance(s, Snapshot)]
+        self._ledger.record(self._snapshot_line, sum(kept))
+
+    def _restore(self, sequence: Sequence, snapshot: object) -> None:
+        assert isinstance(snapshot, Snapshot)
+        self._forward.restore(sequence.key, snapshot)
 
     def _observe(self, step: Step) -> None:
         now = self._clock()
@@ -356,12 +386,14 @@ class TextEngine:
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""
         self._pool.drop_cached()
+        self._record_snapshots()
         removed = self._pool.shrink()
         if removed:
             self._resize(self._pool.size)
             self._ledger.release(self._line, removed * self.page_bytes)
 
     def _drop_pages(self) -> None:
+        self._ledger.record(self._snapshot_line, 0)
         if self._pool.size:
             self._resize(0)
             self._ledger.release(self._line, self._pool.size * self.page_bytes)

@@ -244,3 +244,21 @@ async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> Non
         greedy = rig.submit(prompt(9), 40, GREEDY)
         await greedy.finished()
         assert len(set(frequent.tokens)) > len(set(greedy.tokens))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "falcon_h1", "lfm2"])
+async def test_recurrent_layers_take_up_a_prefix_where_its_state_was_kept(
+    tmp_path: Path, family: str
+) -> None:
+    shared = prompt(70)
+    async with Rig(make_tiny_model(tmp_path / family, family)) as rig:
+        assert rig.forward.prefixes == "snapshot"
+        first = rig.submit(shared + prompt(7, 2))
+        assert (await first.finished()).usage.cached_tokens == 0
+        conversation = shared + prompt(7, 2) + first.tokens
+        second = rig.submit(conversation + prompt(9, 3))
+        assert (await second.finished()).usage.cached_tokens == 64
+        assert second.tokens == await reference(rig, conversation + prompt(9, 3))
+        again = rig.submit(conversation + prompt(9, 3))
+        assert (await again.finished()).usage.cached_tokens == 96
+        assert again.tokens == second.tokens

@@ -79,6 +79,7 @@ class PagePool:
         self._references: list[int] = []
         self._index = PrefixIndex() if prefix_cache else None
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._attachments: dict[int, object] = {}
         self.grow(pages)
 
     # -- figures -------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class PagePool:
         assert self._index is not None
         page, _ = self._cached.popitem(last=False)
         self._index.forget(page)
+        self._attachments.pop(page, None)
         return page
 
     # -- prefix reuse --------------------------------------------------------------------------
@@ -193,6 +195,23 @@ class PagePool:
             return []
         return self._index.match(tokens, self.page_size, (len(tokens) - 1) // self.page_size)
 
+    def attach(self, page: int, attachment: object) -> None:
+        """Keep `attachment` with an indexed page, until the page is forgotten or `detach`."""
+        self._attachments[page] = attachment
+
+    def attachment(self, page: int) -> object | None:
+        return self._attachments.get(page)
+
+    def detach_oldest(self) -> object | None:
+        """Give up the attachment that was made first."""
+        for page in self._attachments:
+            return self._attachments.pop(page)
+        return None
+
+    @property
+    def attachments(self) -> list[object]:
+        return list(self._attachments.values())
+
     def commit(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
         """Record that held `page` is full and holds `tokens` after `parent`; returns its node.
 
@@ -201,6 +220,10 @@ class PagePool:
         if self._index is None:
             return ROOT
         return self._index.insert(parent, tuple(tokens), page)
+
+    def indexes(self, page: int) -> bool:
+        """Whether this very page, and not an equal one, is what the index knows."""
+        return self._index is not None and self._index.knows(page)
 
     def node(self, page: int) -> Node:
         """The node of an indexed page, as parent for the page that follows it."""
