@@ -6,6 +6,7 @@ Run with `python -m mlx_manager.mlx_server.main`, or `uvicorn mlx_manager.mlx_se
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shlex
 import sys
@@ -126,6 +127,11 @@ def make_pool(settings: MLXServerSettings, thread: MLXThread) -> ModelPoolManage
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     from mlx_manager.mlx_server.backends.text import TextBackend
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
+
+    # What has been imported by now stays: to look through it at every full collection would stop
+    # all streams for 50 ms. Models come later, since what is frozen can't be freed.
+    gc.collect()
+    gc.freeze()
 
     def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
         return TextBackend(loaded, thread, settings.engine, ledger)

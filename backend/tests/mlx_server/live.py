@@ -7,11 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 PROGRAM = Path(sys.executable).parent / "mlx-manager"
 READY = re.compile(r"is ready: (http://\S+)/v1")
@@ -21,21 +20,22 @@ READY = re.compile(r"is ready: (http://\S+)/v1")
 class LiveServer:
     url: str
     process: subprocess.Popen[str]
-    errors: IO[str]
-
-    def log(self) -> str:
-        self.errors.flush()
-        return Path(self.errors.name).read_text()
 
 
 @contextmanager
-def live_server(errors: Path, **settings: object) -> Iterator[LiveServer]:
+def live_server(
+    errors: Path, command: Sequence[str] = (str(PROGRAM), "serve"), **settings: object
+) -> Iterator[LiveServer]:
     """`mlx-manager serve` on a free port, interrupted at the end; it must then end by itself."""
     own = {f"MLX_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"} | own
+    environment = (
+        os.environ
+        | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false", "MLX_SERVER_PORT": "0"}
+        | own
+    )
     with errors.open("w") as log:
         process = subprocess.Popen(
-            [str(PROGRAM), "serve", "--port", "0"],
+            command,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -48,7 +48,7 @@ def live_server(errors: Path, **settings: object) -> Iterator[LiveServer]:
                     break
             else:
                 raise AssertionError(f"the server did not start:\n{errors.read_text()}")
-            yield LiveServer(found[1], process, log)
+            yield LiveServer(found[1], process)
         finally:
             process.send_signal(signal.SIGINT)
             try:

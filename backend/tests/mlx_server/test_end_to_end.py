@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import openai
 import pytest
 from live import LiveServer, live_server
 from openai_spec import check
+from tiny_models import make_tiny_model
 
 MODEL = "mlx-manager/demo"
 QUESTIONS = [
@@ -286,20 +288,75 @@ async def test_an_unknown_field_is_named_in_a_header(http: httpx.AsyncClient):
     assert response.headers["x-unknown-fields"] == "top_a"
 
 
-# A server that has enough
+# A small server with broken models beside the good ones
 
 
-async def test_beyond_the_limit_of_waiting_requests_there_is_429(tmp_path: Path):
-    with live_server(tmp_path / "log.txt", max_rows=1, max_waiting=2) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
-            body = greedy("Hello!", max_tokens=200, ignore_eos=True)
-            responses = await asyncio.gather(
-                *[http.post("/v1/chat/completions", json=body) for _ in range(12)]
-            )
-            statuses = [response.status_code for response in responses]
-            assert set(statuses) == {200, 429}
-            refused = [response for response in responses if response.status_code == 429]
-            assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
-            assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
-            after = await http.post("/v1/chat/completions", json=greedy("Hello!"))
-            assert after.status_code == 200
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("small")
+    models = folder / "models"
+    weights = make_tiny_model(models / "good") / "model.safetensors"
+    shutil.copytree(models / "good", models / "truncated")
+    whole = weights.read_bytes()
+    (models / "truncated" / weights.name).write_bytes(whole[: len(whole) // 2])
+    shutil.copytree(models / "good", models / "unknown-kind")
+    config = json.loads((models / "good" / "config.json").read_text())
+    (models / "unknown-kind" / "config.json").write_text(
+        json.dumps(config | {"model_type": "abacus"})
+    )
+    (models / "empty").mkdir()
+    (models / "empty" / "config.json").write_text("{")
+    by_module = (sys.executable, "-m", "mlx_manager.mlx_server.main")
+    with live_server(
+        folder / "log.txt", by_module, max_rows=1, max_waiting=2, models_dir=models
+    ) as running:
+        yield running
+    assert running.process.returncode == 0
+
+
+@pytest.fixture
+async def small_http(small_server: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=small_server.url, timeout=300) as client:
+        yield client
+
+
+async def test_beyond_the_limit_of_waiting_requests_there_is_429(small_http: httpx.AsyncClient):
+    body = greedy("Hello!", max_tokens=100, ignore_eos=True)
+    responses = await asyncio.gather(
+        *[small_http.post("/v1/chat/completions", json=body) for _ in range(12)]
+    )
+    assert {response.status_code for response in responses} == {200, 429}
+    refused = [response for response in responses if response.status_code == 429]
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+    assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
+    await ask(small_http, **greedy("Hello!"))
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "code"),
+    [
+        ("truncated", 503, "model_load_failed"),
+        ("unknown-kind", 422, "model_not_supported"),
+        ("empty", 503, "model_load_failed"),
+        ("nowhere", 404, "model_not_found"),
+    ],
+)
+async def test_a_model_that_cant_be_loaded_says_why_and_the_server_lives_on(
+    small_http: httpx.AsyncClient, model: str, status: int, code: str
+):
+    response = await small_http.post("/v1/chat/completions", json=greedy("hi", model=model))
+    assert response.status_code == status, response.text
+    check("ErrorResponse", response.json())
+    assert response.json()["error"]["code"] == code
+    assert model in response.json()["error"]["message"]
+    await ask(small_http, **greedy("Hello!", max_tokens=2))
+    answer = await ask(small_http, **greedy("Hello!", max_tokens=2, model="good"))
+    assert answer["model"] == "good"
+
+
+async def test_every_model_on_offer_is_listed_with_its_state(small_http: httpx.AsyncClient):
+    listed = (await small_http.get("/v1/models")).json()
+    check("ListModelsResponse", listed)
+    states = {model["id"]: model["state"] for model in listed["data"]}
+    assert states[MODEL] == "loaded"
+    assert {"good", "truncated"} <= states.keys()

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from live import PROGRAM
+from scripted import MODEL, ScriptedBackend, ScriptedPool, says
+
+from mlx_manager.mlx_server import main
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, env=OFFLINE, timeout=120, check=False
+    )
+
+
+def test_the_modules_app_is_made_once_and_only_when_asked_for():
+    assert isinstance(main.app, FastAPI)
+    assert main.app is main.app
+    with pytest.raises(AttributeError):
+        _ = main.nothing
+
+
+def test_importing_main_does_not_import_mlx():
+    code = "import sys, mlx_manager.mlx_server.main; print([m for m in sys.modules if 'mlx.' in m])"
+    assert run(sys.executable, "-c", code).stdout.strip() == "[]"
+
+
+def test_the_greeting_has_a_line_to_paste():
+    text = main.greeting("http://127.0.0.1:8000", [f"m{number}" for number in range(7)])
+    assert "http://127.0.0.1:8000/v1" in text
+    assert "m0, m1, m2, m3, m4 and 2 more" in text
+    [line] = [line for line in text.splitlines() if "curl" in line]
+    assert "-H 'Content-Type: application/json' -d '{\"messages\"" in line
+
+
+def test_a_default_model_that_cant_be_loaded_ends_the_program_with_the_reason(tmp_path: Path):
+    ended = run(str(PROGRAM), "serve", "--port", "0", "--model", str(tmp_path / "nothing"))
+    assert ended.returncode == 1
+    assert "nothing" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "is ready" not in ended.stdout
+
+
+def test_a_port_that_is_taken_ends_the_program_with_the_reason():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = run(str(PROGRAM), "serve", "--port", str(taken.getsockname()[1]))
+    assert ended.returncode != 0
+    assert "address already in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_a_start_that_breaks_is_told_instead_of_waited_for():
+    class BrokenPool(ScriptedPool):
+        def lease(self, model_id: str):
+            raise ZeroDivisionError("nobody foresaw this")
+
+    app = main.create_app(MLXServerSettings(), BrokenPool(ScriptedBackend(lambda _: says("x"))))
+    async with app.router.lifespan_context(app):
+        async with asyncio.timeout(60):
+            await app.state.server.started.wait()
+        assert "nobody foresaw this" in app.state.server.failure.message
+
+
+async def test_the_default_model_is_loaded_at_start_and_given_back():
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("x")))
+    app = main.create_app(MLXServerSettings(model=MODEL), pool)
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        assert app.state.server.failure is None
+        assert pool.leases == 0
