@@ -39,6 +39,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.rotary import share_rotations
 from mlx_manager.mlx_server.errors import ModelNotSupported
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,8 @@ class RaggedForward:
         if len(self.stores) < len(self._caches):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         route(model)
+        if mx.default_device() == mx.cpu:
+            share_rotations(model, self.stores[0].shape.key_dim)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return sorted(range(len(lengths)), key=lengths.__getitem__)
