@@ -58,6 +58,26 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SLIDING: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DECODER,
     "mistral": DECODER,
@@ -87,20 +107,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere2": DECODER
     | {"num_hidden_layers": 4, "sliding_window": 32, "sliding_window_pattern": 2},
-    "deepseek_v3": DECODER
-    | {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
+    "deepseek_v3": DECODER | LATENT | ROUTED,
     "gpt_oss": DECODER
     | {
         "num_local_experts": 4,
@@ -158,6 +165,372 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
+    "cohere": DECODER,
+    "phi": DECODER | {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "gpt2": {
+        "n_ctx": 2048,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": VOCAB_SIZE,
+    },
+    "gpt_bigcode": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_inner": 128,
+        "n_head": 4,
+        "n_positions": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": VOCAB_SIZE,
+    },
+    "gpt_neox": DECODER | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5},
+    "starcoder2": DECODER | {"norm_epsilon": 1e-5},
+    "stablelm": DECODER
+    | {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
+    "internlm2": DECODER,
+    "seed_oss": DECODER,
+    "ernie4_5": DECODER | {"use_bias": False},
+    "hunyuan_v1_dense": DECODER
+    | {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    # Every fourth layer of this one has no positions, and of the next no window.
+    "smollm3": DECODER | {"num_hidden_layers": 4},
+    "exaone4": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_scaling": {"rope_type": "default"},
+    },
+    "olmo3": DECODER | SLIDING,
+    # Queries grow with the position, in steps of 64 here.
+    "ministral3": DECODER
+    | SLIDING
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "minicpm3": DECODER
+    | LATENT
+    | {
+        "dim_model_base": 64,
+        "scale_depth": 1.4,
+        "scale_emb": 1.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.0] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 2048,
+        },
+    },
+    "gemma3": {
+        "text_config": DECODER
+        | {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 32,
+            "sliding_window_pattern": 2,
+        },
+        "vocab_size": VOCAB_SIZE,
+    },
+    # The last two layers attend to the keys and values of earlier ones.
+    "gemma3n": {
+        "text_config": DECODER
+        | SLIDING
+        | {
+            "model_type": "gemma3n",
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "activation_sparsity_pattern": [0.9, 0.0] * 2,
+            "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 16,
+        }
+    },
+    "gemma4_text": DECODER
+    | SLIDING
+    | {
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 16,
+    },
+    "gemma4_text, keys shared": DECODER
+    | SLIDING
+    | {
+        "model_type": "gemma4_text",
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 16,
+    },
+    "llama4": {
+        "text_config": DECODER
+        | {
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "attention_bias": False,
+            "attention_chunk_size": 32,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 128,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+        }
+    },
+    "llama4_text": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 128,
+        "no_rope_layers": [1, 1, 1, 0],
+        "use_qk_norm": True,
+    },
+    "olmoe": DECODER | EXPERTS,
+    "phimoe": DECODER
+    | {
+        "num_local_experts": 4,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.0] * 8,
+            "short_factor": [1.0] * 8,
+            "long_mscale": 1.0,
+            "short_mscale": 1.0,
+        },
+    },
+    "glm4_moe": DECODER
+    | ROUTED
+    | {
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "minimax": DECODER
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "rotary_dim": 8,
+    },
+    "mimo_v2_flash": DECODER
+    | ROUTED
+    | {
+        "num_hidden_layers": 4,
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 32,
+        "n_shared_experts": None,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 10000.0,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "v_head_dim": 16,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v2": DECODER
+    | LATENT
+    | ROUTED
+    | {
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": 2048,
+            "mscale_all_dim": 0,
+        },
+    },
+    "deepseek_v32": DECODER
+    | LATENT
+    | ROUTED
+    | {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 24},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 64,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "num_layers": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 4,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
+        **LATENT,
+    },
+    "mamba": {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "num_hidden_layers": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 8,
+    },
+    "rwkv7": {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "norm_eps": 1e-5,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "a_low_rank_dim": 16,
+        "v_low_rank_dim": 16,
+        "gate_low_rank_dim": 16,
+        "decay_low_rank_dim": 16,
+    },
+    "recurrent_gemma": DECODER
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 32,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "nemotron_h": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": ["M", "*", "-", "M"],
+        "attention_bias": False,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.001, 100.0],
+    },
+    "granitemoehybrid": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+    },
+    "jamba": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "kimi_linear": DECODER
+    | LATENT
+    | {
+        "num_hidden_layers": 4,
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+        },
+        "model_max_length": 2048,
+        "num_experts": 4,
+        "moe_intermediate_size": 64,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_5": {
+        "text_config": DECODER
+        | {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        }
+    },
+    "baichuan_m1": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "sliding_window_layers": [0, 2],
+        "conv_window": 2,
+    },
+    "plamo2": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "hidden_size_per_head": 16,
+        "mamba_d_state": 16,
+        "mamba_num_heads": 4,
+        "mamba_step": 2,
+    },
+    "lfm2_moe": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "num_dense_layers": 2,
     },
 }
 

@@ -1,0 +1,250 @@
+"""Every family through the whole engine: a crowd whose rows join and leave draws what each row
+draws alone, with mlx-lm's own caches; and the fastest way of running that is right is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engine.rig import Rig, Row
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import FAMILIES, make_tiny_model, random_model
+
+from mlx_manager.mlx_server.engine.forward import AloneForward, choose
+from mlx_manager.mlx_server.errors import ModelNotSupported
+
+RAGGED, SEPARATE, ALONE = "ragged", "separate", "alone"
+KINDS = {
+    "llama": RAGGED,
+    "mistral": RAGGED,
+    "qwen2": RAGGED,
+    "qwen3": RAGGED,
+    "qwen3_moe": RAGGED,
+    "mixtral": RAGGED,
+    "gemma": RAGGED,
+    "gemma3": RAGGED,
+    "gemma3_text": RAGGED,
+    "gemma3n": RAGGED,
+    "gemma4_text": RAGGED,
+    "phi": RAGGED,
+    "phi3": RAGGED,
+    "phimoe": RAGGED,
+    "olmo2": RAGGED,
+    "olmo3": RAGGED,
+    "olmoe": RAGGED,
+    "granite": RAGGED,
+    "cohere": RAGGED,
+    "cohere2": RAGGED,
+    "gpt_oss": RAGGED,
+    "gpt2": RAGGED,
+    "gpt_neox": RAGGED,
+    "glm4": RAGGED,
+    "glm4_moe": RAGGED,
+    "llama4_text": RAGGED,
+    "minimax": RAGGED,
+    "mimo_v2_flash": RAGGED,
+    "ministral3": RAGGED,
+    "minicpm3": RAGGED,
+    "deepseek_v2": RAGGED,
+    "ernie4_5": RAGGED,
+    "smollm3": RAGGED,
+    "exaone4": RAGGED,
+    "seed_oss": RAGGED,
+    "starcoder2": RAGGED,
+    "stablelm": RAGGED,
+    "internlm2": RAGGED,
+    "hunyuan_v1_dense": RAGGED,
+    # These compute attention themselves: soft caps, latent attention, keys handed between layers.
+    "gemma2": SEPARATE,
+    "gemma4_text, keys shared": SEPARATE,
+    "deepseek_v3": SEPARATE,
+    "longcat_flash": SEPARATE,
+    # These keep a state of another kind, all of it or beside keys and values.
+    "mamba": SEPARATE,
+    "mamba2": SEPARATE,
+    "rwkv7": SEPARATE,
+    "recurrent_gemma": SEPARATE,
+    "qwen3_next": SEPARATE,
+    "qwen3_5": SEPARATE,
+    "kimi_linear": SEPARATE,
+    "nemotron_h": SEPARATE,
+    "granitemoehybrid": SEPARATE,
+    "jamba": SEPARATE,
+    "falcon_h1": SEPARATE,
+    "lfm2": SEPARATE,
+    "lfm2_moe": SEPARATE,
+    "baichuan_m1": SEPARATE,
+    "plamo2": SEPARATE,
+    # A cache in chunks; an indexer of keys without values; positions counted on the host.
+    "llama4": ALONE,
+    "deepseek_v32": ALONE,
+    "gpt_bigcode": ALONE,
+}
+PAGES_ALONE = {"gemma2", "gemma4_text, keys shared", "deepseek_v3", "longcat_flash"}
+"""Those of the separate ones whose pages are all there is to a prefix."""
+
+PAGE = 16
+# (prompt, tokens to draw): the longest are over several chunks, pages and windows of 32.
+FIRST = [(3, 20), (101, 3), (40, 9)]
+LATER = [(17, 6), (75, 4)]
+# How far the token drawn may be from the best one, in standard deviations of the logits: rows in
+# a batch are rounded differently than rows alone.
+TIE = 1e-3
+
+
+def prompt(length: int, salt: int) -> list[int]:
+    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
+
+
+def regret(model: object, given: list[int], drawn: list[int]) -> float:
+    """How far `drawn` are from the tokens that `model` by itself draws greedily (0: the same)."""
+    cache = make_prompt_cache(model)  # type: ignore[arg-type]
+    first = model(mx.array([given]), cache=cache)[:, -1:]  # type: ignore[operator]
+    rest = model(mx.array([drawn[:-1]]), cache=cache)  # type: ignore[operator]
+    logits = mx.concatenate([first, rest], axis=1)[0].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(drawn)[:, None], axis=1)[:, 0]
+    return float(((logits.max(axis=1) - chosen) / logits.std(axis=1)).max())
+
+
+async def crowd(rig: Rig) -> list[Row]:
+    """Rows of different lengths; some leave and some join while others run, and one of those
+    that join begins like one that ran before."""
+    rows = [rig.row(prompt(n, i + 1), m) for i, (n, m) in enumerate(FIRST)]
+    rig.submit_together(rows)
+    await rows[1].finished()
+    rows += [rig.row(prompt(n, i + 5), m) for i, (n, m) in enumerate(LATER)]
+    rows.append(rig.row(prompt(101, 2)[:98] + prompt(20, 9), 5))
+    rig.submit_together(rows[len(FIRST) :])
+    finished = await asyncio.gather(*(row.finished() for row in rows if row is not rows[1]))
+    known = 98 // rig.engine.stats().page_size * rig.engine.stats().page_size
+    # Pages are found as far as the two are alike; a state only where the first prompt's ends.
+    assert (
+        finished[-1].usage.cached_tokens
+        in {
+            "pages": {known},
+            "snapshot": {known, 0},
+            "none": {0},
+        }[rig.forward.prefixes]
+    )
+    return rows
+
+
+async def check(rig: Rig, rows: list[Row], tie: float = TIE) -> None:
+    for row in rows:
+        sequence = row.sequence
+        assert len(row.tokens) == sequence.limit
+        given, drawn = (
+            sequence.tokens[: sequence.prompt_length],
+            sequence.tokens[sequence.prompt_length :],
+        )
+        assert await rig.thread.call(partial(regret, rig.model, given, drawn)) <= tie
+    assert rig.engine.stats().pages_held == 0
+
+
+def prefixes(family: str) -> str:
+    """What a prefix consists of that a later row can begin with."""
+    match KINDS[family]:
+        case "ragged":
+            return "pages"
+        case "separate":
+            return "pages" if family in PAGES_ALONE else "snapshot"
+        case _:
+            return "none"
+
+
+def test_every_family_of_the_tiny_models_is_in_the_table() -> None:
+    assert set(KINDS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", KINDS)
+async def test_a_crowd_draws_what_each_draws_alone(family: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with Rig(folder, page_size=PAGE, prefill_chunk=48) as rig:
+        assert rig.forward.kind == KINDS[family]
+        assert rig.forward.prefixes == prefixes(family)
+        await check(rig, await crowd(rig))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"dtype": mx.bfloat16}),
+        ("qwen3", {"dtype": mx.float16}),
+        ("gemma3_text", {"dtype": mx.bfloat16}),
+        ("gemma2", {"dtype": mx.bfloat16}),
+        ("mamba2", {"dtype": mx.bfloat16}),
+        ("llama", {"dtype": mx.bfloat16, "quantize": {"group_size": 32, "bits": 4}}),
+        ("qwen3_moe", {"quantize": {"group_size": 32, "bits": 4}}),
+        ("deepseek_v3", {"quantize": {"group_size": 32, "bits": 8}}),
+    ],
+    ids=str,
+)
+async def test_half_precision_and_quantised_weights_run_the_same_way(
+    family: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family, **options)  # type: ignore[arg-type]
+    async with Rig(folder, page_size=PAGE, prefill_chunk=48) as rig:
+        assert rig.forward.kind == KINDS[family]
+        await check(rig, await crowd(rig), tie=0.2 if "dtype" in options else TIE)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 64])
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "falcon_h1"])
+async def test_pages_may_have_any_size(family: str, page_size: int, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with Rig(folder, page_size=page_size, prefill_chunk=48) as rig:
+        assert rig.forward.kind == KINDS[family]
+        await check(rig, await crowd(rig))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "mamba2", "llama4"])
+async def test_a_prompt_longer_than_a_chunk_may_be_the_first_to_come(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with Rig(folder, page_size=PAGE, prefill_chunk=32) as rig:
+        row = rig.submit(prompt(90, 1), 5)
+        await row.finished()
+        await check(rig, [row])
+
+
+def test_a_family_that_is_served_alone_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model({"model_type": "llama4", **FAMILIES["llama4"]}, seed=0, dtype=mx.float32)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(choose(model, PAGE), AloneForward)
+    (record,) = caplog.records
+    assert "one at a time" in record.message
+    assert "llama4" in record.message
+
+
+def test_a_model_that_cannot_run_here_is_refused_at_load() -> None:
+    model = random_model({"model_type": "llama", **FAMILIES["llama"]}, seed=0, dtype=mx.float32)
+    model.model.layers[1].mlp.up_proj.weight = mx.zeros((3, 3))
+    with pytest.raises(ModelNotSupported, match="does not run on this machine"):
+        choose(model, PAGE)
+
+
+def test_a_model_whose_logits_are_no_numbers_is_not_taken_for_right() -> None:
+    model = random_model({"model_type": "llama", **FAMILIES["llama"]}, seed=0, dtype=mx.float32)
+    ways_tried = []
+
+    class Unstable(type(model.model.norm)):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> mx.array:
+            ways_tried.append(x.shape)
+            return x * (mx.nan if x.shape[1] == 1 and x.shape[0] > 1 else 1.0)
+
+    model.model.norm.__class__ = Unstable
+    assert choose(model, PAGE).kind != RAGGED
+
+
+def test_a_model_that_is_served_on_pages_still_runs_over_mlx_lms_own_caches() -> None:
+    model = random_model({"model_type": "qwen3", **FAMILIES["qwen3"]}, seed=0, dtype=mx.float32)
+    tokens = mx.array([prompt(20, 1)])
+    before = model(tokens, cache=make_prompt_cache(model))
+    assert choose(model, PAGE).kind == RAGGED
+    assert mx.allclose(model(tokens, cache=make_prompt_cache(model)), before, atol=1e-5)
+    assert mx.allclose(model(tokens), before, atol=1e-4)
