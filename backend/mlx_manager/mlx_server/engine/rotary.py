@@ -71,8 +71,8 @@ class StepRope(nn.Module):  # type: ignore[misc] # mlx is not typed
         self._dim = dim
 
     def __call__(self, x: mx.array, offset: mx.array | int = 0) -> mx.array:
-        ragged = isinstance(offset, mx.array) and x.shape[2] == 1
-        if ragged and x.dtype == mx.float32 and x.shape[3] == self._dim:
+        ours = x.dtype == mx.float32 and x.shape[2:] == (1, self._dim)
+        if ours and isinstance(offset, mx.array):
             return self._shared(x, offset)
         out: mx.array = self._own(x, offset=offset)
         return out
