@@ -95,7 +95,6 @@ async def serve_models(server: Server, models: AbstractAsyncContextManager[Model
             async with pool.lease(server.settings.model):
                 pass
         except MLXManagerError as error:
-            log.error("the default model %s: %s", server.settings.model, error.message)
             failure = error
         server.finish_start(failure)
         await asyncio.Event().wait()

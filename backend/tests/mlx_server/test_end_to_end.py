@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -286,6 +287,36 @@ async def test_an_unknown_field_is_named_in_a_header(http: httpx.AsyncClient):
     response = await http.post("/v1/chat/completions", json=greedy("Hello!", top_a=0.1))
     assert response.status_code == 200
     assert response.headers["x-unknown-fields"] == "top_a"
+
+
+# Without a server
+
+
+SCRIPT = """
+import asyncio
+from mlx_manager.mlx_server.services.inference import generate_chat_completion, generate_completion
+
+async def main():
+    messages = [{"role": "user", "content": "Hello!"}]
+    whole = await generate_chat_completion("mlx-manager/demo", messages, temperature=0)
+    chunks = await generate_chat_completion(
+        "mlx-manager/demo", messages, temperature=0, stream=True
+    )
+    parts = [chunk["choices"][0]["delta"].get("content", "") async for chunk in chunks]
+    assert "".join(parts) == whole["choices"][0]["message"]["content"]
+    text = await generate_completion("mlx-manager/demo", "Hello", max_tokens=3, echo=True)
+    print(text["choices"][0]["text"])
+
+asyncio.run(main())
+"""
+
+
+def test_scripts_need_no_server():
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("Hello")
 
 
 # A small server with broken models beside the good ones
