@@ -1,0 +1,241 @@
+"""What every benchmark shares: interleaved rounds, ratios with their spread, the machine, models.
+
+The sides of a comparison take turns inside one run, first one first, then the other, so that a
+machine that warms up or is busy with something else weighs on both. A ratio is the median of the
+ratios of the rounds, with the smallest and the largest beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "backend" / "mlx_manager" / "demo_model"
+
+
+# --- Rounds and ratios --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Ours divided by theirs, a value a round."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        low, high = min(self.values), max(self.values)
+        digits = 2 if self.median >= 0.1 else 3
+        return f"{self.median:.{digits}f}× ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def interleave(sides: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Call every side once a round with the round's number; the order turns every round.
+
+    Round -1 warms up and is not counted.
+    """
+    for side in sides.values():
+        side(-1)
+    results: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides) if number % 2 == 0 else list(reversed(sides)):
+            results[name].append(sides[name](number))
+    return results
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    return Ratio(tuple(a / b for a, b in zip(ours, theirs, strict=True)))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# --- What is printed ----------------------------------------------------------------------------
+
+
+def print_report(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A section that can be pasted into RESULTS.md: machine, command, table."""
+    print(f"\n## {title}\n")
+    print(f"{describe_machine()}\n")
+    print(f"`{shown_command()}`\n")
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    sys.stdout.flush()
+
+
+def shown_command() -> str:
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    return shlex.join([".venv/bin/python", str(script), *sys.argv[1:]])
+
+
+def describe_machine() -> str:
+    """One line: device, cores, memory, system, versions, commit, date."""
+    import mlx.core as mx
+
+    from mlx_manager.mlx_server.utils.memory import device_memory
+
+    device = mx.device_info().get("device_name", platform.processor())
+    parts = [
+        f"{device}, {os.cpu_count()} cores, {device_memory() / 2**30:.0f} GiB",
+        f"{platform.system()} {platform.machine()}",
+        f"Python {platform.python_version()}",
+        f"mlx {version('mlx')} ({mx.default_device().type.name})",
+        f"mlx-lm {version('mlx-lm')}",
+        commit(),
+        date.today().isoformat(),
+    ]
+    return "; ".join(parts) + "."
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"commit {answer.stdout.strip()}" if answer.returncode == 0 else "no commit"
+
+
+def parser(description: str | None, rounds: int, model: str = "demo") -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "--model", default=model, help="demo, demo-f32, f32, bf16, 4bit or a folder"
+    )
+    result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
+    return result
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the run: figures of a program that answers wrongly mean nothing."""
+    sys.exit(f"no figures: {reason}")
+
+
+# --- Models -------------------------------------------------------------------------------------
+
+
+def endless_demo(folder: Path, form: str = "", context: int = 16_384) -> Path:
+    """The embedded model with end-of-turn rows of the output layer zeroed, and a longer context.
+
+    Its greedy answers run to `max_tokens`, so that both sides of a comparison do the same work
+    whichever parameters they offer for ignoring an end of turn. `form` "f32" stores it so.
+    """
+    import json
+
+    import mlx.core as mx
+
+    target = folder / f"endless-demo{form}"
+    if target.exists():
+        return target
+    shutil.copytree(DEMO, target)
+    config = json.loads((target / "config.json").read_text())
+    config["max_position_embeddings"] = context
+    (target / "config.json").write_text(json.dumps(config))
+    weights = mx.load(str(target / "model.safetensors"))
+    name = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    keep = mx.ones((weights[name].shape[0], 1), dtype=weights[name].dtype)
+    keep[mx.array(end_tokens(target))] = 0
+    weights[name] = weights[name] * keep
+    if form == "f32":
+        weights = {key: value.astype(mx.float32) for key, value in weights.items()}
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    return target
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """The ids of every special token that may end a turn."""
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    ends = {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"} & set(tokenizer.get_vocab())
+    return sorted({*tokenizer.eos_token_ids, *(tokenizer.convert_tokens_to_ids(t) for t in ends)})
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """A llama of random weights. The default has about 60 million parameters."""
+
+    hidden: int = 512
+    layers: int = 12
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    mlp: int = 2048
+    context: int = 16_384
+
+
+def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -> Path:
+    """A llama with random weights under the embedded model's tokenizer, written once.
+
+    `form` is f32, bf16, or 4bit (groups of 64, bf16 scales, as mlx-community stores them).
+    """
+    import json
+
+    import mlx.core as mx
+    from mlx import nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    target = folder / f"llama-{shape.layers}x{shape.hidden}-{form}"
+    if target.exists():
+        return target
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(DEMO, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
+    config = json.loads((DEMO / "config.json").read_text()) | {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.mlp,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": True,
+    }
+    mx.random.seed(0)
+    model = Model(ModelArgs.from_dict(config))
+    model.set_dtype(mx.float32 if form == "f32" else mx.bfloat16)
+    if form == "4bit":
+        config["quantization"] = {"group_size": 64, "bits": 4}
+        nn.quantize(model, group_size=64, bits=4)
+    mx.save_safetensors(
+        str(partial / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        {"format": "mlx"},
+    )
+    (partial / "config.json").write_text(json.dumps(config))
+    return partial.rename(target)
+
+
+def find_model(name: str, folder: Path) -> Path:
+    """`demo` is the embedded model made endless, `demo-f32` the same stored in float32; f32, bf16
+    and 4bit are synthetic; anything else is a path."""
+    match name:
+        case "demo":
+            return endless_demo(folder)
+        case "demo-f32":
+            return endless_demo(folder, "f32")
+        case "f32" | "bf16" | "4bit":
+            return synthetic_llama(folder, name)
+        case _:
+            return Path(name)
