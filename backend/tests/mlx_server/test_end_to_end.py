@@ -158,6 +158,36 @@ def test_the_same_seed_gives_the_same_answer(sdk: openai.OpenAI):
     assert first == again == several.choices[0].message.content
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def test_sdk_calls_a_tool_and_hands_its_result_back(sdk: openai.OpenAI):
+    messages: list[Any] = says("What is the weather in Rome?")
+    asked: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
+    called = sdk.chat.completions.create(messages=messages, **asked).choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert called.message.tool_calls
+    call: Any = called.message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    streamed = list(sdk.chat.completions.create(messages=messages, stream=True, **asked))
+    deltas = [d for chunk in streamed for d in chunk.choices[0].delta.tool_calls or ()]
+    functions = [delta.function for delta in deltas if delta.function is not None]
+    assert "".join(f.arguments or "" for f in functions) == call.function.arguments
+    assert streamed[-1].choices[0].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'}
+    messages += [called.message.model_dump(), result]
+    answer = sdk.chat.completions.create(messages=messages, **asked).choices[0]
+    assert "21" in (answer.message.content or "")
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [

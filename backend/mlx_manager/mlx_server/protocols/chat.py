@@ -143,6 +143,11 @@ def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
 
 
 def _message(message: ChatMessage, path: str) -> Message:
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise UnsupportedParameter(
+                f"`{path}.{name}` is not supported by this server.", param=f"{path}.{name}"
+            )
     content = message.content
     if isinstance(content, list):
         text = "\n".join(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))

@@ -122,7 +122,10 @@ Content = Annotated[
 
 
 class ChatMessage(Wire):
-    """A message of the conversation, asked or answered."""
+    """A message of the conversation, asked or answered.
+
+    `annotations` (of a web search) have no effect; `audio` and `function_call` must be null.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -132,6 +135,9 @@ class ChatMessage(Wire):
     name: str | None = None
     tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class FunctionDefinition(Wire):

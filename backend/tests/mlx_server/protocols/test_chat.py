@@ -103,6 +103,13 @@ def test_content_that_is_not_text_is_refused_by_name(kind: str):
     assert caught.value.param == "messages[0].content[1].type"
 
 
+@pytest.mark.parametrize("name", ["audio", "function_call"])
+def test_older_and_other_parts_of_a_message_are_refused_by_name(name: str):
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask({"role": "assistant", "content": "hi", name: {"id": "x"}})
+    assert caught.value.param == f"messages[0].{name}"
+
+
 def test_a_text_part_without_text_is_refused():
     with pytest.raises(InvalidParameter) as caught:
         ask({"role": "user", "content": [{"type": "text"}]})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai.types.chat
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -89,14 +90,19 @@ def test_null_means_the_default_for_every_parameter(kind: type[BaseModel]):
 
 
 def test_unknown_fields_are_kept_and_named_wherever_they_stand():
-    message = {"role": "user", "content": [{"type": "text", "text": "hi", "detail": 1}], "audio": 1}
+    message = {"role": "user", "content": [{"type": "text", "text": "hi", "detail": 1}], "mood": 1}
     body = chat(messages=[message, message], stream_options={"x": 1}, top_a=0.5)
     assert body.unknown_fields() == [
         "top_a",
         "stream_options.x",
-        "messages.audio",
+        "messages.mood",
         "messages.content.detail",
     ]
+
+
+def test_a_message_as_the_sdk_keeps_it_has_no_unknown_fields():
+    answer = openai.types.chat.ChatCompletionMessage(role="assistant", content="Hello")
+    assert chat(messages=[answer.model_dump()]).unknown_fields() == []
 
 
 def test_a_request_without_unknown_fields_names_none():
