@@ -68,7 +68,12 @@ def test_refusals_of_the_hub_are_told_apart(
 ):
     process = subprocess.run(
         [sys.executable, "-c", FETCH, repository],
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         check=True,
