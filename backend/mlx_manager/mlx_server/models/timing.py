@@ -83,7 +83,8 @@ def sample_of(layer: nn.Module, device: Device) -> nn.Module:
 def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> float:
     """The least time of a product with `rows` rows of activations."""
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
-    x = mx.random.normal((rows, inputs), key=mx.random.key(0)).astype(dtype)
+    # A decode step's shape: the CUDA kernel for quantised weights takes each row alone there.
+    x = mx.random.normal((rows, 1, inputs), key=mx.random.key(0)).astype(dtype)
     arguments: tuple[mx.array, ...] = (x,)
     if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
         experts = mx.arange(rows)[:, None] % layer.weight.shape[0]
