@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.models.folder import ModelFolder
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
+MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,11 @@ class Catalog:
         for source in models:
             if source.id == model_id:
                 return source
+        offered = ", ".join(source.id for source in models[:MOST_NAMED])
+        more = f" and {len(models) - MOST_NAMED} more" if len(models) > MOST_NAMED else ""
         raise ModelNotFound(
-            f"There is no model {model_id!r} here. Offered: "
-            f"{', '.join(source.id for source in models)}. The server's owner offers more with "
+            f"There is no model {model_id!r} here. Offered: {offered}{more}. "
+            "The server's owner offers more with "
             "--model, MLX_SERVER_AVAILABLE_MODELS or MLX_SERVER_MODELS_DIR.",
             param="model",
         )

@@ -112,7 +112,8 @@ def loading(
         ModelTooLarge: the weights exceed the memory limit, whatever else is unloaded.
         OutOfMemory: they would fit if models in use were not.
     """
-    load_fast_blas()
+    blas = load_fast_blas()
+    log.info("CPU products by %s (%s)", blas.name, blas.reason)
     folder = checked_folder(source, limits)
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
         model, config = load_model(

@@ -203,7 +203,8 @@ class ModelPoolManager:
         del self._loads[model_id]
         # Everybody who waited may have gone: the failure is logged, and so retrieved, here.
         if not load.cancelled() and (error := load.exception()) is not None:
-            log.warning("%s was not loaded: %s", model_id, error)
+            level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
+            log.log(level, "%s was not loaded: %s", model_id, error)
 
     async def _load(self, model_id: str) -> None:
         source = await asyncio.to_thread(self.catalog.find, model_id)
