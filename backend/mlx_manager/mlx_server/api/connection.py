@@ -15,7 +15,7 @@ from starlette.types import Receive
 from mlx_manager.mlx_server.api.errors import invalid
 from mlx_manager.mlx_server.config import ApiLimits
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, RequestTooLarge
-from mlx_manager.mlx_server.schemas.openai import Wire
+from mlx_manager.mlx_server.schemas.wire import Wire
 
 log = logging.getLogger(__name__)
 

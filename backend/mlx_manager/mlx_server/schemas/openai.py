@@ -11,43 +11,21 @@ added to it (top_k, min_p, stop_token_ids, chat_template_kwargs, ...), vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-NonEmpty = Annotated[str, Field(min_length=1)]
+from mlx_manager.mlx_server.schemas.wire import (
+    NonEmpty,
+    Wire,
+    choose,
+    shape,
+    text_or_ids,
+    text_or_list,
+)
+
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-
-
-def _shape(value: object) -> str | None:
-    match value:
-        case str():
-            return "<text>"
-        case [int(), *_]:
-            return "<ids>"
-        case list():
-            return "<list>"
-        case dict() | BaseModel():
-            return "<object>"
-    return None
-
-
-def _text_or_list(value: object) -> str | None:
-    return "<list>" if isinstance(value, list) else _shape(value)
-
-
-def _text_or_ids(value: object) -> str | None:
-    return "<ids>" if isinstance(value, list) else _shape(value)
-
-
-def _choose(by: Callable[[object], str | None], allowed: str) -> Discriminator:
-    """Validate by the branch that the value's shape names, so that an error speaks of it alone.
-
-    The names stand in angle brackets in an error's location, where no field is called so.
-    """
-    return Discriminator(by, "wrong_shape", f"Input should be {allowed}")
 
 
 NO_EFFECT = frozenset(
@@ -63,27 +41,6 @@ NO_EFFECT = frozenset(
     }
 )
 """Hints that change nothing about the answer here: accepted, and without effect."""
-
-
-class Wire(BaseModel):
-    """The base of every wire type: unknown fields are kept, not-a-number and infinity refused."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
-    def unknown_fields(self) -> list[str]:
-        """The fields that no type here declares, dotted, each once (`messages.audio`)."""
-        return list(dict.fromkeys(_unknown(self, "")))
-
-
-def _unknown(value: object, path: str) -> Iterator[str]:
-    if isinstance(value, Wire):
-        for name in value.model_extra or ():
-            yield path + name
-        for name in type(value).model_fields:
-            yield from _unknown(getattr(value, name), f"{path}{name}.")
-    elif isinstance(value, list) and value and isinstance(value[0], Wire):
-        for item in value:
-            yield from _unknown(item, path)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,7 +74,7 @@ class ContentPart(Wire):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")],
-    _choose(_text_or_list, "a string or a list of content parts"),
+    choose(text_or_list, "a string or a list of content parts"),
 ]
 
 
@@ -164,7 +121,7 @@ class NamedToolChoice(Wire):
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("<text>")]
     | Annotated[NamedToolChoice, Tag("<object>")],
-    _choose(_shape, "'auto', 'none', 'required' or an object that names a function"),
+    choose(shape, "'auto', 'none', 'required' or an object that names a function"),
 ]
 
 
@@ -183,7 +140,7 @@ class StreamOptions(Wire):
 Stop = Annotated[
     Annotated[NonEmpty, Tag("<text>")]
     | Annotated[list[NonEmpty], Field(max_length=16), Tag("<list>")],
-    _choose(_text_or_list, "a string or a list of at most 16 strings"),
+    choose(text_or_list, "a string or a list of at most 16 strings"),
 ]
 
 
@@ -290,13 +247,13 @@ class ChatCompletionRequest(GenerationParameters):
 Prompt = Annotated[
     Annotated[NonEmpty, Tag("<text>")]
     | Annotated[list[TokenId], Field(min_length=1), Tag("<ids>")],
-    _choose(_text_or_ids, "a string or a list of token ids"),
+    choose(text_or_ids, "a string or a list of token ids"),
 ]
 Prompts = Annotated[
     Annotated[NonEmpty, Tag("<text>")]
     | Annotated[list[TokenId], Tag("<ids>")]
     | Annotated[list[Prompt], Field(min_length=1), Tag("<list>")],
-    _choose(_shape, "a string, a list of token ids, or a list of either"),
+    choose(shape, "a string, a list of token ids, or a list of either"),
 ]
 
 

@@ -1,0 +1,64 @@
+"""What the wire types of every protocol share.
+
+Requests accept fields that nobody here knows, because clients run ahead of servers; they land in
+`model_extra` and are named by `unknown_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class Wire(BaseModel):
+    """The base of every wire type: unknown fields are kept, not-a-number and infinity refused."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    def unknown_fields(self) -> list[str]:
+        """The fields that no type here declares, dotted, each once (`messages.audio`)."""
+        return list(dict.fromkeys(_unknown(self, "")))
+
+
+def _unknown(value: object, path: str) -> Iterator[str]:
+    if isinstance(value, Wire):
+        for name in value.model_extra or ():
+            yield path + name
+        for name in type(value).model_fields:
+            yield from _unknown(getattr(value, name), f"{path}{name}.")
+    elif isinstance(value, list) and value and isinstance(value[0], Wire):
+        for item in value:
+            yield from _unknown(item, path)
+
+
+def shape(value: object) -> str | None:
+    match value:
+        case str():
+            return "<text>"
+        case [int(), *_]:
+            return "<ids>"
+        case list():
+            return "<list>"
+        case dict() | BaseModel():
+            return "<object>"
+    return None
+
+
+def text_or_list(value: object) -> str | None:
+    return "<list>" if isinstance(value, list) else shape(value)
+
+
+def text_or_ids(value: object) -> str | None:
+    return "<ids>" if isinstance(value, list) else shape(value)
+
+
+def choose(by: Callable[[object], str | None], allowed: str) -> Discriminator:
+    """Validate by the branch that the value's shape names, so that an error speaks of it alone.
+
+    The names stand in angle brackets in an error's location, where no field is called so.
+    """
+    return Discriminator(by, "wrong_shape", f"Input should be {allowed}")
