@@ -31,10 +31,11 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.catalog import ModelSource, model_types
 from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.timing import fastest
+from mlx_manager.mlx_server.models.timing import faster_by_columns, fastest, layers_alike
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
+    by_columns,
     convert,
     default_device,
     evaluated,
@@ -128,6 +129,9 @@ def loading(
         adapter = get_adapter(config, source.id, tokenizer)
         yield
         weights = settle_weights(model, source.id, limits, ledger)
+        yield
+        if default_device() == "cpu":
+            yield from lay_out(model)
         for _ in evaluated(model):
             yield
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -189,6 +193,15 @@ def settle_weights(
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)
     return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
+
+
+def lay_out(model: nn.Module) -> Iterator[None]:
+    """Turn the weights whose products are faster for it, pausing after each shape of layer."""
+    for layers in layers_alike(model):
+        if faster_by_columns(layers[0]):
+            for layer in layers:
+                layer.weight = by_columns(layer.weight)
+        yield
 
 
 @contextmanager
