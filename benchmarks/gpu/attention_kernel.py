@@ -246,7 +246,9 @@ def main() -> None:
             raise SystemExit(wrong)
     if options.check:
         check()
-    device = cuda.cuda_device((9, 0))
+    device = cuda.cuda_device()
+    if isinstance(device, Unsupported):
+        raise SystemExit(device.reason)
     if options.once:
         return once(options.loads, device)
     copy = copy_bandwidth()

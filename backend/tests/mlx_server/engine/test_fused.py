@@ -69,6 +69,23 @@ def turned(x, rotation, rotary):
     return mx.concatenate([joined.astype(x.dtype), x[..., dims:]], axis=-1)
 
 
+class PortableProducts:
+    """`ProductKernels` in MLX operations."""
+
+    def serves(self, weight) -> bool:
+        return True
+
+    def multiply(self, x, weight, *, norm=None, bias=None, residual=None):
+        y = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.epsilon)
+        y = y @ weight.T
+        y = y if bias is None else y + bias
+        return y if residual is None else y + residual
+
+    def gated(self, x, weight, *, norm=None, bias=None):
+        gate, up = mx.split(self.multiply(x, weight, norm=norm, bias=bias), 2, axis=-1)
+        return nn.silu(gate) * up
+
+
 DIMENSIONS = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -136,6 +153,13 @@ def built(model: nn.Module) -> FusedDecoder:
 
 def test_fused_steps_give_the_modules_logits(model):
     assert fused.check(built(model), model, PAGE) is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}])
+def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes):
+    model = make("llama", changes)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts())
+    assert fused.check(decoder, model, PAGE) is None
 
 
 def test_quantised_projections_are_fused_too():

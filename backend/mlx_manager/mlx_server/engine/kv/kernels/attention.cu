@@ -13,113 +13,10 @@
 // the q/k/v projections instead: it normalises and rotates queries and the new key on their way
 // into registers, and the warp that meets the new token's tile writes the token into its page.
 
-#ifndef PAGED_EMULATED
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-namespace paged {
-
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies 16 bytes, of which those beyond `bytes` are written as zeros and not read.
-__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes));
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
-__device__ __forceinline__ unsigned transpose_matrix(unsigned x) {
-  unsigned y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                         unsigned b1, const __nv_bfloat16*) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                         unsigned b1, const __half*) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ unsigned pack(float low, float high, const __nv_bfloat16*) {
-  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<unsigned*>(&x);
-}
-
-__device__ __forceinline__ unsigned pack(float low, float high, const __half*) {
-  __half2 x = __floats2half2_rn(low, high);
-  return *reinterpret_cast<unsigned*>(&x);
-}
-
-__device__ __forceinline__ float2 unpack(unsigned x, const __nv_bfloat16*) {
-  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&x));
-}
-
-__device__ __forceinline__ float2 unpack(unsigned x, const __half*) {
-  return __half22float2(*reinterpret_cast<__half2*>(&x));
-}
-
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float shuffle_xor(float x, int lanes) {
-  return __shfl_xor_sync(0xffffffffu, x, lanes);
-}
-
-__device__ __forceinline__ int shuffle(int x, int lane) {
-  return __shfl_sync(0xffffffffu, x, lane);
-}
-
-__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
-
-// Reads past the first-level cache, where another block's results can't be seen.
-__device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
-__device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
-
-}  // namespace paged
-#endif
-
-namespace paged {
+namespace kernels {
 
 constexpr int kTile = 16;
 constexpr int kMaxSplits = 64;
-constexpr float kLog2e = 1.4426950408889634f;
 // Stands for minus infinity where a difference of two of them must be 0 and not NaN.
 constexpr float kLowest = -1e30f;
 // The score of a token that must not be seen: its weight is 0 whatever the maximum.
@@ -170,39 +67,60 @@ struct Fresh {
   float epsilon;
 };
 
-// Normalises and rotates elements `d` and `d + 1` of a head. `at(d)` reads such a pair, `factor` is
-// 1 / rms.
-template <typename T, int ROTARY, bool TRADITIONAL, bool NORM, typename At>
-__device__ __forceinline__ unsigned finish_pair(int d, At at, const T* norm, float factor,
-                                                const float* rotation) {
-  const T* type = nullptr;
-  auto read = [&](int i) {
-    float2 x = at(i);
+// Four elements of a head: d, d + 1, e, e + 1, where the rotation pairs d with e (or, TRADITIONAL
+// or beyond ROTARY, where they are four neighbours).
+template <typename T, int D, int ROTARY, bool TRADITIONAL, bool NORM>
+struct Quartet {
+  int d, e;
+  unsigned low, high;
+
+  // The `number`th of a head's D / 4.
+  __device__ __forceinline__ explicit Quartet(int number) {
+    constexpr int HALF = ROTARY / 2;
+    bool apart = !TRADITIONAL && number < HALF / 2;
+    d = apart ? number * 2 : number * 4;
+    e = apart ? d + HALF : d + 2;
+  }
+
+  // 1 / rms is `factor`.
+  __device__ __forceinline__ void make(const T* head, const T* norm, float factor,
+                                       const float* rotation) {
+    const T* type = nullptr;
+    float2 x = read(head, norm, factor, d), y = read(head, norm, factor, e);
+    if (d < ROTARY) {
+      float2 first = *reinterpret_cast<const float2*>(rotation + d);
+      float2 second = *reinterpret_cast<const float2*>(rotation + e);
+      if constexpr (TRADITIONAL) {
+        x = make_float2(x.x * first.x - x.y * first.y, x.x * first.y + x.y * first.x);
+        y = make_float2(y.x * second.x - y.y * second.y, y.x * second.y + y.y * second.x);
+      } else {
+        float2 turned = make_float2(x.x * first.x - y.x * second.x, x.y * first.y - y.y * second.y);
+        y = make_float2(x.x * second.x + y.x * first.x, x.y * second.y + y.y * first.y);
+        x = turned;
+      }
+    }
+    low = pack(x.x, x.y, type);
+    high = pack(y.x, y.y, type);
+  }
+
+  __device__ __forceinline__ void put(T* head) const {
+    *reinterpret_cast<unsigned*>(head + d) = low;
+    *reinterpret_cast<unsigned*>(head + e) = high;
+  }
+
+ private:
+  __device__ __forceinline__ float2 read(const T* head, const T* norm, float factor, int i) const {
+    const T* type = nullptr;
+    float2 x = unpack(*reinterpret_cast<const unsigned*>(head + i), type);
     if constexpr (NORM) {
       float2 by = unpack(*reinterpret_cast<const unsigned*>(norm + i), type);
       x = unpack(pack(x.x * factor, x.y * factor, type), type);
-      x = unpack(pack(x.x * by.x, x.y * by.y, type), type);
+      x = make_float2(x.x * by.x, x.y * by.y);
+      x = unpack(pack(x.x, x.y, type), type);
     }
     return x;
-  };
-  float2 x = read(d);
-  if (d < ROTARY) {
-    if constexpr (TRADITIONAL) {
-      float2 turn = *reinterpret_cast<const float2*>(rotation + d);
-      x = make_float2(x.x * turn.x - x.y * turn.y, x.x * turn.y + x.y * turn.x);
-    } else {
-      constexpr int HALF = ROTARY / 2;
-      bool first = d < HALF;
-      float2 other = read(first ? d + HALF : d - HALF);
-      float2 cosine = *reinterpret_cast<const float2*>(rotation + (first ? d : d - HALF));
-      float2 sine = *reinterpret_cast<const float2*>(rotation + (first ? d + HALF : d));
-      float sign = first ? -1.f : 1.f;
-      x = make_float2(x.x * cosine.x + sign * other.x * sine.x,
-                      x.y * cosine.y + sign * other.y * sine.y);
-    }
   }
-  return pack(x.x, x.y, type);
-}
+};
 
 // What an unnormalised output is multiplied with, once the denominator takes in the head's sink.
 struct Denominator {
@@ -356,12 +274,12 @@ struct Attend {
   }
 
   // Loads the queries as the second operand of the scores' products; heads past the group are 0.
-  __device__ __forceinline__ void load_queries(const T* q, int heads,
+  __device__ __forceinline__ void load_queries(const T* q, int stride, int heads,
                                                unsigned (&query)[STEPS][COLUMNS][2]) const {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       int head = n * 8 + lane / 4;
-      const unsigned* from = reinterpret_cast<const unsigned*>(q + (long)head * D) + lane % 4;
+      const unsigned* from = reinterpret_cast<const unsigned*>(q + head * stride) + lane % 4;
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         query[step][n][0] = head < heads ? from[step * 8] : 0u;
@@ -395,76 +313,54 @@ struct Attend {
       }
   }
 
-  // The same from the projections' product, normalised and rotated.
-  template <int ROTARY, bool TRADITIONAL, bool NORM>
-  __device__ __forceinline__ void load_fresh_queries(const T* q, int heads, const Fresh<T>& fresh,
-                                                     const float* rotation,
-                                                     unsigned (&query)[STEPS][COLUMNS][2]) const {
-    const T* type = nullptr;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
-      const int head = n * 8 + lane / 4;
-      const unsigned* from = reinterpret_cast<const unsigned*>(q + (long)head * D) + lane % 4;
-      unsigned raw[2 * STEPS];
-      float squares = 0.f;
-#pragma unroll
-      for (int unit = 0; unit < 2 * STEPS; unit++) {
-        raw[unit] = head < heads ? from[unit * 4] : 0u;
-        float2 x = unpack(raw[unit], type);
-        squares += x.x * x.x + x.y * x.y;
-      }
-      float factor = 1.f;
-      if constexpr (NORM) {
-        squares += shuffle_xor(squares, 1);
-        squares += shuffle_xor(squares, 2);
-        factor = rsqrtf(squares / D + fresh.epsilon);
-      }
-      // A unit of 8 elements holds this lane's pair at lane % 4 * 2; rotation partners lie whole
-      // units apart, in the same lane.
-#pragma unroll
-      for (int unit = 0; unit < 2 * STEPS; unit++) {
-        const int within = lane % 4 * 2;
-        query[unit / 2][n][unit % 2] = finish_pair<T, ROTARY, TRADITIONAL, NORM>(
-            unit * 8 + within, [&](int d) { return unpack(raw[d / 8], type); }, fresh.q_norm,
-            factor, rotation);
-      }
-    }
-  }
+  // What run_fused keeps in shared memory behind the stages: queries as the scores' products want
+  // them, the new key and value, and 1 / rms of each head.
+  static constexpr int QUERY_STRIDE = D + 8;
+  static constexpr int FRESH = HEADS * QUERY_STRIDE + 2 * D;
 
-  // Puts this lane's 8 elements of the new key and value into `k_new` and `v_new`, and all lanes'
-  // into their page.
+  // Finishes the queries and, in a last split, the new key, by all threads of the block.
   template <int ROTARY, bool TRADITIONAL, bool NORM>
-  __device__ __forceinline__ void make_fresh(const T* k, const T* v, const Fresh<T>& fresh,
-                                             const float* rotation, uint4& k_new,
-                                             uint4& v_new) const {
-    const T* type = nullptr;
-    const bool active = lane < D / 8;
-    const int d0 = active ? lane * 8 : 0;
-    auto at = [&](int d) { return unpack(*reinterpret_cast<const unsigned*>(k + d), type); };
-    float factor = 1.f;
+  __device__ __forceinline__ void finish_heads(const Fresh<T>& fresh, const Place& place,
+                                               bool newest, T* queries, float* factors) const {
+    const int q_heads = place.kv_heads * GROUP;
+    const T* row = fresh.qkv + (long)place.q_row * (q_heads + 2 * place.kv_heads) * D;
+    const T* q = row + place.first_head * D;
+    const T* k = row + (q_heads + place.kv_head) * D;
+    const T* v = k + place.kv_heads * D;
+    const float* rotation = fresh.rotation + (long)place.q_row * ROTARY;
+    const int heads = place.heads + (newest ? 1 : 0);
     if constexpr (NORM) {
-      float squares = 0.f;
+      for (int head = warp; head < heads; head += WARPS) {
+        const T* from = head < place.heads ? q + head * D : k;
+        float squares = 0.f;
+        for (int d = lane * 2; d < D; d += 64) {
+          float2 x = unpack(*reinterpret_cast<const unsigned*>(from + d), from);
+          squares += x.x * x.x + x.y * x.y;
+        }
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        float2 x = at(d0 + i);
-        squares += active ? x.x * x.x + x.y * x.y : 0.f;
+        for (int o = 16; o; o /= 2) squares += shuffle_xor(squares, o);
+        if (lane == 0) factors[head] = rsqrtf(squares / D + fresh.epsilon);
       }
-#pragma unroll
-      for (int o = 16; o; o /= 2) squares += shuffle_xor(squares, o);
-      factor = rsqrtf(squares / D + fresh.epsilon);
+      __syncthreads();
     }
-    unsigned pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      pairs[i] = finish_pair<T, ROTARY, TRADITIONAL, NORM>(d0 + 2 * i, at, fresh.k_norm, factor,
-                                                           rotation);
-    k_new = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    v_new = *reinterpret_cast<const uint4*>(v + d0);
-    if (!active) return;
-    const int token = end - 1;
-    const long slot = (long)pages_of_row[token / PAGE] * PAGE + token % PAGE;
-    *reinterpret_cast<uint4*>(const_cast<T*>(k_head) + slot * D + d0) = k_new;
-    *reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D + d0) = v_new;
+    T* newest_key = queries + HEADS * QUERY_STRIDE;
+    const long slot =
+        newest ? (long)pages_of_row[(end - 1) / PAGE] * PAGE + (end - 1) % PAGE : 0;
+    for (int x = threadIdx.x; x < heads * (D / 4); x += WARPS * 32) {
+      const int head = x / (D / 4);
+      const bool is_query = head < place.heads;
+      Quartet<T, D, ROTARY, TRADITIONAL, NORM> quartet(x % (D / 4));
+      quartet.make(is_query ? q + head * D : k, is_query ? fresh.q_norm : fresh.k_norm,
+                   NORM ? factors[head] : 1.f, rotation);
+      quartet.put(is_query ? queries + head * QUERY_STRIDE : newest_key);
+      if (!is_query) quartet.put(const_cast<T*>(k_head) + slot * D);
+    }
+    if (newest && threadIdx.x < D / 8) {
+      uint4 piece = reinterpret_cast<const uint4*>(v)[threadIdx.x];
+      reinterpret_cast<uint4*>(newest_key + D)[threadIdx.x] = piece;
+      reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D)[threadIdx.x] = piece;
+    }
+    __syncthreads();
   }
 
   // The item that this block serves. False for padding.
@@ -540,12 +436,12 @@ struct Attend {
     fetch_first();
     unsigned query[STEPS][COLUMNS][2];
     const long row = (long)place.q_row * place.kv_heads * GROUP;
-    load_queries(q + (row + place.first_head) * D, place.heads, query);
+    load_queries(q + (row + place.first_head) * D, D, place.heads, query);
     walk(query, scale, cap, [](int, T*) {});
     merge(place, results, sinks);
   }
 
-  template <int ROTARY, bool TRADITIONAL, bool NORM>
+  template <int ROTARY, bool TRADITIONAL, bool NORM, int OFFSET>
   __device__ void run_fused(const Fresh<T>& fresh, const Pages<T>& pages,
                             const Results<T>& results, const float* sinks, float scale,
                             float cap) {
@@ -553,25 +449,21 @@ struct Attend {
     if (!begin_item(pages, place)) return;
     stored = end - 1;
     fetch_first();
-    const int q_heads = place.kv_heads * GROUP;
-    const T* row = fresh.qkv + (long)place.q_row * (q_heads + 2 * place.kv_heads) * D;
-    const float* rotation = fresh.rotation + (long)place.q_row * ROTARY;
-    const int newest = (end - 1) / kTile - first_tile - warp;
-    const bool owns = count > 0 && newest == (count - 1) * WARPS;
-    uint4 k_new, v_new;
-    if (owns)
-      make_fresh<ROTARY, TRADITIONAL, NORM>(row + (q_heads + place.kv_head) * D,
-                                            row + (q_heads + place.kv_heads + place.kv_head) * D,
-                                            fresh, rotation, k_new, v_new);
+    extern __shared__ __align__(16) unsigned char shared[];
+    T* queries = reinterpret_cast<T*>(shared + OFFSET);
+    T* newest_key = queries + HEADS * QUERY_STRIDE;
+    const bool newest = end > 0 && place.split == place.splits - 1;
+    finish_heads<ROTARY, TRADITIONAL, NORM>(fresh, place, newest, queries,
+                                            reinterpret_cast<float*>(queries + FRESH));
     unsigned query[STEPS][COLUMNS][2];
-    load_fresh_queries<ROTARY, TRADITIONAL, NORM>(row + place.first_head * D, place.heads, fresh,
-                                                  rotation, query);
+    load_queries(queries, QUERY_STRIDE, place.heads, query);
+    const int newest_tile = (end - 1) / kTile;
     walk(query, scale, cap, [&](int i, T* k_stage) {
-      if (!owns || i != count - 1) return;
-      if (lane < D / 8) {
-        T* to = k_stage + (end - 1) % kTile * STRIDE + lane * 8;
-        *reinterpret_cast<uint4*>(to) = k_new;
-        *reinterpret_cast<uint4*>(to + kTile * STRIDE) = v_new;
+      if (tile(i) != newest_tile) return;
+      for (int piece = lane; piece < D / 4; piece += 32) {
+        const int value = piece / (D / 8), d = piece % (D / 8) * 8;
+        T* to = k_stage + (value * kTile + (end - 1) % kTile) * STRIDE + d;
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(newest_key + value * D + d);
       }
       __syncwarp();
     });
@@ -717,4 +609,4 @@ __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, co
   }
 }
 
-}  // namespace paged
+}  // namespace kernels

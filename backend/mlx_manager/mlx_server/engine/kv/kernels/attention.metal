@@ -11,7 +11,7 @@
 // Arrays of fewer than 8 elements reach a kernel in the constant address space and others in the
 // device space, so pointers to small arrays are template parameters.
 
-namespace paged {
+namespace kernels {
 
 constant constexpr int kTile = 16;
 constant constexpr int kUnroll = 4;
@@ -316,4 +316,4 @@ inline void write_token(const device T* k_pool, const device T* v_pool, const de
   const_cast<device T*>(v_pool)[to] = v[v_from + d * v_strides[3]];
 }
 
-}  // namespace paged
+}  // namespace kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,32 +18,30 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     Rotary,
     Unsupported,
     Variant,
+    compiled_for_cuda,
     flag,
     real,
     source,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.splits import MAX_SPLITS, TILE, Splits, plan
 
-_TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+DEVICE_SOURCE = Path(__file__).with_name("device.cu")
+_SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
 MOST_STAGES = 4
-# Blocks wanted on each multiprocessor in turn: the more, the evener the end of a launch.
-WAVES = 4
+# Blocks wanted on each multiprocessor in turn: more make the end of a launch evener, and cost
+# their starts and ends.
+WAVES = 2
 RESERVED_PER_BLOCK = 1024
 
 
 def build(shape: AttentionShape) -> CudaKernels | Unsupported:
-    if shape.dtype not in _TYPES:
+    if shape.dtype not in TYPES:
         return Unsupported(f"{shape.dtype} pages: the CUDA kernels serve bfloat16 and float16")
-    info = mx.device_info()
-    capability = (
-        int(str(info["compute_capability_major"])),
-        int(str(info["compute_capability_minor"])),
-    )
-    if capability < (8, 0):
-        return Unsupported(f"{info['architecture']}: the CUDA kernels need sm_80 or later")
-    return CudaKernels(shape, cuda_device(capability))
+    device = cuda_device()
+    return device if isinstance(device, Unsupported) else CudaKernels(shape, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,15 @@ class CudaDevice:
     multiprocessor_memory: int
 
 
-def cuda_device(capability: tuple[int, int]) -> CudaDevice:
+def cuda_device() -> CudaDevice | Unsupported:
     """Limits by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    info = mx.device_info()
+    capability = (
+        int(str(info["compute_capability_major"])),
+        int(str(info["compute_capability_minor"])),
+    )
+    if capability < (8, 0):
+        return Unsupported(f"{info['architecture']}: the CUDA kernels need sm_80 or later")
     large = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
     kib = large.get(capability, 100)
     return CudaDevice(_multiprocessors(), (kib - 1) * 1024, kib * 1024)
@@ -81,11 +87,15 @@ def _multiprocessors() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaLaunch:
-    """Warps a block, shared-memory stages a warp, and what follows from them."""
+    """Warps a block, shared-memory stages a warp, and what follows from them.
+
+    `fresh` is where a fused step's own data begins in the block's `shared_memory` bytes.
+    """
 
     warps: int
     stages: int
     shared_memory: int
+    fresh: int
     resident: int
     waves: int = WAVES
 
@@ -93,13 +103,14 @@ class CudaLaunch:
     def of(
         shape: AttentionShape, device: CudaDevice, warps: int, stages: int, waves: int = WAVES
     ) -> CudaLaunch:
-        heads = min(shape.group, 16)
-        stage = 2 * TILE * ((shape.head_dim // 8) | 1) * 8 * shape.dtype.size
-        merge = warps * heads * (shape.head_dim + 6) * 4
+        heads, dim = min(shape.group, 16), shape.head_dim
+        stage = 2 * TILE * ((dim // 8) | 1) * 8 * shape.dtype.size
+        merge = warps * heads * (dim + 6) * 4
         weights = (heads * MAX_SPLITS + 1) * 4
-        memory = max(warps * stages * stage, merge, weights)
+        fresh = -(-max(warps * stages * stage, merge, weights) // 16) * 16
+        memory = fresh + (heads * (dim + 8) + 2 * dim) * shape.dtype.size + (heads + 1) * 4
         resident = device.multiprocessor_memory // (memory + RESERVED_PER_BLOCK)
-        return CudaLaunch(warps, stages, memory, max(resident, 1), waves)
+        return CudaLaunch(warps, stages, memory, fresh, max(resident, 1), waves)
 
     @staticmethod
     def choose(shape: AttentionShape, device: CudaDevice) -> CudaLaunch:
@@ -122,7 +133,7 @@ class CudaKernels:
         self._blocks = shape.kv_heads * -(-shape.group // 16)
         self._wanted = device.multiprocessors * self.launch.resident * self.launch.waves
         self._kernels: dict[Variant, Kernel] = {}
-        self._write = _compiled(write_source(shape), ensure_row_contiguous=False)
+        self._write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((0,), mx.int32)
         self._no_sinks = mx.zeros((1,), mx.float32)
@@ -223,17 +234,19 @@ class CudaKernels:
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
-            self._kernels[variant] = _compiled(attend_source(self.shape, self.launch, variant))
+            self._kernels[variant] = compiled_for_cuda(
+                attend_source(self.shape, self.launch, variant)
+            )
         return self._kernels[variant]
 
 
 def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> KernelSource:
     constants = (
-        f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
         f"{launch.warps}, {launch.stages}, {variant.window or 0}, "
         f"{flag(variant.softcap is not None)}, {flag(variant.sinks)}"
     )
-    element = _TYPES[shape.dtype]
+    element = TYPES[shape.dtype]
     numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
     match variant.rotary:
         case None:
@@ -242,22 +255,22 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
             call = f"work.run(q, pages, results, sinks, {numbers});"
         case Rotary(dims, traditional, epsilon):
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
-            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}"
+            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {launch.fresh}"
             call = (
-                f"paged::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
+                f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
                 f"{real(epsilon or 0.0)}}};\n"
                 f"work.run_fused<{options}>(fresh, pages, results, sinks, {numbers});"
             )
     body = (
-        f"paged::Pages<{element}> pages = {{k_pool, v_pool, table, lengths, items, "
+        f"kernels::Pages<{element}> pages = {{k_pool, v_pool, table, lengths, items, "
         "k_pool_shape[1], table_shape[1]};\n"
-        f"paged::Results<{element}> results = {{out, partial, partial_figures, arrivals}};\n"
-        f"paged::Attend<{constants}> work;\n{call}"
+        f"kernels::Results<{element}> results = {{out, partial, partial_figures, arrivals}};\n"
+        f"kernels::Attend<{constants}> work;\n{call}"
     )
     pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
     return KernelSource(
         name="paged_attend",
-        header=source("attention.cu"),
+        header=source(DEVICE_SOURCE, _SOURCE),
         body=body,
         inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
@@ -267,27 +280,14 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
 
 def write_source(shape: AttentionShape) -> KernelSource:
     body = (
-        f"paged::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        f"kernels::write_token<{TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[1], k_shape[2], k_strides, v_strides);\n"
         "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 1;"
     )
     return KernelSource(
         name="paged_write",
-        header=source("attention.cu"),
+        header=source(DEVICE_SOURCE, _SOURCE),
         body=body,
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),
     )
-
-
-def _compiled(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=text.unique_name,
-        input_names=list(text.inputs),
-        output_names=list(text.outputs),
-        source=text.body,
-        header=text.header,
-        ensure_row_contiguous=ensure_row_contiguous,
-        shared_memory=text.shared_memory,
-    )
-    return kernel

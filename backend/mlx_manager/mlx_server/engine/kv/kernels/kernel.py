@@ -176,9 +176,9 @@ class PagedKernels(Protocol):
 
 
 @cache
-def source(name: str) -> str:
-    """The text of a source file of this package."""
-    return Path(__file__).with_name(name).read_text()
+def source(*paths: Path) -> str:
+    """The text of source files, one after another."""
+    return "\n".join(path.read_text() for path in paths)
 
 
 def flag(value: bool) -> str:
@@ -189,3 +189,16 @@ def real(value: float) -> str:
     """A float32 literal."""
     text = repr(float(value))
     return f"{text}f"
+
+
+def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
+    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
+        name=text.unique_name,
+        input_names=list(text.inputs),
+        output_names=list(text.outputs),
+        source=text.body,
+        header=text.header,
+        ensure_row_contiguous=ensure_row_contiguous,
+        shared_memory=text.shared_memory,
+    )
+    return kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ _TYPES: dict[Any, str] = {
     mx.float32: "float",
 }
 
+_SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4
 HEADS_PER_BLOCK = 4
 # Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
@@ -167,28 +169,28 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
         f"{SIMDGROUPS}, {variant.window or 0}, {flag(variant.softcap is not None)}, "
         f"{flag(variant.sinks)}, {flag(variant.divided)}"
     )
-    sets = f"{SIMDGROUPS} * (32 / paged::lanes_per_token({shape.head_dim}))"
-    heads = f"paged::heads_per_block({shape.group})"
+    sets = f"{SIMDGROUPS} * (32 / kernels::lanes_per_token({shape.head_dim}))"
+    heads = f"kernels::heads_per_block({shape.group})"
     element, dim = _TYPES[shape.dtype], shape.head_dim
     match variant.rotary:
         case None:
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
-            maker = f"paged::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
+            maker = f"kernels::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
         case Rotary(dims, traditional, epsilon):
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
             options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}"
             types = "decltype(q_norm), decltype(rotation)"
             maker = (
                 f"threadgroup {element} newest[2 * {dim}];\n"
-                f"paged::Fresh<{element}, {dim}, {shape.group}, {options}, {types}> queries = "
+                f"kernels::Fresh<{element}, {dim}, {shape.group}, {options}, {types}> queries = "
                 f"{{qkv, rotation, q_norm, k_norm, {real(epsilon or 0.0)}, newest}};\n"
             )
     body = (
         f"threadgroup float merged[{sets} * {heads} * {dim}];\n"
         f"threadgroup float figures[{sets} * {heads} * 2];\n"
         f"{maker}"
-        f"paged::attend<{constants}>(queries, k_pool, v_pool, table, lengths, items, sinks, out, "
+        f"kernels::attend<{constants}>(queries, k_pool, v_pool, table, lengths, items, sinks, out, "
         "partial, partial_figures, merged, figures, k_pool_shape[1], table_shape[1], "
         f"{real(variant.scale)}, {real(variant.softcap or 1.0)}, threadgroup_position_in_grid, "
         "threadgroups_per_grid, int(thread_index_in_threadgroup), "
@@ -197,7 +199,7 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
     pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
     return KernelSource(
         name="paged_attend",
-        header=source("attention.metal"),
+        header=source(_SOURCE),
         body=body,
         inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
@@ -207,12 +209,12 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
 def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
     constants = f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
     body = (
-        f"paged::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
+        f"kernels::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
         "threadgroup_position_in_grid, threadgroups_per_grid, int(thread_index_in_threadgroup));"
     )
     return KernelSource(
         name="paged_merge",
-        header=source("attention.metal"),
+        header=source(_SOURCE),
         body=body,
         inputs=("partial", "partial_figures", "items", "sinks"),
         outputs=("out",),
@@ -221,13 +223,13 @@ def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
 
 def write_source(shape: AttentionShape) -> KernelSource:
     body = (
-        f"paged::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        f"kernels::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
         "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 1;"
     )
     return KernelSource(
         name="paged_write",
-        header=source("attention.metal"),
+        header=source(_SOURCE),
         body=body,
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),

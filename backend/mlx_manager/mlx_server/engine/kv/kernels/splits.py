@@ -73,7 +73,7 @@ def plan(
         window: tokens that a sliding-window layer looks back on, the current one included.
         table_rows: (queries,) row of the page table that each query reads; its own number when
             None. Several queries of one sequence may share a row.
-        min_tiles: no item of a cut context is much smaller than this.
+        min_tiles: no item of a cut context is smaller than this.
     """
     seen = np.asarray(lengths, dtype=np.int64)
     queries = len(seen)
@@ -82,7 +82,7 @@ def plan(
     tiles = last - first
     share = -(-int(tiles.sum()) * blocks_per_item // max(blocks_wanted, 1))
     chunk = np.maximum(max(min_tiles, share), -(-tiles // MAX_SPLITS))
-    splits = np.maximum(-(-tiles // chunk), 1)
+    splits = np.maximum(tiles // chunk, 1)
 
     order = np.argsort(-tiles // splits, kind="stable")
     counts = splits[order]

@@ -10,7 +10,7 @@
 
 #include "group.h"
 
-#define PAGED_EMULATED
+#define EMULATED
 #define __device__
 #define __host__
 #define __global__
@@ -49,7 +49,7 @@ inline int atomicAdd(int* p, int x) { int old = *p; *p += x; return old; }
 using Strides = std::array<int64_t, 8>;
 using Shape = std::array<int32_t, 8>;
 
-namespace paged {
+namespace kernels {
 
 alignas(16) inline unsigned char shared[256 * 1024];
 
@@ -65,6 +65,7 @@ inline void forget_copies() {
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
 }
+inline void copy_async_cached(void* to, const void* from) { copy_async(to, from, 16); }
 inline void commit_copies() {
   committed[group::current].push_back(std::move(pending[group::current]));
   pending[group::current].clear();
@@ -166,7 +167,7 @@ inline bool any_lane(bool x) {
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
 
-}  // namespace paged
+}  // namespace kernels
 
 template <typename Kernel>
 void launch(Index grid, Index block, Kernel kernel) {
@@ -176,8 +177,8 @@ void launch(Index grid, Index block, Kernel kernel) {
     for (int x = 0; x < gridDim.x; x++) {
       blockIdx = {x, y, 0};
       // Not a number in every format: what is read before it is written shows.
-      std::memset(paged::shared, 0xff, sizeof paged::shared);
-      paged::forget_copies();
+      std::memset(kernels::shared, 0xff, sizeof kernels::shared);
+      kernels::forget_copies();
       group::run(block.x, kernel);
     }
 }

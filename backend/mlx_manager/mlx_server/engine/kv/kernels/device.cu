@@ -1,0 +1,113 @@
+// The instructions of NVIDIA GPUs of compute capability 8.0 and later that the kernels are made of.
+// Fragments of matrices are laid out as in the PTX ISA, warp-level matrix instructions.
+
+#ifndef EMULATED
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace kernels {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, of which those beyond `bytes` are written as zeros and not read.
+__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes));
+}
+
+// The same for what other blocks on the multiprocessor read too.
+__device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+__device__ __forceinline__ unsigned transpose_matrix(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1, const __nv_bfloat16*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1, const __half*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high, const __nv_bfloat16*) {
+  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&x);
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high, const __half*) {
+  __half2 x = __floats2half2_rn(low, high);
+  return *reinterpret_cast<unsigned*>(&x);
+}
+
+__device__ __forceinline__ float2 unpack(unsigned x, const __nv_bfloat16*) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&x));
+}
+
+__device__ __forceinline__ float2 unpack(unsigned x, const __half*) {
+  return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float shuffle_xor(float x, int lanes) {
+  return __shfl_xor_sync(0xffffffffu, x, lanes);
+}
+
+__device__ __forceinline__ int shuffle(int x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
+__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
+// Reads past the first-level cache, where another block's results can't be seen.
+__device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
+__device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
+
+}  // namespace kernels
+#endif
+
+namespace kernels {
+constexpr float kLog2e = 1.4426950408889634f;
+}

@@ -1,0 +1,113 @@
+"""The products' CUDA source against plain arithmetic, on an emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.kv.kernels.cuda import CudaDevice
+from mlx_manager.mlx_server.engine.products import Form, ProductKernels, Variant
+
+BF16, F16 = mx.bfloat16, mx.float16
+H200 = CudaDevice(132, 227 * 1024, 228 * 1024)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    form: Form
+    rows: int
+    inputs: int = 256
+    outputs: int = 128
+    gated: bool = False
+    norm: bool = False
+    bias: bool = False
+    residual: bool = False
+    dtype: mx.Dtype = BF16
+
+    @property
+    def variant(self) -> Variant:
+        epsilon = 1e-5 if self.norm else None
+        return Variant(self.form, self.gated, epsilon, self.bias, self.residual)
+
+
+CASES = [
+    Case("one-row", Form(1, 1, 4, 3), 1),
+    Case("norm", Form(2, 1, 4, 2), 5, norm=True),
+    Case("norm-and-bias", Form(1, 2, 2, 4), 13, norm=True, bias=True, dtype=F16),
+    Case("residual", Form(4, 4, 4, 3), 32, residual=True),
+    Case("residual-and-bias", Form(2, 4, 8, 2), 27, residual=True, bias=True),
+    Case("gated", Form(2, 1, 4, 3), 8, gated=True, norm=True),
+    Case("gated-bias", Form(4, 4, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
+    Case("more-stages-than-inputs", Form(2, 1, 4, 6), 3, inputs=192, norm=True),
+    Case("many-turns", Form(1, 1, 2, 2), 2, inputs=1024, residual=True),
+]
+
+
+def rounded(values, dtype):
+    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
+
+
+def bits(values, dtype):
+    return np.array(mx.array(values).astype(dtype).view(mx.uint16))
+
+
+def expected(case, x, norm, weight, bias, residual):
+    y = x
+    if case.norm:
+        y = x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-5) * norm
+    y = y @ weight.T
+    if case.bias:
+        y = y + bias
+    if case.gated:
+        gate, up = np.split(y, 2, axis=1)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y + residual if case.residual else y
+
+
+@pytest.fixture(scope="module")
+def library(compile_cuda):
+    return compile_cuda(
+        [(products.product_source(c.dtype, c.variant), (c.dtype,) * 5, (c.dtype,)) for c in CASES]
+    )
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_product_is_the_reference(library, index):
+    case = CASES[index]
+    rng = np.random.default_rng(index)
+    weights = case.outputs * (2 if case.gated else 1)
+
+    def draw(*size, scale=1.0):
+        return rounded(rng.normal(size=size) * scale, case.dtype)
+
+    x, norm = draw(case.rows, case.inputs), draw(case.inputs)
+    weight = draw(weights, case.inputs, scale=case.inputs**-0.5)
+    bias, residual = draw(weights), draw(case.rows, case.outputs)
+    out = bits(np.full((case.rows, case.outputs), np.nan, np.float32), case.dtype)
+    threads = case.form.warps * 32
+    blocks = weights // (16 * case.form.tiles)
+    arrays = [bits(a, case.dtype) for a in (x, norm, weight, bias, residual)]
+    library.call(0 + index, arrays, [out], (blocks * threads, 1, 1), (threads, 1, 1))
+    got = np.array(mx.array(out).view(case.dtype).astype(mx.float32))
+    wanted = expected(case, x, norm, weight, bias, residual)
+    assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
+def test_chosen_forms_fit_the_multiprocessor(rows, outputs):
+    form = Form.choose(outputs, rows, H200)
+    assert form.columns * 8 >= rows
+    assert form.shared_memory <= H200.block_memory
+    assert form.stages >= 2
+
+
+def test_matrices_of_odd_sizes_are_not_served():
+    assert ProductKernels.serves(mx.zeros((256, 896)))
+    assert not ProductKernels.serves(mx.zeros((200, 896)))
+    assert not ProductKernels.serves(mx.zeros((256, 900)))
