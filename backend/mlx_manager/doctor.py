@@ -14,7 +14,7 @@ from mlx_manager import __version__
 from mlx_manager.mlx_server.config import MLXServerSettings
 
 INSTALL_MLX = (
-    "On Linux, MLX needs one of its builds: pip install 'mlx-manager[cpu]', [cuda13] or [cuda12]"
+    "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
 )
 # Read by `utils/blas.py`, before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
@@ -46,7 +46,7 @@ def mlx_findings() -> Iterator[Finding]:
     try:
         from mlx_manager.mlx_server.utils import memory
     except ImportError as error:
-        yield Finding("mlx", f"{installed('mlx')} can't be imported: {error}", False, INSTALL_MLX)
+        yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
     from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, blas_report
 
