@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
     activation_dtype,
+    by_columns,
     converted,
     elements,
 )
@@ -26,6 +27,9 @@ SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
+SMALLEST_LAID_OUT = 2**18
+GAIN = 0.9
+"""Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
 
@@ -52,6 +56,28 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Fo
         f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
     )
     return best, f"ms for a product of {' / '.join(map(str, ROWS))} rows: {figures}"
+
+
+def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
+    """The float32 `nn.Linear` layers, grouped by shape, of a size whose layout matters."""
+    groups: dict[tuple[int, ...], list[nn.Linear]] = {}
+    for _, module in model.named_modules():
+        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
+            groups.setdefault(module.weight.shape, []).append(module)
+    return [layers for layers in groups.values() if elements(layers[0]) >= SMALLEST_LAID_OUT]
+
+
+def faster_by_columns(layer: nn.Linear) -> bool:
+    """Whether a CPU's products with `layer` gain from its weight lying in memory by columns.
+
+    A BLAS packs the weight for every product, and with few rows the packing takes the time. It
+    crawls where the stride is a large power of two, which for one layout is the number of inputs
+    and for the other that of outputs.
+    """
+    sample = copy.copy(layer)
+    sample.weight = by_columns(layer.weight)
+    stored, other = (prod(seconds(x, n, mx.float32) for n in ROWS) for x in (layer, sample))
+    return other < GAIN**2 * stored
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:

@@ -140,6 +140,11 @@ def converted(layer: nn.Module, form: Form) -> nn.Module:
     return layer
 
 
+def by_columns(weight: mx.array) -> mx.array:
+    """The same matrix, lying in memory column by column."""
+    return mx.contiguous(weight.T).T
+
+
 def evaluated(model: nn.Module) -> Iterator[None]:
     """Compute (read, convert) the parameters, pausing after each piece."""
     piece: list[mx.array] = []
