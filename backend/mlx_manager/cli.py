@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -167,6 +168,8 @@ def list_models(
       mlx-manager list --models-dir ~/models --json
     """
     settings = parse_settings(without(context.params, "as_json"))
+    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mlx_manager.mlx_server.models.catalog import Catalog
 
     models = Catalog(settings.catalog).models()

@@ -75,7 +75,7 @@ def test_help_imports_neither_mlx_nor_the_server() -> None:
 
 def test_doctor_is_content_with_this_machine() -> None:
     result = run.invoke(app, ["doctor", "--port", "0", "--json"])
-    findings = {finding["name"]: finding for finding in json.loads(result.output)}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.exit_code == 0
     assert {"python", "mlx", "device", "memory", "blas", "port"} <= findings.keys()
 
@@ -100,7 +100,7 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
     result = run.invoke(app, ["list", "--models-dir", str(tmp_path), "--no-hf-cache", "--json"])
-    models = {model["id"]: model["origin"] for model in json.loads(result.output)}
+    models = {model["id"]: model["origin"] for model in json.loads(result.stdout)}
     assert models == {"mlx-manager/demo": "embedded", "mine": "models_dir"}
 
 
