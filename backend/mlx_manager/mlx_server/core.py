@@ -130,11 +130,61 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True)
+class JsonObject:
+    """The answer is a JSON object. `param`, here and below, is the field that asked for it."""
+
+    param: str = field(default="response_format", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """The answer is JSON that fits `schema`, itself JSON text.
+
+    `strict` refuses formats of strings that are not known here; otherwise they are annotations, as
+    JSON Schema has it.
+    """
+
+    schema: str
+    strict: bool = False
+    param: str = field(default="response_format", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """The whole answer matches `pattern` (Rust's syntax, without look-around)."""
+
+    pattern: str
+    param: str = field(default="structured_outputs", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The answer is one of `options`."""
+
+    options: tuple[str, ...]
+    param: str = field(default="structured_outputs", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The answer is derived from a grammar in Lark's or llama.cpp's (GBNF) syntax."""
+
+    text: str
+    param: str = field(default="structured_outputs", compare=False)
+
+
+Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
+"""What the content of an answer must be, thinking and tool calls aside."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One row of work, whatever protocol it came by.
 
     `max_tokens` None means: up to the model's context. `echo` puts the prompt's text before the
-    completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best.
+    completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best,
+    and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; what
+    ends it is then written for the model. Lower `priority` goes first.
     """
 
     model: str
@@ -144,6 +194,10 @@ class GenerationRequest:
     max_tokens: int | None = None
     echo: bool = False
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    thinking_budget: int | None = None
+    priority: int = 0
+    suffix: str = ""
     request_id: str = ""
 
 
@@ -164,12 +218,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token, its natural-log probability, and the best alternatives at its place."""
+    """A token and the best alternatives at its place.
+
+    logprob: natural, before temperature, penalties and masks; None for a prompt's first token.
+    piece: its bytes, which need not be whole characters. top: (id, bytes, logprob), best first.
+    """
 
     token_id: int
-    text: str
-    logprob: float
-    top: tuple[tuple[int, str, float], ...] = ()
+    piece: bytes
+    logprob: float | None
+    top: tuple[tuple[int, bytes, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,43 @@ class CallBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Digits:
+    """A number that the model chooses, in a `CallShape`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Text that the model may write or leave out, in a `CallShape`: anything between two texts."""
+
+    begin: str
+    end: str
+
+
+Piece = str | Digits | Aside
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How calls are written when they must be made: opening, calls with `between`s, closing.
+
+    Each call is its head, the name, the middle, the arguments as JSON, the tail. key: what the
+    arguments are called where a call is a JSON object. bare: calls begin with that object's brace,
+    as an answer in JSON does. whole: the shape covers the answer from its first token, and not
+    from the end of the thinking on.
+    """
+
+    head: tuple[Piece, ...]
+    middle: tuple[Piece, ...]
+    tail: tuple[Piece, ...] = ()
+    opening: tuple[Piece, ...] = ()
+    between: tuple[Piece, ...] = ()
+    closing: tuple[Piece, ...] = ()
+    key: str = "arguments"
+    bare: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How tool calls are written once a marker, or the answer's first character, opened them.
 
@@ -57,12 +94,14 @@ class CallFormat:
         block   the beginning of what `block` reads
         close   the end of the calls
     bare: calls may also begin an answer with no marker before them; such an object must hold
-    arguments, so that an answer in JSON is not taken for a call.
+    arguments, so that an answer in JSON is not taken for a call. shape: how the model is made to
+    write calls; None if it can't be.
     """
 
     item: str
     block: CallBlock | None = None
     bare: bool = False
+    shape: CallShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +115,8 @@ class OutputFormat:
     offered: the tools that may be called; a call of any other is text. parallel: whether more than
     one call may be made. keep: ids of special tokens whose text matters because it is (part of) a
     marker; other special tokens have no text. continues: the output goes on in the prompt's own
-    text, so that a space at its beginning counts.
+    text, so that a space at its beginning counts. thinking_end: what ends the thinking and begins
+    the content, "" for a model that does not think.
     """
 
     edges: Mapping[Region, tuple[tuple[str, Region], ...]] = field(default_factory=dict)
@@ -88,6 +128,7 @@ class OutputFormat:
     parallel: bool = True
     keep: frozenset[int] = frozenset()
     continues: bool = False
+    thinking_end: str = ""
     new_call_id: Callable[[], str] = openai_call_id
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from mlx_manager.mlx_server.backends.guidance import Guidance
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -21,6 +22,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.forward import choose
+from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -42,10 +44,11 @@ SHRINKAGE = 2
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's prompt as tokens, and what its output will look like."""
+    """A request's prompt as tokens, what its output will look like, and what it must be."""
 
     ids: list[int]
     output: OutputFormat
+    guide: Guide | None
 
 
 class TextBackend:
@@ -59,6 +62,7 @@ class TextBackend:
         self._texts = TokenTexts(loaded.tokenizer)
         self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
         self._vocabulary = len(loaded.tokenizer)
+        self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         longest = max(map(len, loaded.tokenizer.get_vocab()))
         self._most_characters = SHRINKAGE * longest * loaded.context_length
         self._engine = TextEngine(
@@ -79,6 +83,8 @@ class TextBackend:
 
         Raises:
             InvalidRequest: the prompt can't be rendered, is empty, or has unknown token ids.
+            InvalidParameter: a constraint or a tool that can't be honoured; says why.
+            UnsupportedParameter: this model can't be made to do that.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             Overloaded: the queue is full.
         """
@@ -120,7 +126,7 @@ class TextBackend:
                 "The prompt is empty: it has no tokens to go on from.", param="prompt"
             )
         self._check_length(request, len(ids))
-        return Prepared(ids, output)
+        return Prepared(ids, *self._guidance.of(request, output))
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         """An id that the model lacks would be read or written out of an array's bounds."""
@@ -171,6 +177,8 @@ class TextBackend:
                 self._texts.stream(prepared.output), prepared.output, rules.strings
             ),
             stream=stream,
+            guide=prepared.guide,
+            priority=request.priority,
         )
 
     def _echoed(

@@ -32,11 +32,13 @@ class SamplerState:
 
     prompt: distinct prompt tokens, for the repetition penalty; empty unless it is used.
     banned: token ids that may not be drawn now (end-of-turn tokens before `min_tokens`).
+    mask: (words,) int32, bit i of word w for token 32 * w + i: those that may be drawn now.
     """
 
     sampling: Sampling
     prompt: frozenset[int] = frozenset()
     banned: tuple[int, ...] = ()
+    mask: NDArray[np.int32] | None = None
     drawn: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     seed: int = 0
@@ -64,7 +66,8 @@ class SamplerState:
     @property
     def adjusted(self) -> bool:
         """Whether the logits must be changed, which takes the tokens drawn so far."""
-        return self.penalised or bool(self.sampling.logit_bias) or bool(self.banned)
+        biased = bool(self.sampling.logit_bias) or bool(self.banned)
+        return self.penalised or biased or self.mask is not None
 
     def advance(self, token: int) -> None:
         self.drawn += 1
@@ -201,7 +204,7 @@ def _descending(values: mx.array) -> mx.array:
 
 
 def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
-    """Apply repetition, presence and frequency penalties, biases and bans, in that order."""
+    """Apply repetition, presence and frequency penalties, biases, bans, masks, in that order."""
     scaled: list[tuple[int, int, float]] = []
     added: list[tuple[int, int, float]] = []
     for i, row in enumerate(rows):
@@ -223,7 +226,49 @@ def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
     if added:
         at, token, amount = _columns(added)
         logits = logits.at[at, token].add(amount)
+    return _mask(logits, rows)
+
+
+def _mask(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
+    """Exclude (-inf) what the rows' masks don't allow. Rows without one are not touched."""
+    chosen = [i for i, row in enumerate(rows) if row.mask is not None]
+    if not chosen:
+        return logits
+    words = mx.array(np.stack([row.mask for row in rows if row.mask is not None]))
+    bits = (words[:, :, None] >> mx.arange(32, dtype=mx.int32)) & 1
+    allowed = bits.reshape(len(chosen), -1).astype(mx.bool_)
+    vocabulary = logits.shape[-1]
+    known = allowed.shape[-1]
+    if known < vocabulary:
+        allowed = mx.pad(allowed, [(0, 0), (0, vocabulary - known)])
+    allowed = allowed[:, :vocabulary]
+    if len(chosen) == len(rows):
+        return mx.where(allowed, logits, -mx.inf)
+    at = mx.array(chosen)
+    logits[at] = mx.where(allowed, logits[at], -mx.inf)
     return logits
+
+
+def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, ...]:
+    """The probabilities that the model itself gives, before anything a request asks for.
+
+    Args:
+        logits: (rows, vocabulary).
+        tokens: (rows,) one token of each row.
+        best: how many of the most likely tokens to find.
+
+    Returns:
+        (rows,) natural logarithms of `tokens`' probabilities; (rows, best) ids of the most likely
+        ones, in no order; (rows, best) their logarithms.
+    """
+    logits = logits.astype(mx.float32)
+    logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logs, tokens[:, None].astype(mx.int32), axis=-1)[:, 0]
+    size = logs.shape[-1]
+    ids = mx.argpartition(logs, size - best, axis=-1)[:, size - best :] if best else None
+    if ids is None:
+        return (chosen,)
+    return chosen, ids, mx.take_along_axis(logs, ids, axis=-1)
 
 
 def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array, mx.array]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
-from mlx_manager.mlx_server.core import FinishReason
+from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta
+from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.errors import MLXManagerError
 
 _keys = count(1)
 
@@ -23,6 +25,8 @@ class Sequence:
         prompt: token ids, at least one.
         limit: most tokens to draw, at least one.
         stop_ids: tokens that end the row, and are not part of its text.
+        guide: what the next token may be, if that depends on the answer so far.
+        priority: lower ones are admitted first.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
@@ -31,6 +35,8 @@ class Sequence:
         pending: tokens drawn on the device that the host has not read yet (lookahead).
         cached: prompt tokens that were found in pages when the row was first admitted.
         outcome: why the row stops, once that is known.
+        failure: why the row can't go on, if it can't.
+        parsed: events of the last token of a guided row, parsed before the next step is queued.
         ended: nothing more is wanted of this row; results still under way are dropped.
     """
 
@@ -44,6 +50,8 @@ class Sequence:
         sampler: SamplerState,
         parser: OutputParser,
         stream: EventStream,
+        guide: Guide | None = None,
+        priority: int = 0,
     ) -> None:
         self.key = next(_keys)
         self.tokens = list(prompt)
@@ -54,6 +62,10 @@ class Sequence:
         self.sampler = sampler
         self.parser = parser
         self.stream = stream
+        self.guide = guide
+        self.priority = priority
+        self.parsed: list[Event] = []
+        self.failure: MLXManagerError | None = None
         self.table = PageTable()
         self.computed = 0
         self.pending = 0
@@ -65,6 +77,7 @@ class Sequence:
         self._committed = 0
         self._node: Node = ROOT
         self._forbid_early_stop()
+        self.follow_guide()
 
     @property
     def drawn(self) -> int:
@@ -79,7 +92,7 @@ class Sequence:
     @property
     def needs_host(self) -> bool:
         """Whether the next draw depends on tokens that the host must have read."""
-        return self.sampler.adjusted
+        return self.sampler.adjusted or self.guide is not None
 
     def span(self, queries: int = 1) -> Span:
         """What a step that has just been counted into `computed` covers."""
@@ -96,6 +109,25 @@ class Sequence:
         if token in self.stop_ids:
             return "stop"
         return "length" if self.drawn >= self.limit else None
+
+    def parse_ahead(self, token: int) -> None:
+        """Parse the last token before the next is drawn, and tell the guide what it was.
+
+        May end the row: its grammar or its answer is complete, or can't go on.
+        """
+        guide = self.guide
+        assert guide is not None
+        self.parsed = self.parser.push(token)
+        shown = "".join(event.text for event in self.parsed if isinstance(event, TextDelta))
+        guide.observe(token, self.parser.region, self.parser.reasoning_tokens, shown)
+        self.failure = guide.failure
+        if self.parser.complete or guide.complete or guide.failure:
+            self.outcome = "stop"
+
+    def follow_guide(self) -> None:
+        """Hand the guide's mask to the sampler."""
+        if self.guide is not None:
+            self.sampler.mask = self.guide.mask
 
     def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
         """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""

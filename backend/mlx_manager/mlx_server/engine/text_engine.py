@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Event, Finished, FinishReason, Started, Usage
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
+from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import sample
@@ -100,6 +101,7 @@ class TextEngine:
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._outbox = Outbox()
+        self._masks = Masks()
         self._steps = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -256,10 +258,19 @@ class TextEngine:
             row.append(token)
             step.read.append((row, token))
             row.outcome = row.finish_reason(token)
+            if row.guide is not None and row.outcome != "stop":
+                row.parse_ahead(token)
             if row.outcome is None:
                 self._scheduler.share(row)
             else:
                 self._release(row)
+        self._guide([row for row, _ in step.read if row.outcome is None])
+
+    def _guide(self, rows: list[Sequence]) -> None:
+        """Find out what may be drawn next where that depends on what was drawn last."""
+        self._masks.update([row.guide for row in rows if row.guide is not None])
+        for row in rows:
+            row.follow_guide()
 
     def _take_snapshots(self) -> None:
         """Keep the state of prompts that have just reached their last page border."""
@@ -294,8 +305,13 @@ class TextEngine:
     def _route(self, step: Step) -> None:
         assert step.read is not None
         for row, token in step.read:
-            if not row.ended:
-                self._routing = row
+            if row.ended:
+                continue
+            self._routing = row
+            if row.failure is not None:
+                self._end(row)
+                self._outbox.fail(row.stream, row.failure)
+            else:
                 self._outbox.put(row.stream, self._events(row, token))
         self._routing = None
 
@@ -304,7 +320,10 @@ class TextEngine:
         if not row.started:
             row.started = True
             events.append(Started(row.prompt_length, row.cached or 0))
-        if row.outcome != "stop":
+        if row.guide is not None:
+            events += row.parsed
+            row.parsed = []
+        elif row.outcome != "stop":
             events += row.parser.push(token)
             if row.parser.complete:
                 row.outcome = "stop"

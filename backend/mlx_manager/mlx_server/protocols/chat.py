@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -24,9 +24,14 @@ from mlx_manager.mlx_server.core import (
     ToolCallStarted,
     ToolChoice,
 )
-from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    MLXManagerError,
+    UnsupportedParameter,
+)
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.answer import Head, new_id, total
+from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, total
+from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.parameters import (
     includes_usage,
     refuse_unsupported,
@@ -42,7 +47,10 @@ from mlx_manager.mlx_server.schemas.openai import (
     ContentPart,
     FunctionCall,
     NamedToolChoice,
+    Reasoning,
 )
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------
 # Body → requests
@@ -75,6 +83,7 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
     max_tokens = _max_tokens(body)
     conversation = _conversation(body)
     stop = stop_rules(body, max_tokens)
+    content = constraint(body)
     return [
         GenerationRequest(
             model=head.model,
@@ -82,6 +91,9 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
             sampling=sampling(body, draw),
             stop=stop,
             max_tokens=max_tokens,
+            constraint=content,
+            thinking_budget=_thinking_budget(body),
+            priority=body.priority or 0,
             request_id=head.id,
         )
         for draw in range(head.n)
@@ -133,12 +145,29 @@ def _tool_choice(body: ChatCompletionRequest) -> ToolChoice:
     return body.tool_choice or "auto"
 
 
+def _thinking_budget(body: ChatCompletionRequest) -> int | None:
+    asked = body.reasoning.max_tokens if body.reasoning else None
+    return _agreed("thinking_token_budget", body.thinking_token_budget, asked)
+
+
+def _agreed(name: str, value: T | None, asked: T | None) -> T | None:
+    """A value that may be given by itself or in `reasoning`."""
+    if value is not None and asked is not None and value != asked:
+        raise InvalidParameter(f"`{name}` and `reasoning` differ; send one of them.", param=name)
+    return asked if value is None else value
+
+
 def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
     args: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        args["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
+    asked = body.reasoning or Reasoning()
+    effort = _agreed("reasoning_effort", body.reasoning_effort, asked.effort)
+    if effort is not None:
+        args["reasoning_effort"] = effort
+        if effort == "none":
             args["enable_thinking"] = False
+    thinks = _agreed("enable_thinking", body.enable_thinking, asked.enabled)
+    if thinks is not None:
+        args["enable_thinking"] = thinks
     return MappingProxyType(args | (body.chat_template_kwargs or {}))
 
 
@@ -199,6 +228,8 @@ class ChatStream:
     The first chunk of a choice carries the role, the last one the finish reason.
     """
 
+    keep_alive = sse.KEEP_ALIVE
+
     def __init__(self, head: Head) -> None:
         self.head = head
         self._open = (
@@ -231,6 +262,10 @@ class ChatStream:
         rows = (self._finished[row].usage for row in sorted(self._finished))
         usage = total(rows, self.head.n).model_dump()
         return f'{self._open}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        """What follows if there is no end."""
+        return sse.event(error_body(error)).encode("ascii")
 
     def _chunk(self, row: int, event: Event) -> str:
         match event:

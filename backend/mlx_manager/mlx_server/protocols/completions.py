@@ -14,9 +14,10 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
-from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.answer import Head, new_id, total
+from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, total
+from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.parameters import (
     includes_usage,
     refuse_unsupported,
@@ -81,6 +82,7 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
             param="max_tokens",
         )
     stop = stop_rules(body, max_tokens)
+    content = constraint(body)
     return [
         GenerationRequest(
             model=head.model,
@@ -89,6 +91,8 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
             stop=stop,
             max_tokens=max_tokens,
             echo=echo,
+            constraint=content,
+            priority=body.priority or 0,
             request_id=head.id,
         )
         for prompt in _prompts(body)
@@ -114,6 +118,8 @@ def _prompts(body: CompletionRequest) -> list[Text | Tokens]:
 
 class CompletionStream:
     """Writes an answer's events as chunks, the way OpenAI does."""
+
+    keep_alive = sse.KEEP_ALIVE
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -146,6 +152,10 @@ class CompletionStream:
         rows = (self._finished[row].usage for row in sorted(self._finished))
         usage = total(rows, self.head.n).model_dump()
         return f'{self._open}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        """What follows if there is no end."""
+        return sse.event(error_body(error)).encode("ascii")
 
     def _last(self, row: int, reason: FinishReason) -> str:
         choice = {

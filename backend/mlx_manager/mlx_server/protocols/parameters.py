@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.core import Sampling, StopRules
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
+from mlx_manager.mlx_server.schemas.wire import Wire
 
 SEED_MASK = 2**64 - 1
 
@@ -26,10 +28,6 @@ UNSUPPORTED: dict[str, Refusal] = {
     "documents": Refusal(instead="Put them in `chat_template_kwargs`."),
     "function_call": Refusal(("none", "auto"), "Use `tool_choice`."),
     "functions": Refusal(([],), "Use `tools`."),
-    "guided_choice": Refusal(),
-    "guided_grammar": Refusal(),
-    "guided_json": Refusal(),
-    "guided_regex": Refusal(),
     "include_stop_str_in_output": Refusal((False,)),
     "length_penalty": Refusal((1.0,)),
     "logits_processors": Refusal(([],)),
@@ -37,14 +35,10 @@ UNSUPPORTED: dict[str, Refusal] = {
     "modalities": Refusal((["text"],), "Only ['text'] is possible."),
     "moderation": Refusal(),
     "prediction": Refusal(),
-    "priority": Refusal((0,)),
     "prompt_logprobs": Refusal(),
-    "response_format": Refusal(({"type": "text"},), 'Only {"type": "text"} is possible.'),
     "return_token_ids": Refusal((False,)),
     "skip_special_tokens": Refusal((True,)),
-    "structured_outputs": Refusal(),
     "suffix": Refusal(("",)),
-    "tool_choice": Refusal(("auto", "none"), "Only 'auto' and 'none' are possible."),
     "top_logprobs": Refusal(),
     "truncate_prompt_tokens": Refusal(),
     "use_beam_search": Refusal((False,)),
@@ -57,18 +51,22 @@ UNSUPPORTED: dict[str, Refusal] = {
 """
 
 
-def refuse_unsupported(body: GenerationParameters) -> None:
+def refuse_unsupported(
+    body: Wire, table: Mapping[str, Refusal] = UNSUPPORTED, path: str = ""
+) -> None:
     """Refuse the first field of `body` that asks for something this server can't do.
+
+    path: what precedes the field's name in an error.
 
     Raises:
         UnsupportedParameter: names the field.
     """
-    for name in body.model_fields_set & UNSUPPORTED.keys():
+    for name in body.model_fields_set & table.keys():
         value = getattr(body, name)
-        refusal = UNSUPPORTED[name]
+        refusal = table[name]
         if value is not None and not any(_same(value, harmless) for harmless in refusal.harmless):
-            message = f"`{name}` is not supported by this server. {refusal.instead}".strip()
-            raise UnsupportedParameter(message, param=name)
+            message = f"`{path}{name}` is not supported by this server. {refusal.instead}".strip()
+            raise UnsupportedParameter(message, param=path + name)
 
 
 def _same(value: object, harmless: object) -> bool:

@@ -125,6 +125,52 @@ ToolChoice = Annotated[
 ]
 
 
+class JsonSchemaFormat(Wire):
+    """A JSON schema by OpenAI's rules: `strict` refuses what can't be held to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="Of a json_object, as llama.cpp has it"
+    )
+
+
+JsonSchemaText = Annotated[
+    Annotated[NonEmpty, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
+    choose(shape, "a JSON schema, as an object or as text"),
+]
+Choices = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+
+
+class StructuredOutputs(Wire):
+    """What the content must be, one of them, as vLLM has it."""
+
+    json_: JsonSchemaText | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: NonEmpty | None = None
+    choice: Choices | None = None
+    grammar: NonEmpty | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class Reasoning(Wire):
+    """How much thinking there is to be, as OpenRouter has it."""
+
+    effort: NonEmpty | None = Field(None, description="As `reasoning_effort`")
+    max_tokens: int | None = Field(None, ge=0, description="As `thinking_token_budget`")
+    enabled: bool | None = Field(None, description="As `enable_thinking`")
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = Field(
         None, description="Send a last chunk with the token counts and no choices"
@@ -190,12 +236,23 @@ class GenerationParameters(Wire):
     best_of: int | None = Field(None, ge=1, le=20, description="Draw that many, return the best n")
     priority: int | None = Field(None, description="Order among waiting requests")
     return_token_ids: bool | None = Field(None, description="Token ids beside the text")
-    structured_outputs: Any = Field(None, description="Regex, choice, grammar or JSON schema")
-    guided_json: Any = Field(None, description="JSON schema that the answer fits")
-    guided_regex: Any = Field(None, description="Regular expression that the answer matches")
-    guided_choice: Any = Field(None, description="Strings of which the answer is one")
-    guided_grammar: Any = Field(None, description="Grammar that the answer is derived from")
-    response_format: dict[str, Any] | None = Field(None, description="text, or a JSON format")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="JSON schema, regex, choice or grammar that the answer fits"
+    )
+    guided_json: JsonSchemaText | None = Field(None, description="JSON schema that the answer fits")
+    guided_regex: NonEmpty | None = Field(
+        None, description="Regular expression that the whole answer matches (Rust's syntax)"
+    )
+    guided_choice: Choices | None = Field(None, description="Strings of which the answer is one")
+    guided_grammar: NonEmpty | None = Field(
+        None, description="Lark or GBNF grammar that the answer is derived from"
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, or json_schema with the schema the answer fits"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="Most tokens of thinking; it is then ended for the model"
+    )
     logits_processors: Any = Field(None, description="Code run on each step's logits")
     use_beam_search: bool | None = Field(None, description="Beam search instead of sampling")
     length_penalty: float | None = Field(None, description="For beam search")
@@ -222,6 +279,10 @@ class ChatCompletionRequest(GenerationParameters):
         None, description="Variables for the chat template, such as enable_thinking"
     )
     reasoning_effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    enable_thinking: bool | None = Field(None, description="Handed to the chat template")
+    reasoning: Reasoning | None = Field(
+        None, description="effort, max_tokens (the thinking budget) and enabled in one object"
+    )
     add_generation_prompt: bool | None = Field(
         None, description="Open the assistant's turn after the last message; default true"
     )

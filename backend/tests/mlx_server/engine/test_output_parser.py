@@ -131,7 +131,7 @@ def test_truncated_thinking_is_thinking_only() -> None:
 
 
 def logprob(token: int) -> TokenLogprob:
-    return TokenLogprob(token, f"t{token}", -1.0)
+    return TokenLogprob(token, b"t%d" % token, -1.0)
 
 
 def test_logprobs_go_with_the_text_that_their_tokens_became() -> None:

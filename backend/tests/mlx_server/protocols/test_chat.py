@@ -125,14 +125,19 @@ def test_tools_and_their_choice_reach_the_conversation():
     assert conversation().parallel_tool_calls
 
 
-def test_a_named_tool_is_refused_until_it_can_be_forced():
+def test_tools_may_be_demanded_and_named():
     named = {"type": "function", "function": {"name": "weather"}}
-    with pytest.raises(UnsupportedParameter, match="tool_choice"):
-        ask(tools=[WEATHER], tool_choice=named)
-    body = ChatCompletionRequest.model_validate(
-        {"messages": [{"role": "user", "content": "hi"}], "tool_choice": named}
-    )
-    assert chat._tool_choice(body) == NamedTool("weather")
+    assert conversation(tools=[WEATHER], tool_choice=named).tool_choice == NamedTool("weather")
+    assert conversation(tools=[WEATHER], tool_choice="required").tool_choice == "required"
+
+
+def test_thinking_is_asked_for_in_two_ways_that_must_agree():
+    asked = ask(reasoning={"effort": "low", "max_tokens": 9, "enabled": True})[0]
+    assert asked.thinking_budget == 9
+    assert asked.prompt.template_args == {"reasoning_effort": "low", "enable_thinking": True}
+    assert ask(thinking_token_budget=0)[0].thinking_budget == 0
+    with pytest.raises(InvalidParameter, match="thinking_token_budget"):
+        ask(thinking_token_budget=1, reasoning={"max_tokens": 2})
 
 
 def test_template_arguments_are_handed_on_and_reasoning_effort_with_them():

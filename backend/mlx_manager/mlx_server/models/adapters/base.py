@@ -209,6 +209,7 @@ class DefaultAdapter:
             offered=frozenset(tool.name for tool in conversation.tools if syntax),
             parallel=conversation.parallel_tool_calls,
             keep=kept_tokens(tokenizer, edges, form),
+            thinking_end=marks[1] if marks else "",
             new_call_id=short_call_id if self._traits.short_ids else openai_call_id,
         )
 

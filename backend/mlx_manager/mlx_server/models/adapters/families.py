@@ -133,6 +133,7 @@ class GptOssAdapter(DefaultAdapter):
             offered=output.offered,
             parallel=output.parallel,
             keep=kept_tokens(tokenizer, edges, output.calls, HARMONY_HEADER),
+            thinking_end="<|end|><|start|>assistant<|channel|>final<|message|>",
             new_call_id=output.new_call_id,
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.tool_parsers import pythonic
 
 from mlx_manager.mlx_server.core import ToolCall
-from mlx_manager.mlx_server.formats import CallBlock, CallFormat
+from mlx_manager.mlx_server.formats import Aside, CallBlock, CallFormat, CallShape, Digits
 from mlx_manager.mlx_server.models.adapters.messages import WriteCalls, call_object
 
 _NAME = r"(?P<name>[\w.\-]{1,128})"
@@ -50,9 +50,25 @@ class ToolSyntax:
     write: WriteCalls | None = None
 
 
-def _json(openers: tuple[str, ...], item: str, write: WriteCalls | None = None) -> ToolSyntax:
-    form = CallFormat(item)
+def _json(
+    openers: tuple[str, ...], item: str, shape: CallShape, write: WriteCalls | None = None
+) -> ToolSyntax:
+    form = CallFormat(item, shape=shape)
     return ToolSyntax(openers, lambda _: form, write)
+
+
+def _objects(key: str, opening: str = "", between: str = ", ", closing: str = "") -> CallShape:
+    """Calls as JSON objects of a name and, called `key`, its arguments."""
+    return CallShape(
+        head=('{"name": "',),
+        middle=(f'", "{key}": ',),
+        tail=("}",),
+        opening=(opening,),
+        between=(between,),
+        closing=(closing,),
+        key=key,
+        bare=not opening,
+    )
 
 
 def _block(
@@ -93,7 +109,16 @@ def _dump(arguments: Any) -> str:
 
 _LIST_OF_OBJECTS = r"[\s,\[\]]*(?:(?P<object>\{)"
 
-HERMES = _json(("<tool_call>",), _LIST_OF_OBJECTS + r"|(?P<close></tool_call>))")
+HERMES = _json(
+    ("<tool_call>",),
+    _LIST_OF_OBJECTS + r"|(?P<close></tool_call>))",
+    CallShape(
+        head=('<tool_call>\n{"name": "',),
+        middle=('", "arguments": ',),
+        tail=("}\n</tool_call>",),
+        between=("\n",),
+    ),
+)
 
 
 def _write_granite(calls: Sequence[ToolCall]) -> str:
@@ -102,22 +127,37 @@ def _write_granite(calls: Sequence[ToolCall]) -> str:
 
 
 GRANITE = _json(
-    ("<|tool_call|>",), _LIST_OF_OBJECTS + r"|(?P<close><\|/tool_call\|>))", _write_granite
+    ("<|tool_call|>",),
+    _LIST_OF_OBJECTS + r"|(?P<close><\|/tool_call\|>))",
+    _objects("arguments", "<|tool_call|>[", ", ", "]"),
+    _write_granite,
 )
 """Also Phi-4-mini, which closes the list with `<|/tool_call|>`."""
 
-MISTRAL = _json(
-    ("[TOOL_CALLS]",),
+_MISTRAL_ITEM = (
     r"(?:[\s,\[\]]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
-    rf"|{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))",
+    rf"|{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
 )
-"""A list of objects (Mistral 7B to Nemo), or `name[ARGS]{...}` (since Small 3.2)."""
+MISTRAL = _json(("[TOOL_CALLS]",), _MISTRAL_ITEM, _objects("arguments", "[TOOL_CALLS][", ", ", "]"))
+"""A list of objects: Mistral 7B to Nemo."""
+
+MISTRAL_ARGS = _json(
+    ("[TOOL_CALLS]",), _MISTRAL_ITEM, CallShape(head=("[TOOL_CALLS]",), middle=("[ARGS]",))
+)
+"""`name[ARGS]{...}`: since Small 3.2. Both are read either way."""
 
 KIMI_K2 = _json(
     ("<|tool_calls_section_begin|>",),
     r"(?:\s|<\|tool_call_end\|>)*(?:(?P<close><\|tool_calls_section_end\|>)"
     r"|<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]{1,128}?):\d+)\s*"
     r"<\|tool_call_argument_begin\|>\s*(?P<args>\{))",
+    CallShape(
+        head=("<|tool_call_begin|>functions.",),
+        middle=(":", Digits(), "<|tool_call_argument_begin|>"),
+        tail=("<|tool_call_end|>",),
+        opening=("<|tool_calls_section_begin|>",),
+        closing=("<|tool_calls_section_end|>",),
+    ),
 )
 
 
@@ -130,16 +170,51 @@ def _write_deepseek(calls: Sequence[ToolCall]) -> str:
     return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
 
 
-DEEPSEEK = _json(
-    ("<｜tool▁calls▁begin｜>",),
+_DEEPSEEK_ITEM = (
     r"(?:\s|```|<｜tool▁call▁end｜>)*(?:(?P<close><｜tool▁calls▁end｜>)"
     rf"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>{_NAME}\s*```json\s*(?P<args>\{{)"
-    rf"|{_NAME}<｜tool▁sep｜>\s*(?P<args>\{{)))",
+    rf"|{_NAME}<｜tool▁sep｜>\s*(?P<args>\{{)))"
+)
+DEEPSEEK = _json(
+    ("<｜tool▁calls▁begin｜>",),
+    _DEEPSEEK_ITEM,
+    CallShape(
+        head=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>",),
+        middle=("\n```json\n",),
+        tail=("\n```<｜tool▁call▁end｜>",),
+        opening=("<｜tool▁calls▁begin｜>",),
+        between=("\n",),
+        closing=("<｜tool▁calls▁end｜>",),
+    ),
     _write_deepseek,
 )
-"""V3 and R1 (`function`, then the name, then fenced JSON), and V3.1 (the name, then JSON)."""
+"""V3 and R1: `function`, then the name, then fenced JSON."""
 
-HARMONY = _json((), r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))")
+DEEPSEEK_31 = _json(
+    ("<｜tool▁calls▁begin｜>",),
+    _DEEPSEEK_ITEM,
+    CallShape(
+        head=("<｜tool▁call▁begin｜>",),
+        middle=("<｜tool▁sep｜>",),
+        tail=("<｜tool▁call▁end｜>",),
+        opening=("<｜tool▁calls▁begin｜>",),
+        closing=("<｜tool▁calls▁end｜>",),
+    ),
+    _write_deepseek,
+)
+"""V3.1: the name, then JSON. Both are read either way."""
+
+HARMONY = _json(
+    (),
+    r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))",
+    CallShape(
+        head=(" to=functions.",),
+        middle=("<|channel|>commentary <|constrain|>json<|message|>",),
+        opening=(Aside("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),),
+        between=("<|call|><|start|>assistant",),
+        whole=True,
+    ),
+)
 """The body of a message to a function in gpt-oss's harmony format; the header names it."""
 
 
@@ -158,6 +233,7 @@ def _llama_form(tools: ToolDicts) -> CallFormat:
         r"(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
         block,
         bare=True,
+        shape=_objects("parameters", between="\n"),
     )
 
 
@@ -225,9 +301,16 @@ def syntax_of(tokenizer: Any) -> ToolSyntax:
 
     A model with several templates is one that mlx-lm infers nothing for.
     """
+    templates = str(tokenizer.chat_template)
     if tokenizer.has_tool_calling:
         parser = tokenizer.tool_parser
         module = parser.__module__.rpartition(".")[2]
-        return of_mlx_parser(module, tokenizer.tool_call_start, tokenizer.tool_call_end, parser)
-    templates = str(tokenizer.chat_template)
-    return next((syntax for marker, syntax in _BY_TEMPLATE if marker in templates), LLAMA)
+        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        found = of_mlx_parser(module, start, end, parser)
+    else:
+        found = next((syntax for marker, syntax in _BY_TEMPLATE if marker in templates), LLAMA)
+    if found is MISTRAL and "[ARGS]" in templates:
+        return MISTRAL_ARGS
+    if found is DEEPSEEK and "```json" not in templates:
+        return DEEPSEEK_31
+    return found

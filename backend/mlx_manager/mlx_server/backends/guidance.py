@@ -1,0 +1,123 @@
+"""From what a request demands of its answer to what the row may draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
+from mlx_manager.mlx_server.engine.grammar import Grammars
+from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
+from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.formats import CallShape, OutputFormat
+
+
+class Guidance:
+    """Makes the guides of one model's rows. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = tuple(end_ids)
+        self._grammars = Grammars(tokenizer, self._end_ids)
+
+    def of(
+        self, request: GenerationRequest, output: OutputFormat
+    ) -> tuple[OutputFormat, Guide | None]:
+        """The row's guide, None if anything goes, and what its output then looks like.
+
+        Raises:
+            InvalidParameter: a constraint or a tool can't be honoured; says why.
+            UnsupportedParameter: this model can't be made to do that.
+        """
+        rules = self._rules(request, output)
+        budget = self._budget(request, output)
+        if rules is None and budget is None:
+            return output, None
+        words = -(-len(self._tokenizer) // 32)
+        if rules is not None:
+            output = _as_ruled(output, rules)
+            words = self._grammars.words
+        guide = Guide(output.initial, rules, budget, words)
+        # The first mask takes longest; it is none of the other rows' business.
+        Masks().update([guide])
+        return output, guide
+
+    def _rules(self, request: GenerationRequest, output: OutputFormat) -> Rules | None:
+        constraint = request.constraint
+        conversation = request.prompt if isinstance(request.prompt, Conversation) else None
+        forced = _forced(conversation) if conversation else ()
+        shape = output.calls.shape if output.calls else None
+        whole = False
+        if conversation and forced:
+            shape = _known(shape, "tool_choice")
+            several = conversation.tool_choice == "required" and output.parallel
+            matcher = self._grammars.calls(shape, forced, parallel=several)
+            whole = shape.whole
+        elif constraint is None:
+            return None
+        elif conversation is None or output.calls is None or output.header is not None:
+            # Where headers announce calls, the content is never one.
+            matcher = self._grammars.answer(constraint)
+        else:
+            matcher = self._grammars.answer_or_calls(
+                constraint,
+                _known(shape, constraint.param),
+                conversation.tools,
+                parallel=output.parallel,
+            )
+        thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
+        openers = self._openers(output) if thinks and not whole else ()
+        return Rules(matcher, self._grammars.texts, self._end_ids, openers, whole)
+
+    def _openers(self, output: OutputFormat) -> tuple[int, ...]:
+        """The tokens with which an answer may begin to think, where they are tokens."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        markers = {m for m, region in output.edges.get("content", ()) if region == "reasoning"}
+        return tuple(token_id for token_id, token in added if token.content in markers)
+
+    def _budget(self, request: GenerationRequest, output: OutputFormat) -> ThinkingBudget | None:
+        if request.thinking_budget is None or not output.thinking_end:
+            return None
+        end = self._tokenizer.encode(output.thinking_end, add_special_tokens=False)
+        return ThinkingBudget(request.thinking_budget, tuple(end))
+
+
+def _forced(conversation: Conversation) -> Sequence[Tool]:
+    """The tools one of which must be called.
+
+    Raises:
+        InvalidParameter: there are none.
+    """
+    match conversation.tool_choice:
+        case "auto" | "none":
+            return ()
+        case "required":
+            found: Sequence[Tool] = conversation.tools
+        case NamedTool(name):
+            found = [tool for tool in conversation.tools if tool.name == name]
+    if not found:
+        raise InvalidParameter(
+            "`tool_choice` asks for a call of none of `tools`.", param="tool_choice"
+        )
+    return found
+
+
+def _known(shape: CallShape | None, param: str) -> CallShape:
+    if shape is None:
+        raise UnsupportedParameter(
+            f"`{param}`: this model writes tool calls in a format that it can't be held to; "
+            "only `tool_choice` 'auto' and 'none' without a response format are possible.",
+            param=param,
+        )
+    return shape
+
+
+def _as_ruled(output: OutputFormat, rules: Rules) -> OutputFormat:
+    """`output` less the markers that the rules leave no room for, so that what looks like one in
+    the text is text."""
+    edges = dict(output.edges)
+    edges["reasoning"] = tuple(e for e in edges.get("reasoning", ()) if e[1] != "calls")
+    if not rules.openers:
+        edges["content"] = tuple(e for e in edges.get("content", ()) if e[1] != "reasoning")
+    return replace(output, edges={region: found for region, found in edges.items() if found})

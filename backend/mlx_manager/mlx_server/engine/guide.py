@@ -1,0 +1,146 @@
+"""What the next token of one row may be, as its answer goes on: grammars and thinking budgets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from mlx_manager.mlx_server.engine.grammar import Mask, fill_masks, only, with_tokens
+from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.formats import Region
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """After `tokens` tokens of thinking, `end` is written for the model."""
+
+    tokens: int
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a row's grammar covers.
+
+    matcher: at the beginning of the grammar; the row's own. texts: its vocabulary. end_ids: tokens
+    that end an answer: not before the grammar has begun. openers: tokens that may begin thinking
+    in place of the grammar's first token. whole: the grammar covers the answer from its first
+    token, and not from the end of the thinking on.
+    """
+
+    matcher: LLMatcher
+    texts: LLTokenizer
+    end_ids: tuple[int, ...]
+    openers: tuple[int, ...] = ()
+    whole: bool = False
+
+
+class Guide:
+    """One row's.
+
+    Attributes:
+        mask: what may be drawn next, None for anything; `Masks` keeps it up to date.
+        words: in a mask.
+        complete: nothing can follow; the row has what was asked for.
+        failure: why the grammar can't be followed any further, if so.
+    """
+
+    def __init__(
+        self, region: Region, rules: Rules | None, budget: ThinkingBudget | None, words: int
+    ) -> None:
+        self._rules = rules
+        self._budget = budget
+        self.words = words
+        self._forced: deque[int] = deque()
+        self._matched = 0
+        self._begun = rules is not None and (rules.whole or region == "content")
+        self.mask: Mask | None = None
+        self.complete = False
+        self.failure: GenerationFailed | None = None
+        self._spend(region, 0)
+
+    def observe(self, token: int, region: Region, thought: int, shown: str) -> None:
+        """Take in a drawn token.
+
+        Args:
+            region: what the token after this one will be part of.
+            thought: tokens of thinking so far.
+            shown: what of this token is content.
+        """
+        if self._forced and token == self._forced[0]:
+            self._forced.popleft()
+        if self._rules is not None:
+            self._follow(self._rules, token, region, shown)
+        self._spend(region, thought)
+
+    def _follow(self, rules: Rules, token: int, region: Region, shown: str) -> None:
+        if self._begun:
+            if not self._matched and token in rules.openers:
+                self._begun = False
+                return
+            self._consume(rules.matcher, [token])
+        elif region == "content":
+            self._begun = True
+            # A marker that is no token of its own may share its last one with the content.
+            if shown.strip():
+                self._consume(rules.matcher, rules.texts.tokenize_str(shown))
+
+    def _consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+        self._matched += 1
+        matcher.consume_tokens(list(tokens))
+        if matcher.is_error():
+            self.failure = GenerationFailed(
+                f"The grammar can't be followed any further: {matcher.get_error()}"
+            )
+        else:
+            self.complete = matcher.is_stopped()
+
+    def _spend(self, region: Region, thought: int) -> None:
+        budget = self._budget
+        if budget and region == "reasoning" and thought >= budget.tokens and not self._forced:
+            self._forced.extend(budget.end)
+
+    @property
+    def matching(self) -> LLMatcher | None:
+        """What computes the next mask, if anything has to."""
+        if self._forced or not self._begun or self._rules is None:
+            return None
+        return self._rules.matcher
+
+    def set_mask(self, allowed: Mask | None) -> None:
+        """`allowed`: the mask of `matching`."""
+        if self._forced:
+            self.mask = only(self._forced[0], self.words)
+        elif self._rules is None:
+            self.mask = None
+        elif allowed is None:
+            self.mask = _all_but(self._rules.end_ids, self.words)
+        elif not self._matched and self._rules.openers:
+            self.mask = with_tokens(allowed, self._rules.openers)
+        else:
+            self.mask = allowed
+
+
+def _all_but(ids: Iterable[int], words: int) -> Mask:
+    return ~with_tokens(np.zeros(words, np.int32), ids)
+
+
+class Masks:
+    """Computes the masks of several rows side by side."""
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def update(self, guides: Sequence[Guide]) -> None:
+        """Set the mask of each guide, all of one model."""
+        matching = [(guide, guide.matching) for guide in guides]
+        found = [matcher for _, matcher in matching if matcher is not None]
+        if len(found) > 1 and self._executor is None:
+            self._executor = LLExecutor()
+        allowed = iter(fill_masks(self._executor, found, guides[0].words) if found else ())
+        for guide, matcher in matching:
+            guide.set_mask(None if matcher is None else next(allowed))

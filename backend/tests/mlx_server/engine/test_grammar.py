@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from mlx_lm.utils import load_tokenizer
+
+import mlx_manager.demo_model
+from mlx_manager.mlx_server.core import (
+    Choice,
+    Constraint,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Regex,
+    Tool,
+)
+from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
+from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.formats import Aside
+from mlx_manager.mlx_server.models.adapters import tool_syntax
+
+SCHEMAS = Path(__file__).parents[5] / "shared/data/json_schemas.jsonl"
+END = (2553, 2556, 2557)
+WEATHER = Tool(
+    "weather.now",
+    parameters={
+        "type": "dict",
+        "properties": {"city": {"type": "string"}, "days": {"type": "float"}},
+        "required": ["city"],
+    },
+)
+CLOCK = Tool("clock")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(Path(mlx_manager.demo_model.__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    return Grammars(tokenizer, END)
+
+
+def allowed(grammars: Grammars, matcher: LLMatcher) -> set[int]:
+    mask = fill_masks(None, [matcher], grammars.words)[0]
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def takes(grammars: Grammars, matcher: LLMatcher, text: str) -> bool:
+    """Whether the masks let the whole of `text` be written, and then let it end."""
+    for token in grammars.texts.tokenize_str(text):
+        if token not in allowed(grammars, matcher):
+            return False
+        assert matcher.consume_token(token)
+    return matcher.is_accepting() and set(END) <= allowed(grammars, matcher)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"),
+    [
+        (JsonObject(), ['{"a": 1}', "{}", '{"a": {"b": [null]}}'], ["[1]", "1", '{"a"}']),
+        (
+            JsonSchema('{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+            ['{"a": 1}', '{\n  "a": 1\n}'],
+            ['{"a": "x"}', '{"a": 1}\n'],
+        ),
+        (JsonSchema('{"type": "string", "format": "shoe-size"}'), ['"x"'], ["7"]),
+        (JsonSchema('{"type": "string", "format": "date"}'), ['"2024-02-29"'], ['"today"']),
+        (JsonSchema("true"), ["7", "[]"], ["seven"]),
+        (Regex("^[a-c]{2}/?$"), ["ab", "cc/"], ["a", "abc"]),
+        (Choice(("yes", 'no "really"')), ["yes", 'no "really"'], ["ye", "maybe"]),
+        (Grammar('start: "a" ("b" | "c")+'), ["abc"], ["a", "d"]),
+        (Grammar('root ::= "a" | "b" root'), ["bba"], ["bb"]),
+    ],
+)
+def test_a_constraint_takes_what_fits_and_nothing_else(
+    grammars: Grammars, constraint: Constraint, good: list[str], bad: list[str]
+):
+    for text in good:
+        assert takes(grammars, grammars.answer(constraint), text), text
+    for text in bad:
+        assert not takes(grammars, grammars.answer(constraint), text), text
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (JsonSchema('{"type": "dict"}'), "Invalid type"),
+        (JsonSchema('{"not": {}}'), "not"),
+        (JsonSchema("false"), "Unsatisfiable"),
+        (JsonSchema("3"), "Unsatisfiable"),
+        (JsonSchema('{"$ref": "http://example.org/x.json"}'), "retriev"),
+        (JsonSchema('{"type": "string", "format": "shoe-size"}', strict=True), "shoe-size"),
+        (Regex("("), "regex"),
+        (Regex("a(?=b)"), "look-around"),
+        (Grammar("start: missing"), "missing"),
+        (Grammar("root ::= ["), "GBNF"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused_with_the_reason(
+    grammars: Grammars, constraint: Constraint, reason: str
+):
+    with pytest.raises(InvalidParameter, match=reason) as caught:
+        grammars.answer(constraint)
+    assert caught.value.param == constraint.param
+
+
+def test_endless_blanks_are_not_json_here(grammars: Grammars):
+    assert not takes(grammars, grammars.answer(JsonObject()), "{" + " " * 50 + "}")
+
+
+def test_copies_of_a_kept_grammar_are_independent(grammars: Grammars):
+    first, second = (grammars.answer(Regex("ab")) for _ in range(2))
+    assert takes(grammars, first, "ab")
+    assert takes(grammars, second, "ab")
+
+
+def test_real_schemas_compile_or_are_refused(grammars: Grammars):
+    if not SCHEMAS.exists():
+        pytest.skip(f"{SCHEMAS} is not here")
+    compiled = refused = 0
+    for line in SCHEMAS.read_text().splitlines():
+        try:
+            grammars.answer(JsonSchema(json.dumps(json.loads(line)["schema"])))
+            compiled += 1
+        except InvalidParameter:
+            refused += 1
+    assert compiled > 0.9 * (compiled + refused)
+
+
+# Forced calls
+
+SHAPES = {
+    name: getattr(tool_syntax, name).form([]).shape
+    for name in (
+        "LLAMA",
+        "HERMES",
+        "GRANITE",
+        "MISTRAL",
+        "MISTRAL_ARGS",
+        "KIMI_K2",
+        "DEEPSEEK",
+        "DEEPSEEK_31",
+        "HARMONY",
+    )
+}
+WRITTEN = {
+    "LLAMA": '{"name": "weather.now", "parameters": {"city": "Ulm", "days": 1.5}}',
+    "HERMES": '<tool_call>\n{"name": "weather.now", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "GRANITE": '<|tool_call|>[{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
+    "MISTRAL": '[TOOL_CALLS][{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
+    "MISTRAL_ARGS": '[TOOL_CALLS]weather.now[ARGS]{"city": "Ulm"}',
+    "KIMI_K2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather.now:0"
+    '<|tool_call_argument_begin|>{"city": "Ulm"}<|tool_call_end|><|tool_calls_section_end|>',
+    "DEEPSEEK": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather.now\n"
+    '```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "DEEPSEEK_31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather.now<｜tool▁sep｜>"
+    '{"city": "Ulm"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "HARMONY": " to=functions.weather.now<|channel|>commentary <|constrain|>json<|message|>"
+    '{"city": "Ulm"}',
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_calls_are_forced_in_the_models_own_format(grammars: Grammars, name: str):
+    def calls(parallel: bool = True) -> LLMatcher:
+        return grammars.calls(SHAPES[name], [WEATHER, CLOCK], parallel=parallel)
+
+    assert takes(grammars, calls(), WRITTEN[name])
+    assert takes(grammars, calls(False), WRITTEN[name])
+    assert not takes(grammars, calls(), WRITTEN[name].replace("weather.now", "calendar"))
+    assert not takes(grammars, calls(), WRITTEN[name].replace('"Ulm"', "7"))
+    assert not takes(grammars, calls(), WRITTEN[name].replace('"city"', '"town"'))
+    assert not takes(grammars, calls(), "Sorry.")
+
+
+def test_one_call_or_several(grammars: Grammars):
+    one = WRITTEN["LLAMA"]
+    shape = SHAPES["LLAMA"]
+    tools = [WEATHER, CLOCK]
+    assert takes(grammars, grammars.calls(shape, tools, parallel=True), f"{one}\n{one}")
+    assert not takes(grammars, grammars.calls(shape, tools, parallel=False), f"{one}\n{one}")
+
+
+def test_thinking_may_stand_before_forced_calls_that_cover_the_whole_answer(grammars: Grammars):
+    aside = Aside("<|start_header_id|>", "<|eom_id|>")
+    shape = replace(SHAPES["LLAMA"], opening=(aside,), whole=True)
+    matcher = grammars.calls(shape, [CLOCK], parallel=False)
+    begin, end = (
+        grammars.texts.tokenize_str(t, parse_special=True) for t in (aside.begin, aside.end)
+    )
+    for token in [*begin, *grammars.texts.tokenize_str("Let me think. {"), *end]:
+        assert token in allowed(grammars, matcher)
+        assert matcher.consume_token(token)
+    assert takes(grammars, matcher, '{"name": "clock", "parameters": {}}')
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "HARMONY"])
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        (JsonObject(), '{"city": "Ulm"}'),
+        (JsonSchema('{"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}'), "7"),
+        (Choice(("yes", "no")), "no"),
+    ],
+)
+def test_an_answer_may_be_in_its_form_or_a_call(
+    grammars: Grammars, name: str, constraint: Constraint, answer: str
+):
+    def either() -> LLMatcher:
+        return grammars.answer_or_calls(constraint, SHAPES[name], [WEATHER, CLOCK], parallel=True)
+
+    assert takes(grammars, either(), answer)
+    assert takes(grammars, either(), WRITTEN[name])
+    assert not takes(grammars, either(), "Sorry.")
+
+
+def test_the_tool_at_fault_is_named(grammars: Grammars):
+    bad = Tool("bad", parameters={"type": "object", "not": {}})
+    with pytest.raises(InvalidParameter, match="not") as caught:
+        grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
+    assert caught.value.param == "tools[1].function.parameters"
