@@ -25,6 +25,7 @@ import numpy as np
 
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
+    Rotary,
     Splits,
     Unsupported,
     build,
@@ -93,7 +94,7 @@ class Layers:
 
 COPY = """
 auto from = reinterpret_cast<const uint4*>(x);
-auto to = reinterpret_cast<uint4*>(y);
+auto to = reinterpret_cast<uint4*>(const_cast<T*>(y));
 const long step = (long)gridDim.x * blockDim.x;
 long i = (long)blockIdx.x * blockDim.x + threadIdx.x;
 for (; i + 3 * step < COUNT; i += 4 * step) {
@@ -101,35 +102,39 @@ for (; i + 3 * step < COUNT; i += 4 * step) {
   to[i] = a; to[i + step] = b; to[i + 2 * step] = c; to[i + 3 * step] = d;
 }
 for (; i < COUNT; i += step) to[i] = from[i];
+done[0] = 1;
 """
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
+    """Bytes a second, read and written, of copies from one array into another."""
     x = mx.random.normal((1 << 30,)).astype(BF16)
-    mx.eval(x)
+    y = mx.zeros_like(x)
+    mx.eval(x, y)
     kernel = mx.fast.cuda_kernel(
-        name="bench_copy", input_names=["x"], output_names=["y"], source=COPY
+        name="bench_copy_into", input_names=["x", "y", "after"], output_names=["done"], source=COPY
     )
+    times = 20
 
-    def run() -> mx.array:
-        (y,) = kernel(
-            inputs=[x],
-            template=[("COUNT", x.nbytes // 16)],
-            grid=(132 * 16 * 256, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[x.shape],
-            output_dtypes=[x.dtype],
-        )
-        mx.eval(y)
-        return y
+    def run() -> None:
+        done = mx.zeros((1,), mx.int32)
+        for _ in range(times):
+            (done,) = kernel(
+                inputs=[x, y, done],
+                template=[("COUNT", x.nbytes // 16), ("T", BF16)],
+                grid=(132 * 16 * 256, 1, 1),
+                threadgroup=(256, 1, 1),
+                output_shapes=[(1,)],
+                output_dtypes=[mx.int32],
+            )
+        mx.eval(done)
 
     run()
     taken = []
-    for _ in range(9):
+    for _ in range(5):
         start = time.perf_counter()
         run()
-        taken.append(time.perf_counter() - start)
+        taken.append((time.perf_counter() - start) / times)
     return 2 * x.nbytes / statistics.median(taken)
 
 
@@ -204,12 +209,16 @@ def once(loads: Sequence[str], device: cuda.CudaDevice) -> None:
 
 
 def check() -> None:
-    for shape, features in CHECKS:
+    for i, (shape, features) in enumerate(CHECKS):
         kernels = build(shape)
+        dims = shape.head_dim if i % 2 else shape.head_dim // 2 // 16 * 16
+        rotary = Rotary(dims, traditional=i % 3 == 0, epsilon=1e-6 if i % 2 else None)
         wrong = (
-            kernels.reason if isinstance(kernels, Unsupported) else self_check(kernels, features)
+            kernels.reason
+            if isinstance(kernels, Unsupported)
+            else self_check(kernels, features, rotary)
         )
-        print("check", "ok   " if wrong is None else "WRONG", shape, features, wrong or "")
+        print("check", "ok   " if wrong is None else "WRONG", shape, features, rotary, wrong or "")
 
 
 def launches(shape: AttentionShape, device: cuda.CudaDevice, tune: bool) -> list[cuda.CudaLaunch]:

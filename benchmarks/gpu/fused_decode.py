@@ -103,10 +103,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a step: in all, and of the host's making and queueing it."""
+    """Seconds a step: in all, and of the host's making it, queueing it and waiting for tokens."""
 
     step: float
-    host: float
+    make: float
+    queue: float
+    wait: float
     extra_bytes: int
 
 
@@ -147,25 +149,29 @@ def time_steps(decoder: FusedDecoder, batch: Batch, compiled: bool) -> Timing:
     mx.eval(decoder.run(step))
     mx.reset_peak_memory()
     used = mx.get_active_memory()
-    host = 0.0
+    parts = np.zeros(3)
     start = time.perf_counter()
     for i in range(STEPS):
         if i == WARM:
             mx.eval(tokens)
-            start, host = time.perf_counter(), 0.0
+            parts[:] = 0
+            start = time.perf_counter()
         began = time.perf_counter()
         if i % REPLAN == 0:
             splits = decoder.plan(batch.lengths + 1 + i)
             step = Step(tokens, lengths, batch.table, batch.pools, splits)
         following, lengths = run(tokens, lengths, step)
+        made = time.perf_counter()
         mx.async_eval(following, lengths)
-        host += time.perf_counter() - began
+        queued = time.perf_counter()
         tokens.tolist()
+        parts += (made - began, queued - made, time.perf_counter() - queued)
         tokens = following
     mx.eval(tokens)
     taken = time.perf_counter() - start
     count = STEPS - WARM
-    return Timing(taken / count, host / count, mx.get_peak_memory() - used)
+    make, queue, wait = parts / count
+    return Timing(taken / count, make, queue, wait, mx.get_peak_memory() - used)
 
 
 def main() -> None:
@@ -195,7 +201,8 @@ def main() -> None:
                 print(
                     f"{name} {load:15} {'compiled' if compiled else 'plain   '} "
                     f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
-                    f"host {timing.host * 1e3:6.3f} ms "
+                    f"host {timing.make * 1e3:6.3f} + {timing.queue * 1e3:6.3f} ms, "
+                    f"waits {timing.wait * 1e3:6.3f} ms "
                     f"extra {timing.extra_bytes / 2**30:5.2f} GiB floor {floor / timing.step:6.1%}",
                     flush=True,
                 )

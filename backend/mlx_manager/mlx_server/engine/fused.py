@@ -321,10 +321,11 @@ class Rotation:
     def __call__(self, positions: mx.array) -> mx.array:
         """(rows, dims) float32 for positions (rows,)."""
         rows, dims = positions.size, self.basis.size
-        every = mx.broadcast_to(self.basis, (rows, 1, 1, dims))
+        # A copy of its own: on CUDA, the rotation of a broadcast array is written into the one row
+        # that all rows are views of.
+        every = mx.contiguous(mx.broadcast_to(self.basis, (rows, 1, 1, dims)))
         turned: mx.array = self.rope(every, offset=positions)
-        # Otherwise every layer's kernel would make its own copy.
-        return mx.contiguous(turned.reshape(rows, dims))
+        return turned.reshape(rows, dims)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 
 Floats = npt.NDArray[np.float32]
 
@@ -118,13 +118,88 @@ def random_problem(
     )
 
 
-def self_check(kernels: PagedKernels, features: Features = Features()) -> str | None:
-    """None when the kernels work on this device; else what is wrong."""
+@dataclass(frozen=True, slots=True)
+class FreshProblem:
+    """A problem whose newest tokens are not in their pages yet.
+
+    qkv: (rows, q_heads + 2 * kv_heads, head_dim). rotation: (rows, dims). norms: (2, head_dim).
+    `ready` is the plain problem that it comes down to.
+    """
+
+    ready: Problem
+    rotary: Rotary
+    qkv: Floats
+    rotation: Floats
+    norms: Floats
+
+    @staticmethod
+    def of(problem: Problem, rotary: Rotary) -> FreshProblem:
+        rng = np.random.default_rng(1)
+        shape, rows, dims = problem.shape, len(problem.lengths), rotary.dims
+        heads = shape.q_heads + 2 * shape.kv_heads
+        qkv = _exact(rng.normal(size=(rows, heads, shape.head_dim)), shape.dtype)
+        norms = _exact(rng.uniform(0.5, 2, size=(2, shape.head_dim)), shape.dtype)
+        angles = rng.uniform(0, 6, size=(rows, dims // 2))
+        parts = np.stack([np.cos(angles), np.sin(angles)], 2 if rotary.traditional else 1)
+        rotation = parts.reshape(rows, dims).astype(np.float32)
+        q, k, v = np.split(qkv, [shape.q_heads, shape.q_heads + shape.kv_heads], axis=1)
+        q = _finished(q, norms[0], rotation, rotary, shape.dtype)
+        k = _finished(k, norms[1], rotation, rotary, shape.dtype)
+        pools = problem.k_pool.copy(), problem.v_pool.copy()
+        for row in np.flatnonzero(problem.lengths).tolist():
+            slot = _newest_slot(problem, row)
+            pools[0][:, slot], pools[1][:, slot] = k[row], v[row]
+        ready = replace(problem, q=q, k_pool=pools[0], v_pool=pools[1])
+        return FreshProblem(ready, rotary, qkv, rotation, norms)
+
+    def unwritten(self) -> Problem:
+        """`ready` with NaN where the newest tokens belong."""
+        pools = self.ready.k_pool.copy(), self.ready.v_pool.copy()
+        for row in np.flatnonzero(self.ready.lengths).tolist():
+            for pool in pools:
+                pool[:, _newest_slot(self.ready, row)] = np.nan
+        return replace(self.ready, k_pool=pools[0], v_pool=pools[1])
+
+
+def _newest_slot(problem: Problem, row: int) -> int:
+    place, size = problem.lengths[row] - 1, problem.shape.page_size
+    return int(problem.table[row, place // size]) * size + int(place % size)
+
+
+def _finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: mx.Dtype) -> Floats:
+    """Heads (rows, heads, head_dim), normalised and rotated as MLX's own functions do it."""
+    if rotary.epsilon is not None:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotary.epsilon)
+        x = _exact(_exact(x, dtype) * norm, dtype)
+    turn, dims = rotation[:, None], rotary.dims
+    if rotary.traditional:
+        first, second = x[..., :dims:2], x[..., 1:dims:2]
+        cosine, sine = turn[..., ::2], turn[..., 1::2]
+    else:
+        first, second = x[..., : dims // 2], x[..., dims // 2 : dims]
+        cosine, sine = turn[..., : dims // 2], turn[..., dims // 2 :]
+    turned = first * cosine - second * sine, first * sine + second * cosine
+    out = x.copy()
+    axis = 3 if rotary.traditional else 2
+    out[..., :dims] = np.stack(turned, axis).reshape(*x.shape[:2], dims)
+    return _exact(out, dtype)
+
+
+def self_check(
+    kernels: PagedKernels, features: Features = Features(), rotary: Rotary | None = None
+) -> str | None:
+    """None when the kernels work on this device; else what is wrong.
+
+    With `rotary`, the fused form is checked too.
+    """
     try:
-        return _check_attention(kernels, features) or _check_write(kernels)
+        wrong = _check_attention(kernels, features) or _check_write(kernels)
+        if wrong is None and rotary is not None:
+            wrong = _check_fused(kernels, features, rotary)
     except (RuntimeError, ValueError) as error:
         # What MLX raises when a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"
+    return wrong
 
 
 def difference(out: Floats, expected: Floats) -> float:
@@ -153,6 +228,46 @@ def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
     )
     off = difference(_numbers(out)[:, :, 0], problem.expected())
     return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
+
+
+def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> str | None:
+    problem = FreshProblem.of(random_problem(kernels.shape, features), rotary)
+    unwritten, dtype = problem.unwritten(), kernels.shape.dtype
+    rows = len(unwritten.lengths)
+    pools = [mx.array(x).astype(dtype) for x in (unwritten.k_pool, unwritten.v_pool)]
+    mx.eval(pools)
+    norms = None
+    if rotary.epsilon is not None:
+        norms = (mx.array(problem.norms[0]).astype(dtype), mx.array(problem.norms[1]).astype(dtype))
+    out = kernels.attend_fused(
+        mx.array(problem.qkv.reshape(rows, -1)).astype(dtype),
+        mx.array(problem.rotation),
+        norms,
+        pools[0],
+        pools[1],
+        mx.array(unwritten.table),
+        mx.array(unwritten.lengths),
+        rotary=rotary,
+        scale=unwritten.scale,
+        splits=kernels.plan(unwritten.lengths, window=features.window),
+        window=features.window,
+        softcap=features.softcap,
+        sinks=None if unwritten.sinks is None else mx.array(unwritten.sinks),
+    )
+    found = _numbers(out).reshape(unwritten.q.shape)
+    off = difference(found, problem.ready.expected())
+    if off > TOLERANCE:
+        return f"fused attention differs from the reference by {off:.3g}"
+    for pool, expected in zip(pools, (problem.ready.k_pool, problem.ready.v_pool), strict=True):
+        if not as_written(_numbers(pool), expected):
+            return "the newest tokens did not arrive in their pages, or something else did"
+    return None
+
+
+def as_written(found: Floats, expected: Floats) -> bool:
+    """Whether pools hold what they should, and nothing where they hold nothing."""
+    close = np.isclose(found, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+    return bool(close.all())
 
 
 def _check_write(kernels: PagedKernels) -> str | None:
