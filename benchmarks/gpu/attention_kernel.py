@@ -169,7 +169,7 @@ def attention_timing(kernels: cuda.CudaKernels, lengths: Sequence[int], layers: 
     return Timing(total / runs / per_run, building / runs / per_run)
 
 
-def attend(
+def attend(  # noqa: PLR0917
     kernels: cuda.CudaKernels,
     splits: Splits,
     layers: Layers,
