@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
@@ -19,6 +20,14 @@ from mlx_manager.mlx_server.engine.sequence import Sequence
 AGEING = 8
 # How many waiting prompts are looked at in one step.
 LOOK = 16
+
+
+class Admission(Enum):
+    """What became of a waiting prompt. LATER: it waits for a row, or for a page under way."""
+
+    ADMITTED = auto()
+    LATER = auto()
+    NO_ROOM = auto()
 
 
 class Grow(Protocol):
@@ -119,6 +128,9 @@ class Scheduler:
             budget: prompt tokens this step may process; at least a page of one prompt is.
         """
         self._steps += 1
+        # Later steps may read what those up to now compute: they run in order.
+        for sequence in [*self.prefilling, *self._joining]:
+            self.share(sequence)
         self._joining = []
         chosen = Schedule()
         for row in list(self.running):
@@ -128,10 +140,14 @@ class Scheduler:
         chosen.rows = [row for row in chosen.rows if row in self.running]
         for row in chosen.rows:
             row.computed += 1
+        room = True
         for sequence in self._by_priority():
             if budget <= 0:
                 break
-            if not sequence.table and not self._admit(sequence):
+            if not sequence.table:
+                # Who has waited longest is not overtaken for ever by those that take less room.
+                room = room and self._admit(sequence) is not Admission.NO_ROOM
+            if not sequence.table:
                 continue
             prefill = self._chunk(sequence, budget, first=not chosen.prefills)
             if prefill is None:
@@ -165,25 +181,27 @@ class Scheduler:
             if pages is not None:
                 row.table.extend(pages)
                 return True
-            newest = max([*self.running, *self.prefilling], key=lambda s: (s.submitted_at, s.key))
+            newest = max(
+                [*self.running, *self.prefilling], key=lambda s: (s.priority, s.submitted_at, s.key)
+            )
             self._pause(newest)
             if newest is row:
                 return False
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence) -> Admission:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
         if len(self.running) + len(self.prefilling) >= self._max_rows:
-            return False
+            return Admission.LATER
         known = self._known(sequence)
         if self._reuse and self._comes_shortly(sequence, len(known)):
-            return False
+            return Admission.LATER
         self.pool.retain(known)
         count = self.pool.pages_for(len(sequence.tokens) + 1) - len(known)
         # A page for each running row stays free, or this one would be paused again at once.
         pages = self._take(count) if self._room(count + len(self.running)) else None
         if pages is None:
             self.pool.release(known)
-            return False
+            return Admission.NO_ROOM
         node = self.pool.node(known[-1]) if known else ROOT
         sequence.adopt(known, len(known) * self.pool.page_size, node)
         sequence.table.extend(pages)
@@ -191,23 +209,35 @@ class Scheduler:
             self._restore(sequence, self.pool.attachment(known[-1]))
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
-        return True
+        return Admission.ADMITTED
 
     def _known(self, sequence: Sequence) -> list[int]:
         """The pages of the longest prefix that need not be computed."""
-        known = self.pool.match(sequence.tokens) if self._reuse else []
+        reuse = self._reuse and not sequence.scores_prompt
+        known = self.pool.match(sequence.tokens) if reuse else []
         if self._restore is not None:
             while known and self.pool.attachment(known[-1]) is None:
                 known.pop()
         return known
 
     def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
-        """Whether another prompt under way is computing this one's next page."""
-        end = (known + 1) * self.pool.page_size
-        if end >= len(sequence.tokens):
+        """Whether another prompt under way is computing what this one can go on from."""
+        if sequence.scores_prompt:
             return False
-        start = sequence.tokens[:end]
-        return any(other.tokens[:end] == start for other in [*self.prefilling, *self._joining])
+        size = self.pool.page_size
+        for other in [*self.prefilling, *self._joining]:
+            end = (known + 1) * size if self._restore is None else self._last_border(other)
+            if (
+                known * size < end < len(sequence.tokens)
+                and other.tokens[:end] == sequence.tokens[:end]
+            ):
+                return True
+        return False
+
+    def _last_border(self, sequence: Sequence) -> int:
+        """Where the last full page of a prompt ends that leaves a token to compute."""
+        size = self.pool.page_size
+        return (len(sequence.tokens) - 1) // size * size
 
     def _room(self, count: int) -> bool:
         """Whether `count` pages can be had: free, new, cached, or new at others' expense."""
@@ -234,10 +264,11 @@ class Scheduler:
     # -- order ---------------------------------------------------------------------------------
 
     def _by_priority(self) -> list[Sequence]:
-        """Shortest remaining first, with ageing; those that hold pages before those that wait."""
+        """By priority, then shortest remaining first, with ageing."""
 
-        def rank(sequence: Sequence) -> int:
-            return sequence.remaining - AGEING * (self._steps - sequence.submitted_at)
+        def rank(sequence: Sequence) -> tuple[int, int]:
+            waited = self._steps - sequence.submitted_at
+            return sequence.priority, sequence.remaining - AGEING * waited
 
         waiting = heapq.nsmallest(LOOK, self.waiting, key=rank) if self.waiting else []
         return sorted([*self.prefilling, *waiting], key=rank)
@@ -246,7 +277,7 @@ class Scheduler:
         """As much of the prompt as the budget allows, ending on a page border unless final."""
         size = self.pool.page_size
         if self._restore is not None:
-            border = (len(sequence.tokens) - 1) // size * size
+            border = self._last_border(sequence)
             if sequence.computed < border <= sequence.computed + budget:
                 return Prefill(sequence, border - sequence.computed, final=False)
         if sequence.remaining <= budget:

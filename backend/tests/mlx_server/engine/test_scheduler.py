@@ -1,0 +1,492 @@
+"""The scheduler by itself: sequences, pages and budgets, no arrays and no clock.
+
+`World` plays the engine: it draws tokens for what is scheduled, and remembers which tokens every
+place of every page would hold, so that a row that would read another's keys is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.scheduler import Schedule, Scheduler
+from mlx_manager.mlx_server.engine.sequence import Sequence
+
+NOBODY: Any = None
+GREEDY = Sampling(temperature=0.0)
+
+
+def row(prompt: list[int], limit: int) -> Sequence:
+    return Sequence(
+        prompt,
+        limit=limit,
+        stop_ids=frozenset(),
+        min_tokens=0,
+        sampler=SamplerState.of(GREEDY, ()),
+        parser=NOBODY,
+        stream=NOBODY,
+    )
+
+
+@dataclass
+class World:
+    """An engine without a model. `most` pages may exist; `states`: pages alone are no prefix."""
+
+    most: int
+    page_size: int = 4
+    max_rows: int = 4
+    reuse: bool = True
+    states: bool = False
+    memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    forgotten: list[Sequence] = field(default_factory=list)
+    restored: dict[int, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.page_size, prefix_cache=self.reuse)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.max_rows,
+            grow=self.grow,
+            forget=self.forgotten.append,
+            reuse=self.reuse,
+            restore=self.restore if self.states else None,
+        )
+
+    def grow(self, lacking: int, *, urgent: bool) -> bool:
+        if self.pool.size + lacking > self.most:
+            return False
+        self.pool.grow(lacking)
+        return True
+
+    def restore(self, sequence: Sequence, attachment: object) -> None:
+        """A state is the tokens it was made from: it must be those the row begins with."""
+        assert attachment == tuple(sequence.tokens[: sequence.computed])
+        self.restored[sequence.key] = attachment
+
+    def submit(self, prompt: list[int], limit: int = 1) -> Sequence:
+        sequence = row(prompt, limit)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        self.scheduler.share(sequence)
+        self.scheduler.remove(sequence)
+
+    def step(self, budget: int = 1000) -> Schedule:
+        schedule = self.scheduler.schedule(budget)
+        self.check(schedule, budget)
+        spans = [(r, 1) for r in schedule.rows]
+        spans += [(p.sequence, p.tokens) for p in schedule.prefills]
+        for sequence, tokens in spans:
+            self.write(sequence, tokens)
+        for sequence, _ in spans:
+            self.read(sequence)
+        self.prompt_tokens += sum(p.tokens for p in schedule.prefills)
+        if self.states:
+            self.keep_states()
+        for sequence in [*schedule.rows, *(p.sequence for p in schedule.prefills if p.final)]:
+            sequence.append(hash(tuple(sequence.tokens)) % 50)
+            self.scheduler.share(sequence)
+            if sequence.drawn >= sequence.limit:
+                sequence.ended = True
+                self.scheduler.remove(sequence)
+        return schedule
+
+    def check(self, schedule: Schedule, budget: int) -> None:
+        s = self.scheduler
+        assert len(s.running) + len(s.prefilling) <= self.max_rows
+        everyone = [*s.running, *s.prefilling, *s.waiting]
+        assert len(everyone) == len({sequence.key for sequence in everyone})
+        scheduled = [*schedule.rows, *(p.sequence for p in schedule.prefills)]
+        assert len(scheduled) == len({sequence.key for sequence in scheduled})
+        assert {r.key for r in schedule.rows} <= {r.key for r in s.running}
+        for sequence in scheduled:
+            assert not sequence.ended
+            assert len(sequence.table) * self.page_size >= sequence.computed
+        for p in schedule.prefills:
+            assert p.tokens > 0
+            assert p.final == (p.sequence.computed == len(p.sequence.tokens))
+            assert p.final or p.sequence.computed % self.page_size == 0
+        spent = sum(p.tokens for p in schedule.prefills)
+        assert spent <= max(budget, self.page_size)
+        for sequence in s.waiting:
+            assert (sequence.computed, len(sequence.table)) == (0, 0)
+
+    def write(self, sequence: Sequence, tokens: int) -> None:
+        for place in range(sequence.computed - tokens, sequence.computed):
+            page = int(sequence.table.pages[place // self.page_size])
+            assert self.pool.references(page) == 1
+            assert not self.pool.indexes(page)
+            self.memory[page, place % self.page_size] = tuple(sequence.tokens[: place + 1])
+
+    def read(self, sequence: Sequence) -> None:
+        for place in range(sequence.computed):
+            page = int(sequence.table.pages[place // self.page_size])
+            held = self.memory[page, place % self.page_size]
+            assert held == tuple(sequence.tokens[: place + 1])
+
+    def keep_states(self) -> None:
+        for sequence in self.scheduler.prefilling:
+            last = (len(sequence.tokens) - 1) // self.page_size
+            if sequence.computed == last * self.page_size > 0:
+                self.scheduler.share(sequence)
+                page = int(sequence.table.pages[last - 1])
+                if self.pool.indexes(page):
+                    self.pool.attach(page, tuple(sequence.tokens[: sequence.computed]))
+
+    def run(self, budget: int = 1000, most: int = 5000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        for steps in range(most):
+            if not self.scheduler.has_work:
+                return steps
+            assert self.step(budget)
+        raise AssertionError("it never ends")
+
+
+class Days(RuleBasedStateMachine):
+    """Anything may come, grow, be cancelled and be paused, in any order."""
+
+    @initialize(
+        max_rows=st.integers(1, 5),
+        reuse=st.booleans(),
+        states=st.booleans(),
+        page_size=st.sampled_from([1, 3, 4]),
+    )
+    def begin(self, max_rows: int, reuse: bool, states: bool, page_size: int) -> None:
+        # Room for the longest row of all by itself, and for little else.
+        self.world = World(
+            most=-(-60 // page_size) + 2,
+            page_size=page_size,
+            max_rows=max_rows,
+            reuse=reuse,
+            states=states and reuse,
+        )
+        self.rows: list[Sequence] = []
+
+    @rule(
+        prompt=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=25),
+        limit=st.integers(1, 12),
+        like=st.integers(0, 99),
+    )
+    def submit(self, prompt: list[int], limit: int, like: int) -> None:
+        if self.rows and like % 3 == 0:
+            prompt = (self.rows[like % len(self.rows)].tokens + prompt)[:45]
+        self.rows.append(self.world.submit(prompt, limit))
+
+    @rule(budget=st.sampled_from([1, 4, 9, 1000]), times=st.integers(1, 4))
+    def step(self, budget: int, times: int) -> None:
+        for _ in range(times):
+            working = self.world.scheduler.has_work
+            # Whoever is there fits by himself, so there is always something to do.
+            assert bool(self.world.step(budget)) == working
+
+    @precondition(lambda self: self.rows)
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        sequence = self.rows[which % len(self.rows)]
+        if not sequence.ended:
+            self.world.cancel(sequence)
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def finish(self) -> None:
+        self.world.run(budget=8)
+        assert self.world.pool.held == 0
+        for sequence in self.rows:
+            assert sequence.ended
+        self.rows.clear()
+
+    @invariant()
+    def pages_are_held_by_tables_alone(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        tables = [sequence.table.pages.tolist() for sequence in self.world.scheduler]
+        held = {page for pages in tables for page in pages}
+        assert self.world.pool.held == len(held)
+        for page in held:
+            assert self.world.pool.references(page) == sum(page in pages for pages in tables)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.run(budget=8)
+            assert self.world.pool.held == 0
+
+
+TestDays = Days.TestCase
+TestDays.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# Order
+# ---------------------------------------------------------------------------------------------
+
+
+def distinct(length: int, salt: int) -> list[int]:
+    """Prompts that begin differently for different salts."""
+    return [1000 + salt, *range(length - 1)]
+
+
+def test_the_shortest_prompt_goes_first() -> None:
+    world = World(most=100)
+    prompts = [world.submit(distinct(n, n)) for n in (30, 8, 20)]
+    schedule = world.step(budget=30)
+    assert [(p.sequence, p.tokens) for p in schedule.prefills] == [
+        (prompts[1], 8),
+        (prompts[2], 20),
+    ]
+    assert [p.sequence for p in world.step(budget=30).prefills] == [prompts[0]]
+
+
+def test_several_prompts_share_a_budget_and_end_on_page_borders() -> None:
+    world = World(most=100)
+    short, long = world.submit(distinct(10, 1)), world.submit(distinct(50, 2))
+    schedule = world.step(budget=24)
+    assert [(p.sequence, p.tokens, p.final) for p in schedule.prefills] == [
+        (short, 10, True),
+        (long, 12, False),
+    ]
+
+
+def test_a_budget_below_a_page_still_gets_somewhere() -> None:
+    world = World(most=100)
+    world.submit(distinct(11, 1))
+    assert [p.tokens for p in world.step(budget=1).prefills] == [4]
+    assert world.run(budget=1) == 2
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever_by_short_ones() -> None:
+    world = World(most=1000, max_rows=8)
+    long = world.submit(distinct(400, 0))
+    for step in range(200):
+        # Every step brings as much as it can take.
+        world.submit(distinct(16, step + 1))
+        world.step(budget=16)
+        if long.ended:
+            break
+    assert long.ended
+    assert len(world.scheduler.waiting) < 60
+
+
+@pytest.mark.parametrize("short", [8, 30])
+def test_a_prompt_that_needs_much_room_is_not_overtaken_for_ever_by_those_that_need_little(
+    short: int,
+) -> None:
+    world = World(most=30, max_rows=8, reuse=False)
+    world.submit(distinct(short, 999), 20)
+    long = world.submit(distinct(100, 0))
+    for step in range(300):
+        world.submit(distinct(short, step + 1), 20)
+        world.step()
+        if long.ended:
+            break
+    assert long.ended
+
+
+def test_rows_beyond_the_limit_wait_for_one_to_end() -> None:
+    world = World(most=100, max_rows=2)
+    rows = [world.submit(distinct(4 + n, n), 5) for n in range(4)]
+    assert [p.sequence for p in world.step().prefills] == rows[:2]
+    world.step()
+    assert world.scheduler.waiting == rows[2:]
+    world.run()
+    assert all(r.ended for r in rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# Shared prefixes
+# ---------------------------------------------------------------------------------------------
+
+
+def test_equal_prompts_wait_for_the_one_that_is_being_computed() -> None:
+    world = World(most=200, max_rows=8)
+    rows = [world.submit(distinct(42, 1)) for _ in range(5)]
+    world.run(budget=12)
+    assert sorted(r.cached or 0 for r in rows) == [0, 40, 40, 40, 40]
+    assert world.prompt_tokens == 42 + 4 * 2
+
+
+def test_a_prompt_waits_only_for_what_it_shares() -> None:
+    """A chat whose system prompt an agent's long conversation begins with, too."""
+    world = World(most=500, max_rows=8)
+    system = distinct(8, 1)
+    agent = world.submit(system + [7] * 800)
+    world.step(budget=8)
+    chat = world.submit([*system, 8, 8, 8])
+    for _ in range(3):
+        world.step(budget=8)
+    assert chat.ended
+    assert chat.cached == 8
+    assert not agent.started
+    assert agent.remaining > 700
+
+
+def test_what_a_cancelled_prompt_computed_is_used_by_the_one_that_waited_for_it() -> None:
+    world = World(most=200)
+    first = world.submit(distinct(80, 1))
+    second = world.submit(distinct(80, 1))
+    world.step(budget=16)
+    world.step(budget=16)
+    world.cancel(first)
+    world.step(budget=100)
+    assert second.ended
+    assert second.cached == 32
+
+
+def test_different_prompts_do_not_wait_for_one_another() -> None:
+    world = World(most=200)
+    rows = [world.submit(distinct(9, n)) for n in range(4)]
+    assert {p.sequence.key for p in world.step().prefills} == {r.key for r in rows}
+
+
+def test_a_prompt_is_cut_where_its_state_is_to_be_kept() -> None:
+    world = World(most=100, states=True)
+    first = world.submit(distinct(42, 1))
+    assert [(p.tokens, p.final) for p in world.step().prefills] == [(40, False)]
+    assert [(p.tokens, p.final) for p in world.step().prefills] == [(2, True)]
+    again = world.submit(first.tokens + [3] * 5)
+    world.run()
+    assert again.cached == 40
+    assert again.key in world.restored
+
+
+def test_pages_without_a_state_are_no_prefix() -> None:
+    world = World(most=100, states=True)
+    world.submit(distinct(42, 1))
+    world.run()
+    # Shares eight pages, and the state is behind the tenth.
+    other = world.submit(distinct(42, 1)[:34] + [5] * 10)
+    world.run()
+    assert other.cached == 0
+    assert not world.restored
+
+
+def test_with_states_equal_prompts_wait_and_others_that_begin_alike_do_not() -> None:
+    world = World(most=300, states=True)
+    system = distinct(8, 1)
+    agent = world.submit(system + [7] * 400)
+    world.step(budget=8)
+    twin = world.submit(system + [7] * 400)
+    chat = world.submit([*system, 8, 8, 8])
+    world.step(budget=20)
+    world.step(budget=20)
+    assert chat.ended
+    assert twin in world.scheduler.waiting
+    world.run(budget=100)
+    assert (agent.cached, twin.cached) == (0, 404)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_newest_row_is_paused_and_comes_back() -> None:
+    world = World(most=9, reuse=False)
+    old = world.submit(distinct(12, 1), 20)
+    new = world.submit(distinct(12, 2), 20)
+    world.step()
+    assert world.scheduler.running == [old, new]
+    while new in world.scheduler.running:
+        world.step()
+    assert old in world.scheduler.running
+    assert world.forgotten[-1] is new
+    drawn = len(new.tokens)
+    world.run()
+    assert old.ended
+    assert new.ended
+    assert len(new.tokens) == 32 > drawn
+
+
+def test_the_oldest_row_is_never_paused() -> None:
+    world = World(most=16, max_rows=8, reuse=False)
+    oldest = world.submit(distinct(10, 0), 50)
+    world.step()
+    for n in range(1, 60):
+        world.submit(distinct(10, n), 30)
+        if not oldest.ended:
+            assert oldest in world.step().rows
+        else:
+            world.step()
+    assert oldest.ended
+    world.run()
+
+
+def test_a_paused_row_finds_its_own_pages_again_if_nobody_took_them() -> None:
+    world = World(most=9)
+    old = world.submit(distinct(12, 1), 20)
+    new = world.submit(distinct(12, 2), 20)
+    world.step()
+    while new in world.scheduler.running:
+        world.step()
+    world.cancel(old)
+    before = world.prompt_tokens
+    world.step()
+    assert world.prompt_tokens - before < 12
+    world.run()
+    assert len(new.tokens) == 32
+
+
+def test_a_row_is_not_admitted_only_to_be_paused_at_once() -> None:
+    world = World(most=7, reuse=False)
+    rows = [world.submit(distinct(7, n), 5) for n in range(3)]
+    world.step()
+    # There would be two pages for it, but then none for the others to grow by.
+    assert world.scheduler.running == rows[:2]
+    assert world.scheduler.waiting == rows[2:]
+    world.run()
+    assert world.forgotten == rows
+
+
+def test_cached_pages_make_room_before_anybody_is_paused() -> None:
+    world = World(most=10)
+    world.submit(distinct(30, 1))
+    world.run()
+    assert world.pool.cached >= 7
+    late = world.submit(distinct(30, 2), 5)
+    world.run()
+    assert late.ended
+    assert world.forgotten.count(late) == 1
+
+
+def test_memory_is_used_to_the_last_page() -> None:
+    world = World(most=10, reuse=False)
+    world.submit(distinct(31, 1), 9)
+    world.run()
+    assert world.pool.size == 10
+
+
+def test_random_days_end_with_every_row_answered() -> None:
+    chance = random.Random(5)
+    for _ in range(15):
+        world = World(most=30, max_rows=chance.randint(1, 6), states=chance.random() < 0.3)
+        rows = []
+        for _ in range(60):
+            if chance.random() < 0.5:
+                like = chance.choice(rows).tokens if rows and chance.random() < 0.5 else []
+                prompt = (like + chance.choices([1, 2, 3], k=chance.randint(1, 40)))[:80]
+                rows.append(world.submit(prompt, chance.randint(1, 30)))
+            if rows and chance.random() < 0.1:
+                victim = chance.choice(rows)
+                if not victim.ended:
+                    world.cancel(victim)
+                    rows.remove(victim)
+            world.step(chance.choice([4, 16, 64]))
+        world.run(16)
+        assert all(len(r.tokens) == r.prompt_length + r.limit for r in rows)
+        assert world.pool.held == 0
