@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -112,39 +112,16 @@ class Timing:
     extra_bytes: int
 
 
-Advance = Callable[[mx.array, mx.array, Step], tuple[mx.array, mx.array]]
+def advance(decoder: FusedDecoder, step: Step) -> tuple[mx.array, mx.array]:
+    """The tokens that follow, and the lengths they make."""
+    return decoder.run(step).argmax(-1).astype(mx.int32), step.lengths + 1
 
 
-def advance(decoder: FusedDecoder, compiled: bool) -> Advance:
-    def plain(tokens: mx.array, lengths: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        logits = decoder.run(Step(tokens, lengths, step.table, step.pools, step.splits))
-        return logits.argmax(-1).astype(mx.int32), lengths + 1
-
-    if not compiled:
-        return plain
-    made: dict[bool, Callable[..., tuple[mx.array, mx.array]]] = {}
-
-    def run(tokens: mx.array, lengths: mx.array, step: Step) -> tuple[mx.array, mx.array]:
-        splits = step.splits[None]
-        if splits.divided not in made:
-            divided = splits.divided
-
-            def body(tokens, lengths, table, items, pools):  # type: ignore[no-untyped-def]
-                cut = {None: type(splits)(items, divided)}
-                return plain(tokens, lengths, Step(tokens, lengths, table, pools, cut))
-
-            made[divided] = mx.compile(body)
-        return made[splits.divided](tokens, lengths, step.table, splits.items, step.pools)
-
-    return run
-
-
-def time_steps(decoder: FusedDecoder, batch: Batch, compiled: bool) -> Timing:
+def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
     rows = len(batch.lengths)
     tokens = mx.full((rows,), 5, mx.int32)
     lengths = mx.array((batch.lengths + 1).astype(np.int32)) * 1
     mx.eval(tokens, lengths)
-    run = advance(decoder, compiled)
     step = Step(tokens, lengths, batch.table, batch.pools, decoder.plan(batch.lengths + 1))
     mx.eval(decoder.run(step))
     mx.reset_peak_memory()
@@ -159,8 +136,8 @@ def time_steps(decoder: FusedDecoder, batch: Batch, compiled: bool) -> Timing:
         began = time.perf_counter()
         if i % REPLAN == 0:
             splits = decoder.plan(batch.lengths + 1 + i)
-            step = Step(tokens, lengths, batch.table, batch.pools, splits)
-        following, lengths = run(tokens, lengths, step)
+        step = Step(tokens, lengths, batch.table, batch.pools, splits)
+        following, lengths = advance(decoder, step)
         made = time.perf_counter()
         mx.async_eval(following, lengths)
         queued = time.perf_counter()
@@ -196,16 +173,15 @@ def main() -> None:
             of = SHAPES[name]
             token_bytes = 4 * of["num_key_value_heads"] * of["head_dim"] * of["num_hidden_layers"]
             floor = (weights + sum(lengths) * token_bytes) / COPY_BANDWIDTH
-            for compiled in (False, True):
-                timing = time_steps(decoder, batch, compiled)
-                print(
-                    f"{name} {load:15} {'compiled' if compiled else 'plain   '} "
-                    f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
-                    f"host {timing.make * 1e3:6.3f} + {timing.queue * 1e3:6.3f} ms, "
-                    f"waits {timing.wait * 1e3:6.3f} ms "
-                    f"extra {timing.extra_bytes / 2**30:5.2f} GiB floor {floor / timing.step:6.1%}",
-                    flush=True,
-                )
+            timing = time_steps(decoder, batch)
+            print(
+                f"{name} {load:15} "
+                f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
+                f"host {timing.make * 1e3:6.3f} + {timing.queue * 1e3:6.3f} ms, "
+                f"waits {timing.wait * 1e3:6.3f} ms "
+                f"extra {timing.extra_bytes / 2**30:5.2f} GiB floor {floor / timing.step:6.1%}",
+                flush=True,
+            )
             del batch
             mx.clear_cache()
         del model, decoder

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -41,6 +42,10 @@ from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKerne
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
+Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
+
+# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
+MOST_COMPILED = 64
 
 
 class _NotFusable(Exception):
@@ -380,15 +385,16 @@ class FusedDecoder:
         layers: Sequence[Layer],
         rotations: Sequence[Rotation],
         embed: Callable[[mx.array], mx.array],
-        norm: nn.RMSNorm,
         head: Callable[[mx.array], mx.array],
+        compile: Compile,
     ) -> None:
         self._layers = layers
         self._rotations = rotations
         self._embed = embed
-        self._norm = norm
         self._head = head
         self._planners = {layer.window: layer.kernels for layer in layers}
+        self._compile = compile
+        self._compiled: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
 
     @property
     def windows(self) -> Iterable[int | None]:
@@ -400,6 +406,7 @@ class FusedDecoder:
         page_size: int,
         kernels: BuildKernels = gpu.build,
         products: BuildProducts = products.build,
+        compile: Compile = mx.compile,
     ) -> FusedDecoder | Unsupported:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
@@ -407,7 +414,7 @@ class FusedDecoder:
         the joined ones. Nothing has been compared yet: see `check`.
         """
         try:
-            return _build(model, page_size, kernels, products)
+            return _build(model, page_size, kernels, products, compile)
         except _NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -420,17 +427,48 @@ class FusedDecoder:
         }
 
     def run(self, step: Step) -> mx.array:
-        """Logits (rows, vocabulary) of one step; not evaluated."""
-        positions = step.lengths - 1
+        """Logits (rows, vocabulary) of one step; not evaluated.
+
+        The first step of a kind (rows, width of the table, length of the work lists) takes some
+        milliseconds longer: it is compiled, which halves the host's share of those that follow.
+        """
+        cuts = [(window, cut.divided) for window, cut in step.splits.items()]
+        kind = (step.table.shape, *((cut.work, cut.divided) for cut in step.splits.values()))
+        if kind not in self._compiled:
+            if len(self._compiled) == MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[kind] = self._compile(partial(self._run, cuts))
+        items = [cut.items for cut in step.splits.values()]
+        return self._compiled[kind](step.tokens, step.lengths, step.table, step.pools, items)
+
+    def _run(  # noqa: PLR0917
+        self,
+        cuts: Sequence[tuple[int | None, bool]],
+        tokens: mx.array,
+        lengths: mx.array,
+        table: mx.array,
+        pools: Sequence[tuple[mx.array, mx.array]],
+        items: Sequence[mx.array],
+    ) -> mx.array:
+        splits = {
+            window: Splits(array, divided)
+            for (window, divided), array in zip(cuts, items, strict=True)
+        }
+        step = Step(tokens, lengths, table, pools, splits)
+        positions = lengths - 1
         rotations = [rotation(positions) for rotation in self._rotations]
-        hidden = self._embed(step.tokens)
-        for layer, pool in zip(self._layers, step.pools, strict=True):
+        hidden = self._embed(tokens)
+        for layer, pool in zip(self._layers, pools, strict=True):
             hidden = layer(hidden, rotations, pool, step)
-        return self._head(self._norm(hidden))
+        return self._head(hidden)
 
 
 def _build(
-    model: nn.Module, page_size: int, kernels: BuildKernels, products: BuildProducts
+    model: nn.Module,
+    page_size: int,
+    kernels: BuildKernels,
+    products: BuildProducts,
+    compile: Compile,
 ) -> FusedDecoder:
     _expect("model" in model and _parts(model) <= {"model", "lm_head"}, "a head")
     body = model.model
@@ -455,8 +493,14 @@ def _build(
             rotations[kind] = Rotation.of(anatomy.rope, anatomy.rotary)
         layers.append(_layer(anatomy, of_shape, list(rotations).index(kind), few))
     tied = "lm_head" not in model
-    head = body.embed_tokens.as_linear if tied else model.lm_head
-    return FusedDecoder(layers, list(rotations.values()), body.embed_tokens, body.norm, head)
+    vocabulary = body.embed_tokens.as_linear if tied else model.lm_head
+    return FusedDecoder(
+        layers,
+        list(rotations.values()),
+        body.embed_tokens,
+        lambda hidden: vocabulary(body.norm(hidden)),
+        compile,
+    )
 
 
 def _layer(
@@ -492,7 +536,7 @@ def _kind(rope: nn.Module) -> tuple[Any, ...]:
 
 
 # Numbers of rows that differ in how they are computed: as they are, and padded.
-_CHECKED_ROWS = (3, MOST_ROWS - 4, MOST_ROWS + 4)
+_CHECKED_ROWS = (3, 12, 20, MOST_ROWS + 4)
 
 
 def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None:

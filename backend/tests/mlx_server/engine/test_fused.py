@@ -52,6 +52,11 @@ class Portable:
         return mx.stack(rows).reshape(qkv.shape[0], -1)
 
 
+def plainly(function):
+    """In place of `mx.compile`, which `Portable`'s loops over rows can't go through."""
+    return function
+
+
 def turned(x, rotation, rotary):
     dims, turn = rotary.dims, rotation[:, None]
     part = x[..., :dims].astype(mx.float32)
@@ -146,7 +151,7 @@ def model(request) -> nn.Module:
 
 
 def built(model: nn.Module) -> FusedDecoder:
-    decoder = FusedDecoder.build(model, PAGE, Portable)
+    decoder = FusedDecoder.build(model, PAGE, Portable, compile=plainly)
     assert isinstance(decoder, FusedDecoder), decoder
     return decoder
 
@@ -158,7 +163,7 @@ def test_fused_steps_give_the_modules_logits(model):
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}])
 def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes):
     model = make("llama", changes)
-    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts())
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts(), plainly)
     assert fused.check(decoder, model, PAGE) is None
 
 
@@ -205,6 +210,30 @@ def test_other_modules_are_declined_with_the_difference(family, changes, reason)
     declined = FusedDecoder.build(make(family, changes), PAGE, Portable)
     assert isinstance(declined, Unsupported)
     assert reason in declined.reason
+
+
+def test_steps_of_one_kind_are_compiled_once_and_few_kinds_are_kept():
+    model = make("llama", {})
+    compiled = []
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, compile=lambda function: compiled.append(1) or function
+    )
+    pools = [(mx.zeros((2, PAGE, 16)), mx.zeros((2, PAGE, 16))) for _ in range(3)]
+
+    def run(width):
+        lengths = np.array([1], np.int32)
+        table = mx.zeros((1, width), mx.int32)
+        splits = decoder.plan(lengths)
+        decoder.run(fused.Step(mx.array([1]), mx.array(lengths), table, pools, splits))
+
+    run(1)
+    run(1)
+    assert len(compiled) == 1
+    for width in range(2, fused.MOST_COMPILED + 2):
+        run(width)
+    assert len(compiled) == fused.MOST_COMPILED + 1
+    run(1)
+    assert len(compiled) == fused.MOST_COMPILED + 2
 
 
 def test_a_device_without_kernels_is_the_reason():

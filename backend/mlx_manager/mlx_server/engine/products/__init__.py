@@ -3,7 +3,7 @@
 Such a product takes as long as reading the matrix takes, and what stands around it (norm,
 activation, residual) costs launches. These kernels read the matrix once at the memory's pace, for
 up to `MOST_ROWS` rows, and do the rest on the way; with more rows, reading the rows themselves in
-every block begins to cost more than the launches that it saves. See products.cu.
+every block costs more than the launches that it saves. See products.cu.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
     DEVICE_SOURCE,
+    RESERVED_PER_BLOCK,
     TYPES,
     CudaDevice,
     cuda_device,
@@ -29,12 +30,12 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     source,
 )
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 WIDTH = 64
 """Inputs that a stage holds: what the matrix's inputs must be a multiple of."""
 
 MOST_STAGES = 4
-# Of stages in flight on a multiprocessor: more than it takes to hide the memory's latency.
+# Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
 STAGE_MEMORY = 168 * 1024
 
 _SOURCE = Path(__file__).with_name("products.cu")
@@ -66,14 +67,22 @@ class Form:
 
     @staticmethod
     def choose(outputs: int, rows: int, device: CudaDevice) -> Form:
-        """Two tiles halve the reading of the rows, unless too few blocks would be left. Of a block
-        for each multiprocessor, eight warps keep more loads in flight; of several, four do better,
-        up to where there are so many that fewer starts and ends count again (as measured)."""
-        columns = 1 if rows <= 8 else 2
-        tiles = 2 if outputs // 32 >= device.multiprocessors * 2 // 3 else 1
-        turns = outputs // (16 * tiles) / device.multiprocessors
-        warps = 4 if turns > 1 and (turns < 5 or columns == 2) else 8
-        memory = min(STAGE_MEMORY, device.block_memory)
+        """As measured on an H200: more tiles share the reading of the rows, unless too few blocks
+        would be left; eight warps keep more loads in flight where blocks are few, and start and end
+        less often where they are very many; in between, two blocks of four warps do better."""
+        columns = 1 if rows <= 8 else 2 if rows <= 16 else 4
+        least = {1: ((2, 0.66),), 2: ((2, 0.66),), 4: ((4, 0.66), (2, 0.45))}[columns]
+        tiles = next(
+            (n for n, part in least if outputs / (16 * n) >= part * device.multiprocessors), 1
+        )
+        turns = outputs / (16 * tiles) / device.multiprocessors
+        if columns == 4:
+            warps = 4 if tiles == 4 else 8
+            memory = device.block_memory if turns <= 1 else device.multiprocessor_memory // 2
+            memory -= RESERVED_PER_BLOCK
+        else:
+            warps = 4 if turns > 1 and (turns < 5 or columns == 2) else 8
+            memory = min(STAGE_MEMORY, device.block_memory)
         stages = memory // (warps * Form._stage_bytes(tiles, columns))
         return Form(tiles, columns, warps, max(2, min(stages, MOST_STAGES)))
 

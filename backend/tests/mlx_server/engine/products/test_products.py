@@ -98,7 +98,7 @@ def test_product_is_the_reference(library, index):
     assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
 def test_chosen_forms_fit_the_multiprocessor(rows, outputs):
     form = Form.choose(outputs, rows, H200)

@@ -35,6 +35,7 @@ MOST_STAGES = 4
 # their starts and ends.
 WAVES = 2
 RESERVED_PER_BLOCK = 1024
+MOST_QUERIES = 4096
 
 
 def build(shape: AttentionShape) -> CudaKernels | Unsupported:
@@ -135,7 +136,8 @@ class CudaKernels:
         self._kernels: dict[Variant, Kernel] = {}
         self._write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
-        self._arrivals = mx.zeros((0,), mx.int32)
+        self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
+        mx.eval(self._arrivals)
         self._no_sinks = mx.zeros((1,), mx.float32)
         self._no_norm = mx.zeros((1,), shape.dtype)
 
@@ -213,9 +215,11 @@ class CudaKernels:
         splits: Splits,
         shape: tuple[int, ...],
     ) -> mx.array:
+        if shape[0] > MOST_QUERIES:
+            raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
         figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
         out, _, _ = self._kernel(variant)(
-            inputs=[*inputs, self._counters(shape[0] * self._blocks), *after],
+            inputs=[*inputs, self._arrivals, *after],
             grid=(self._blocks * self.launch.warps * 32, splits.work, 1),
             threadgroup=(self.launch.warps * 32, 1, 1),
             output_shapes=[shape, (figures * self.shape.head_dim,), (figures * 2,)],
@@ -225,12 +229,6 @@ class CudaKernels:
 
     def _logits(self, sinks: mx.array | None) -> mx.array:
         return self._no_sinks if sinks is None else sinks.astype(mx.float32)
-
-    def _counters(self, count: int) -> mx.array:
-        if self._arrivals.size < count:
-            self._arrivals = mx.zeros((2 * count,), mx.int32)
-            mx.eval(self._arrivals)
-        return self._arrivals
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:

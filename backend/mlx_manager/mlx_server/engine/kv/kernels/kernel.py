@@ -177,8 +177,10 @@ class PagedKernels(Protocol):
 
 @cache
 def source(*paths: Path) -> str:
-    """The text of source files, one after another."""
-    return "\n".join(path.read_text() for path in paths)
+    """The text of source files, one after another, without comments and indentation: MLX copies
+    it at every call."""
+    lines = (line.strip() for path in paths for line in path.read_text().splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 def flag(value: bool) -> str:
