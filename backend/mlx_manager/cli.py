@@ -46,6 +46,14 @@ AvailableModels = Annotated[
         "More models to offer, as Hugging Face ids or folders, comma-separated", None, "ID,ID,..."
     ),
 ]
+ModelAliases = Annotated[
+    str | None,
+    option(
+        "Names that stand for others, such as `claude-*=mlx-manager/demo,gpt-*=...`",
+        None,
+        "NAME=ID,...",
+    ),
+]
 ModelsDir = Annotated[Path | None, option("Folder whose sub-folders are models", None, "FOLDER")]
 HfCache = Annotated[bool | None, option("Offer the models found in the Hugging Face cache", "on")]
 AllowDownload = Annotated[
@@ -113,6 +121,7 @@ def serve(
     *,
     model: Model = None,
     available_models: AvailableModels = None,
+    model_aliases: ModelAliases = None,
     models_dir: ModelsDir = None,
     hf_cache: HfCache = None,
     allow_download: AllowDownload = None,
@@ -133,7 +142,7 @@ def serve(
     log_level: LogLevel = None,
     logfire_enabled: LogfireEnabled = None,
 ) -> None:
-    """Serve models over the OpenAI API until interrupted.
+    """Serve models over the OpenAI and Anthropic APIs until interrupted.
 
     Every option is also an environment variable, --max-rows being MLX_SERVER_MAX_ROWS; the option
     wins.

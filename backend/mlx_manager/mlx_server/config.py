@@ -41,13 +41,17 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class CatalogSources:
-    """Where loadable models are looked for. `allow_download` lets a named model be fetched."""
+    """Where loadable models are looked for. `allow_download` lets a named model be fetched.
+
+    model_aliases: patterns of names, each with the id it stands for; the first that fits counts.
+    """
 
     default_model: str = DEMO_MODEL
     available_models: tuple[str, ...] = ()
     models_dir: Path | None = None
     hf_cache: bool = True
     allow_download: bool = False
+    model_aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class MLXServerSettings(BaseSettings):
     )
     available_models: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="More models to offer, as Hugging Face ids or folders, comma-separated"
+    )
+    model_aliases: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
+        (), description="Names that stand for others, such as `claude-*=mlx-manager/demo,gpt-*=...`"
     )
     models_dir: Path | None = Field(None, description="Folder whose sub-folders are models")
     hf_cache: bool = Field(True, description="Offer the models found in the Hugging Face cache")
@@ -111,6 +118,16 @@ class MLXServerSettings(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _split_aliases(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if not all(name.strip() and model.strip() for name, _, model in pairs):
+            raise ValueError("each must be NAME=MODEL, separated by commas")
+        return tuple((name.strip(), model.strip()) for name, _, model in pairs)
+
     @cached_property
     def engine(self) -> EngineLimits:
         return EngineLimits(
@@ -125,7 +142,12 @@ class MLXServerSettings(BaseSettings):
     @cached_property
     def catalog(self) -> CatalogSources:
         return CatalogSources(
-            self.model, self.available_models, self.models_dir, self.hf_cache, self.allow_download
+            self.model,
+            self.available_models,
+            self.models_dir,
+            self.hf_cache,
+            self.allow_download,
+            self.model_aliases,
         )
 
     @cached_property

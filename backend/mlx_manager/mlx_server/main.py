@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.api import debug, documentation, errors, health
@@ -27,6 +28,7 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.tracing import start_tracing
+from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.inference import ModelPool
 
@@ -46,6 +48,13 @@ GRACE = 5
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
 request could meet a connection that is being closed."""
+
+BODIES: list[type[BaseModel]] = [
+    ChatCompletionRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    MessagesRequest,
+]
 
 OPEN_FILES = 65_536
 MOST_NAMED = 5
@@ -77,7 +86,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(health.router)
     app.include_router(debug.router)
     app.include_router(v1_router)
-    documentation.describe(app, [ChatCompletionRequest, CompletionRequest])
+    documentation.describe(app, BODIES)
     if server.settings.logfire_enabled:
         server.tracer = start_tracing(app)
     return app

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
+    Conversation,
     Event,
     Finished,
     GenerationRequest,
@@ -66,6 +67,13 @@ class ScriptedBackend:
             self.cancelled += not complete
             async with self.changed:
                 self.changed.notify_all()
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        match request.prompt:
+            case Conversation(messages):
+                return sum(len(message.content.split()) for message in messages)
+            case prompt:
+                raise NotImplementedError(prompt)
 
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
         async with self.changed:

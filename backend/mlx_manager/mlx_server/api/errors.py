@@ -1,8 +1,7 @@
-"""Every failure as an answer, in the shape that OpenAI's clients know.
+"""Every failure as an answer, with the status of its class, in the shape that the caller knows.
 
-`{"error": {"message", "type", "param", "code"}}` with the status of the error's class. What nobody
-expected is caught in `Boundary`, one of the two places that catch every exception (the other is
-the MLX thread).
+Anthropic's under `/v1/messages`, OpenAI's everywhere else. What nobody expected is caught in
+`Boundary`, one of the two places that catch every exception (the other is the MLX thread).
 """
 
 from __future__ import annotations
@@ -29,22 +28,17 @@ from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ServerNotReady,
 )
+from mlx_manager.mlx_server.protocols import messages
+from mlx_manager.mlx_server.protocols.answer import error_body
 
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 5
+ANTHROPIC_PATH = "/v1/messages"
+ID_HEADERS = (b"x-request-id", b"request-id")
+"""OpenAI's SDKs read the first, Anthropic's the second."""
+
 REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
-
-
-def error_body(error: MLXManagerError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
 
 
 def install(app: FastAPI) -> None:
@@ -61,7 +55,7 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, ServerNotReady):
         log.warning("%s %s: %s", request.method, request.url.path, error.message)
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    return JSONResponse(error_body(error), error.status, headers)
+    return JSONResponse(_body(request.scope, error), error.status, headers)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
@@ -82,7 +76,20 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     code = status.phrase.lower().replace(" ", "_")
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else InvalidRequest.type
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    if _is_anthropic(request.scope):
+        body = messages.error_shape(status, message, request.state.request_id)
     return JSONResponse(body, status, error.headers)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith(ANTHROPIC_PATH)
+
+
+def _body(scope: Scope, error: MLXManagerError) -> dict[str, Any]:
+    if _is_anthropic(scope):
+        return messages.error_body(error, scope["state"]["request_id"])
+    return error_body(error)
 
 
 def invalid(errors: Sequence[ErrorDetails | Mapping[str, Any]]) -> InvalidRequest:
@@ -142,7 +149,8 @@ class Boundary:
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                named = [(name, request_id) for name in ID_HEADERS]
+                message["headers"] = [*message.get("headers", ()), *named]
                 started = message
             await send(message)
 
@@ -154,10 +162,11 @@ class Boundary:
             log.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id.decode())
             failure = _unexpected(error, request_id.decode())
             if started is None:
-                answer = JSONResponse(error_body(failure), failure.status)
+                answer = JSONResponse(_body(scope, failure), failure.status)
                 await answer(scope, receive, send_with_id)
             elif Headers(raw=started["headers"])["content-type"].startswith("text/event-stream"):
-                await send({"type": "http.response.body", "body": error_event(failure)})
+                last = scope["state"]["stream"].fail(failure)
+                await send({"type": "http.response.body", "body": last})
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -172,8 +181,3 @@ def _unexpected(error: Exception, request_id: str) -> MLXManagerError:
         f"The server failed to answer ({type(error).__name__}). "
         f"Its log has the details under {request_id}."
     )
-
-
-def error_event(error: MLXManagerError) -> bytes:
-    """A failure as an event, for a response that has begun."""
-    return b"data: " + bytes(JSONResponse(error_body(error)).body) + b"\n\n"

@@ -10,13 +10,14 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, unknown_header
 from mlx_manager.mlx_server.api.sse import EventStreamResponse
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
 from mlx_manager.mlx_server.services.inference import Answer, Stream, collect
 
 
 async def respond(
     request: Request,
-    body: GenerationParameters,
+    body: GenerationParameters | MessagesRequest,
     progress: AsyncGenerator[Progress, None],
     stream: Stream,
     answer: Answer,

@@ -1,4 +1,4 @@
-"""Server-sent events: one write a step, keep-alive comments, and an end when the caller goes.
+"""Server-sent events: one write a step, signs of life, and an end when the caller goes.
 
 Our own rather than sse-starlette's: that one sends each event by itself, through a task group.
 """
@@ -13,18 +13,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.connection import UntilHangup
-from mlx_manager.mlx_server.api.errors import error_event
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.services.inference import Stream
-
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStreamResponse(Response):
     """Sends what `stream` writes of each piece of progress, then its end.
 
-    The headers go out with the first bytes, be it an event or a keep-alive comment, so that what
+    The headers go out with the first bytes, be it an event or a sign of life, so that what
     fails before still gets its own status. Afterwards a failure is an event, and the last one.
     """
 
@@ -46,9 +43,12 @@ class EventStreamResponse(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # An exception that nobody foresaw passes through here; whoever catches it asks the stream
+        # for its last event.
+        scope.setdefault("state", {})["stream"] = self.stream
         wire = Wire(send, self)
         async with UntilHangup(receive):
-            heart = asyncio.create_task(wire.beat(self.keepalive))
+            heart = asyncio.create_task(wire.beat(self.keepalive, self.stream.keep_alive))
             try:
                 last = await self._send_all(wire)
             finally:
@@ -64,7 +64,7 @@ class EventStreamResponse(Response):
         except MLXManagerError as error:
             if not wire.started:
                 raise
-            return error_event(error)
+            return self.stream.fail(error)
         return self.stream.end()
 
 
@@ -93,11 +93,11 @@ class Wire:
                 self.started = True
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def beat(self, interval: float) -> None:
-        """Send a comment whenever nothing has been sent for `interval` seconds."""
+    async def beat(self, interval: float, keep_alive: bytes) -> None:
+        """Send `keep_alive` whenever nothing has been sent for `interval` seconds."""
         while True:
             silence = self._clock() - self._spoke
             if silence < interval:
                 await asyncio.sleep(interval - silence)
             else:
-                await self.send(KEEP_ALIVE)
+                await self.send(keep_alive)

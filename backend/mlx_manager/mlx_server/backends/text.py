@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Prompt,
     Started,
     Text,
     TextDelta,
@@ -104,23 +105,30 @@ class TextBackend:
                 self._thread.post(partial(self._engine.cancel, sequence))
 
     def count_tokens(self, request: GenerationRequest) -> int:
-        """Tokens that the request's prompt takes."""
-        return len(self._prepare(request).ids)
+        """Tokens that the request's prompt takes, even if they are too many for the model.
+
+        Raises:
+            InvalidRequest: the prompt can't be rendered, or has unknown token ids.
+        """
+        return len(self._tokenise(request.prompt)[0])
+
+    def _tokenise(self, prompt: Prompt) -> tuple[list[int], OutputFormat]:
+        adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
+        match prompt:
+            case Conversation():
+                ids = adapter.render(prompt, tokenizer)
+                return ids, adapter.output_format(tokenizer, prompt, ids)
+            case Text(text):
+                return adapter.encode_text(text, tokenizer), PLAIN
+            case Tokens(ids=given):
+                self._check_ids(given, "prompt")
+                return list(given), PLAIN
 
     def _prepare(self, request: GenerationRequest) -> Prepared:
-        adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
         self._check_size(request)
         self._check_ids([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._check_ids(request.stop.token_ids, "stop_token_ids")
-        match request.prompt:
-            case Conversation() as conversation:
-                ids = adapter.render(conversation, tokenizer)
-                output = adapter.output_format(tokenizer, conversation, ids)
-            case Text(text):
-                ids, output = adapter.encode_text(text, tokenizer), PLAIN
-            case Tokens(given):
-                ids, output = list(given), PLAIN
-                self._check_ids(ids, "prompt")
+        ids, output = self._tokenise(request.prompt)
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param="prompt"

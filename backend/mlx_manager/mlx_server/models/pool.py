@@ -16,6 +16,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -89,6 +90,7 @@ class ModelPoolManager:
         self.ledger.add_relief(Relief.IDLE_MODELS, self._relieve_on_mlx)
         self.catalog = catalog or Catalog(sources)
         self._default = sources.default_model
+        self._aliases = sources.model_aliases
         self._limits = limits
         self._thread = thread
         self._make_backend = make_backend
@@ -125,8 +127,14 @@ class ModelPoolManager:
             self._returns.announce()
 
     def resolve(self, model_id: str | None) -> str:
-        """The id that a request's `model` means: none, "" and "default" mean the default one."""
-        return self._default if model_id in (None, "", "default") else model_id
+        """The id that a request's `model` means: none, "" and "default" mean the default one.
+
+        Any other name is an alias if it fits one's pattern, and else the id itself.
+        """
+        if model_id is None or model_id in ("", "default"):
+            return self._default
+        fits = (model for name, model in self._aliases if fnmatchcase(model_id, name))
+        return next(fits, model_id)
 
     # -- looking at it -------------------------------------------------------------------------
 

@@ -11,12 +11,16 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import Backend
+from mlx_manager.mlx_server.core import Backend, GenerationRequest
 from mlx_manager.mlx_server.models.loading import LoadedModel
 
 
 class ModelBackend(Backend, Protocol):
     """A backend whose model this process holds."""
+
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """Tokens that the request's prompt takes."""
+        ...
 
     def stats(self) -> Any:
         """Figures of its engine, a dataclass."""

@@ -1,4 +1,4 @@
-"""What every OpenAI answer has: an id, a time, a model, choices, and a count of tokens."""
+"""What every OpenAI answer has: an id, a time, a model, choices, a count of tokens; or an error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionTokensDetails,
     PromptTokensDetails,
@@ -53,3 +55,15 @@ def total(rows: Iterable[core.Usage], n: int) -> Usage:
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
+
+
+def error_body(error: MLXManagerError) -> dict[str, Any]:
+    """A failure in the shape that OpenAI's clients know."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }

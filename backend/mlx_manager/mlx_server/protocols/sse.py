@@ -13,6 +13,9 @@ from typing import Any
 
 DONE = "data: [DONE]\n\n"
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip."""
+
 quote: Callable[[str], str] = encode_basestring_ascii
 """A string as a JSON string, all ASCII: a lone surrogate or U+2028 can't break the wire."""
 
@@ -31,3 +34,8 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.decode().split("\n\n"):
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))
+
+
+def named(name: str, value: object) -> str:
+    """`value` as one event with a name, as Anthropic and OpenAI's Responses send them."""
+    return f"event: {name}\ndata: {dump(value)}\n\n"

@@ -14,12 +14,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel
 
 from mlx_manager.mlx_server.core import Backend, Event, GenerationRequest, Progress
+from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.pool import ModelStatus
+
+
+class CountingBackend(Backend, Protocol):
+    def count_tokens(self, request: GenerationRequest) -> int:
+        """The tokens that the request's prompt takes. Takes a while, on any thread.
+
+        Raises:
+            InvalidRequest: the prompt can't be rendered.
+        """
+        ...
 
 
 class Lease(Protocol):
@@ -29,7 +40,7 @@ class Lease(Protocol):
     def id(self) -> str: ...
 
     @property
-    def backend(self) -> Backend: ...
+    def backend(self) -> CountingBackend: ...
 
 
 class ModelPool(Protocol):
@@ -84,6 +95,15 @@ class Inference:
                     observation.add(step)
                     yield step
 
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        """The tokens of the request's prompt, whether or not the model could take them.
+
+        Raises:
+            MLXManagerError: there is no such model, or it can't render the prompt.
+        """
+        async with self.pool.lease(request.model) as lease:
+            return await asyncio.to_thread(lease.backend.count_tokens, request)
+
 
 async def rows(
     backend: Backend, requests: Sequence[GenerationRequest]
@@ -127,11 +147,20 @@ async def close(streams: Sequence[AsyncIterator[list[Event]]]) -> None:
 
 
 class Stream(Protocol):
-    """Writes progress as server-sent events; `protocols` has one for each shape of answer."""
+    """Writes progress as server-sent events; `protocols` has one for each shape of answer.
+
+    `keep_alive` is sent whenever there has been nothing to write for a while.
+    """
+
+    keep_alive: bytes
 
     def write(self, progress: Progress) -> bytes: ...
 
     def end(self) -> bytes: ...
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        """The last event of an answer that failed after its beginning; there is no `end` then."""
+        ...
 
 
 class Answer(Protocol):

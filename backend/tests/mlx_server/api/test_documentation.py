@@ -21,6 +21,8 @@ def test_the_docs_describe_every_body_and_refer_to_nothing_that_is_missing():
     for path, name in (
         ("/v1/chat/completions", "ChatCompletionRequest"),
         ("/v1/completions", "CompletionRequest"),
+        ("/v1/messages", "MessagesRequest"),
+        ("/v1/messages/count_tokens", "CountTokensRequest"),
     ):
         content = described["paths"][path]["post"]["requestBody"]["content"]
         reference = {"$ref": f"#/components/schemas/{name}"}

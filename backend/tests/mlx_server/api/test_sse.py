@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from mlx_manager.mlx_server.api.sse import KEEP_ALIVE, EventStreamResponse
+from mlx_manager.mlx_server.api.sse import EventStreamResponse
 from mlx_manager.mlx_server.core import Progress, TextDelta
-from mlx_manager.mlx_server.errors import GenerationFailed, ModelNotFound
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ModelNotFound
 
 LONG = 3600.0
 
@@ -17,11 +17,16 @@ LONG = 3600.0
 class Words:
     """Writes each delta's text in capitals."""
 
+    keep_alive = b"alive"
+
     def write(self, progress: Progress) -> bytes:
         return "".join(e.text for _, events in progress for e in events).upper().encode()
 
     def end(self) -> bytes:
         return b"END"
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        return f"FAILED {error.code}".encode()
 
 
 class Caller:
@@ -96,13 +101,11 @@ async def test_a_failure_later_is_the_last_event_and_there_is_no_end():
 
     caller = Caller()
     await caller.call(progress())
-    assert caller.bodies[0] == b"A"
-    assert caller.bodies[1].startswith(b'data: {"error":{"message":"the step failed"')
-    assert b"END" not in b"".join(caller.bodies)
+    assert caller.bodies == [b"A", b"FAILED generation_failed"]
     assert caller.sent[-1]["more_body"] is False
 
 
-async def test_silence_is_filled_with_comments_and_the_headers_go_with_the_first():
+async def test_silence_is_filled_with_signs_of_life_and_the_headers_go_with_the_first():
     gate = asyncio.Event()
 
     async def progress() -> AsyncGenerator[Progress, None]:
@@ -117,7 +120,7 @@ async def test_silence_is_filled_with_comments_and_the_headers_go_with_the_first
     gate.set()
     await call
     assert caller.sent[0]["type"] == "http.response.start"
-    assert set(caller.bodies[:3]) == {KEEP_ALIVE}
+    assert set(caller.bodies[:3]) == {b"alive"}
     assert caller.bodies[-2:] == [b"A", b"END"]
 
 

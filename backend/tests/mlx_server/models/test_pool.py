@@ -8,10 +8,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from pydantic import ValidationError
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.backends.text import TextBackend
-from mlx_manager.mlx_server.config import CatalogSources, EngineLimits, PoolLimits
+from mlx_manager.mlx_server.config import (
+    CatalogSources,
+    EngineLimits,
+    MLXServerSettings,
+    PoolLimits,
+)
 from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
@@ -42,12 +48,20 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def open_pool(
-    models_dir: Path, *, default: str = "a", patience: float = 60.0, **limits: object
+    models_dir: Path,
+    *,
+    default: str = "a",
+    patience: float = 60.0,
+    aliases: str = "",
+    **limits: object,
 ) -> AsyncIterator[ModelPoolManager]:
     """A pool as `main` composes it: an MLX thread, text backends."""
     thread = MLXThread()
     thread.start()
-    sources = CatalogSources(str(models_dir / default), models_dir=models_dir, hf_cache=False)
+    named = MLXServerSettings(model_aliases=aliases).catalog.model_aliases
+    sources = CatalogSources(
+        str(models_dir / default), models_dir=models_dir, hf_cache=False, model_aliases=named
+    )
 
     def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
         return TextBackend(loaded, thread, EngineLimits(), ledger)
@@ -253,3 +267,23 @@ async def test_closing_while_loading_and_while_in_use_frees_everything(models_di
     with pytest.raises(asyncio.CancelledError):
         await loading
     assert mx.get_active_memory() - before < A_FEW_BYTES
+
+
+async def test_a_name_that_fits_an_aliass_pattern_means_what_it_stands_for(models_dir: Path):
+    async with open_pool(models_dir, aliases="claude-b*=b, claude-*=c,gpt=a") as pool:
+        for name, meant in (
+            ("claude-big", "b"),
+            ("claude-x", "c"),
+            ("gpt", "a"),
+            ("gpt-4", "gpt-4"),
+        ):
+            assert pool.resolve(name) == meant
+        assert pool.resolve("") == pool.resolve(None) == str(models_dir / "a")
+        async with pool.lease("claude-x") as lease:
+            assert lease.id == "c"
+
+
+@pytest.mark.parametrize("aliases", ["a", "=b", "a=", "a=b,c"])
+def test_an_alias_that_names_nothing_is_refused(aliases: str):
+    with pytest.raises(ValidationError, match="NAME=MODEL"):
+        MLXServerSettings(model_aliases=aliases)

@@ -1,12 +1,13 @@
-"""The OpenAI-compatible routes."""
+"""The routes that OpenAI's and Anthropic's clients know."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mlx_manager.mlx_server.api.v1 import chat, completions, models
+from mlx_manager.mlx_server.api.v1 import chat, completions, messages, models
 
 v1_router = APIRouter(prefix="/v1", tags=["openai"])
 v1_router.include_router(chat.router)
 v1_router.include_router(completions.router)
+v1_router.include_router(messages.router)
 v1_router.include_router(models.router)

@@ -28,10 +28,11 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/models/{model_id:path}", response_model_exclude_none=True)
 async def retrieve_model(request: Request, model_id: str) -> ModelCard:
-    """One of them."""
+    """One of them, also by an alias."""
     server = server_of(request)
+    meant = server.pool.resolve(model_id)
     for card in await cards(server.pool, server.created):
-        if card.id == model_id:
+        if card.id == meant:
             return card
     raise ModelNotFound(f"There is no model {model_id!r} here.", param="model")
 

@@ -1,0 +1,59 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API.
+
+Its `anthropic-version` and `x-api-key` headers are accepted, whatever they say.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
+from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.respond import respond
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.protocols import messages
+from mlx_manager.mlx_server.schemas.anthropic import (
+    CountTokensRequest,
+    MessagesErrorBody,
+    MessagesRequest,
+    MessagesResponse,
+    TokenCount,
+)
+
+router = APIRouter()
+
+
+@router.post(
+    "/messages",
+    openapi_extra=takes(MessagesRequest),
+    responses={200: {"model": MessagesResponse}, 422: {"model": MessagesErrorBody}},
+)
+async def create_message(request: Request) -> Response:
+    """Answer a conversation, whole or as server-sent events."""
+    server = server_of(request)
+    body = await read(request, MessagesRequest, server.settings.api)
+    head = messages.MessageHead(
+        model=server.pool.resolve(body.model),
+        request_id=request.state.request_id,
+        max_tokens=body.max_tokens,
+    )
+    progress = server.inference.generate([messages.request(body, head)])
+    return await respond(
+        request, body, progress, messages.MessageStream(head), messages.MessageAnswer(head)
+    )
+
+
+@router.post(
+    "/messages/count_tokens",
+    openapi_extra=takes(CountTokensRequest),
+    responses={422: {"model": MessagesErrorBody}},
+)
+async def count_tokens(request: Request, response: Response) -> TokenCount:
+    """The tokens that a conversation takes as a prompt."""
+    server = server_of(request)
+    body = await read(request, CountTokensRequest, server.settings.api)
+    response.headers.update(unknown_header(body))
+    asked = messages.counted(body, server.pool.resolve(body.model))
+    async with UntilHangup(request.receive):
+        count = await server.inference.count_tokens(asked)
+    return TokenCount(input_tokens=count)

@@ -1,0 +1,605 @@
+"""`/v1/messages`: body → request, events → Anthropic's stream, events → body. Pure."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, assert_never
+
+from pydantic_core import from_json
+
+from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    NamedTool,
+    Progress,
+    ReasoningDelta,
+    Sampling,
+    Started,
+    StopRules,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStarted,
+    ToolChoice,
+)
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidParameter,
+    MLXManagerError,
+    UnsupportedParameter,
+)
+from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.schemas.anthropic import (
+    Block,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesTool,
+    MessageUsage,
+    OtherBlock,
+    OutputTokensDetails,
+    RedactedThinkingBlock,
+    StopReason,
+    TextBlock,
+    TextOnly,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+UNSUPPORTED: dict[str, Refusal] = {
+    "container": Refusal(),
+    "mcp_servers": Refusal(([],)),
+}
+UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
+    "allowed_callers": Refusal((["direct"],)),
+    "defer_loading": Refusal((False,)),
+    "input_examples": Refusal(([],), "Put them in the description."),
+}
+"""What is refused by name. To support a field, honour it and delete its line."""
+
+NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+"""A line that Claude Code puts before its system text, another one in every request."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Body → request
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHead:
+    """What is known of an answer before it begins. `request_id` is named in its errors."""
+
+    model: str
+    request_id: str
+    max_tokens: int
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+
+def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
+    """
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: a field or a kind of content that can't be honoured.
+    """
+    refuse_unsupported(body, UNSUPPORTED)
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k")
+        if (value := getattr(body, name)) is not None
+    }
+    return GenerationRequest(
+        model=head.model,
+        prompt=conversation(body),
+        sampling=Sampling(**given),
+        stop=StopRules(strings=tuple(body.stop_sequences or ())),
+        max_tokens=body.max_tokens,
+        constraint=_constraint(body),
+        thinking_budget=body.thinking.budget_tokens if body.thinking else None,
+        request_id=head.id,
+    )
+
+
+def counted(body: CountTokensRequest, model: str) -> GenerationRequest:
+    """The request whose prompt's tokens are to be counted. Raises as `request` does."""
+    return GenerationRequest(model=model, prompt=conversation(body))
+
+
+def conversation(body: CountTokensRequest) -> Conversation:
+    """The prompt. An assistant's message at its end is what the answer goes on from.
+
+    Raises:
+        InvalidParameter: a block where it can't be, or a value that contradicts another.
+        UnsupportedParameter: a kind of content, tool or thinking that can't be honoured.
+    """
+    messages = [*_system(body), *_merged(_messages(body.messages))]
+    last = messages[-1]
+    go_on = last.role == "assistant"
+    if go_on and (last.tool_calls or not last.content.strip()):
+        raise InvalidParameter(
+            "`messages` ends with an answer that can't be gone on from: it must end with text. "
+            "Send the results of its tools, or leave it out.",
+            param="messages",
+        )
+    choice, parallel = _tool_choice(body)
+    return Conversation(
+        messages=tuple(messages),
+        tools=tuple(_tool(tool, f"tools[{i}].") for i, tool in enumerate(body.tools or ())),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        add_generation_prompt=not go_on,
+        continue_final_message=go_on,
+        template_args=_template_args(body),
+    )
+
+
+def _constraint(body: MessagesRequest) -> JsonSchema | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    schema = json.dumps(body.output_config.format.schema_)
+    return JsonSchema(schema, strict=True, param="output_config.format")
+
+
+def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
+    args: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        args["reasoning_effort"] = body.output_config.effort
+    thinking = body.thinking
+    if thinking is None:
+        return MappingProxyType(args)
+    if thinking.display == "omitted":
+        raise UnsupportedParameter(
+            "`thinking.display` 'omitted' is not supported: nobody but the client keeps the "
+            "thinking for the next turn.",
+            param="thinking.display",
+        )
+    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise InvalidParameter(
+            "`thinking.budget_tokens` goes with type 'enabled', and only with it.",
+            param="thinking.budget_tokens",
+        )
+    if thinking.type != "adaptive":
+        args["enable_thinking"] = thinking.type == "enabled"
+    return MappingProxyType(args)
+
+
+def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
+    """What may be called, and whether several calls may be."""
+    choice = body.tool_choice
+    if choice is None:
+        return "auto", True
+    parallel = not choice.disable_parallel_tool_use
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidParameter(
+            "`tool_choice.name` goes with type 'tool', and only with it.", param="tool_choice.name"
+        )
+    if choice.name is not None:
+        return NamedTool(choice.name), parallel
+    return ("required" if choice.type == "any" else choice.type), parallel  # type: ignore[return-value]
+
+
+def _tool(tool: MessagesTool, path: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise UnsupportedParameter(
+            f"`{path}type` {tool.type!r} is not supported by this server: only functions that the "
+            "client itself runs can be called.",
+            param=f"{path}type",
+        )
+    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, path)
+    if tool.input_schema is None:
+        raise InvalidParameter(f"`{path}input_schema` is required.", param=f"{path}input_schema")
+    return Tool(tool.name, tool.description, tool.input_schema, tool.strict or False)
+
+
+# -- Messages ---------------------------------------------------------------------------------
+
+
+def _system(body: CountTokensRequest) -> Iterator[Message]:
+    """The system text, less what changes with every request and would spoil the shared prefix."""
+    match body.system:
+        case None:
+            texts: list[str] = []
+        case str(text):
+            texts = [text]
+        case blocks:
+            texts = [_text(block, f"system[{i}]") for i, block in enumerate(blocks)]
+    kept = [NONCE.sub("", text) for text in texts]
+    if any(kept):
+        yield Message("system", "\n".join(text for text in kept if text))
+
+
+def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
+    for index, message in enumerate(messages):
+        path = f"messages[{index}].content"
+        blocks = message.content
+        if isinstance(blocks, str):
+            yield Message(message.role, blocks)
+        elif message.role == "assistant":
+            yield _answer(blocks, path)
+        elif message.role == "user":
+            yield from _turn(blocks, path)
+        else:
+            texts = [_text(block, f"{path}[{i}]") for i, block in enumerate(blocks)]
+            yield Message("system", "\n".join(texts))
+
+
+def _answer(blocks: Sequence[Block], path: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ThinkingBlock(thinking=thinking):
+                thoughts.append(thinking)
+            case RedactedThinkingBlock():
+                pass
+            case ToolUseBlock():
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                calls.append(ToolCall(block.id, block.name, arguments))
+            case _:
+                raise _misplaced(block, f"{path}[{index}]", "assistant")
+    return Message(
+        "assistant",
+        "\n".join(texts),
+        reasoning="\n".join(thoughts) or None,
+        tool_calls=tuple(calls),
+    )
+
+
+def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
+    """A user's blocks as messages: each result one of its own, the texts between them another."""
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ToolResultBlock():
+                if texts:
+                    yield Message("user", "\n".join(texts))
+                    texts = []
+                content = _result(block, f"{path}[{index}].content")
+                yield Message("tool", content, tool_call_id=block.tool_use_id)
+            case _:
+                raise _misplaced(block, f"{path}[{index}]", "user")
+    if texts or not blocks:
+        yield Message("user", "\n".join(texts))
+
+
+def _result(block: ToolResultBlock, path: str) -> str:
+    match block.content:
+        case None:
+            text = ""
+        case str(text):
+            pass
+        case parts:
+            text = "\n".join(_text(part, f"{path}[{i}]") for i, part in enumerate(parts))
+    # Chat templates know no failed calls, so it is said in words.
+    return f"Error: {text}" if block.is_error else text
+
+
+def _text(block: Block | TextOnly, path: str) -> str:
+    if isinstance(block, TextBlock):
+        return block.text
+    raise UnsupportedParameter(
+        f"`{path}` is of type {block.type!r}; only text is possible there.", param=f"{path}.type"
+    )
+
+
+def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
+    if isinstance(block, OtherBlock):
+        return UnsupportedParameter(
+            f"`{path}` is of type {block.type!r}, which this server can't read.",
+            param=f"{path}.type",
+        )
+    return InvalidParameter(
+        f"`{path}` is of type {block.type!r}, which is no part of a message of role {role}.",
+        param=f"{path}.type",
+    )
+
+
+def _merged(messages: Iterator[Message]) -> Iterator[Message]:
+    """Neighbours of the same role as one message, as Anthropic does; many templates need it."""
+    held: Message | None = None
+    for message in messages:
+        if held is None:
+            held = message
+        elif held.role == message.role != "tool":
+            held = Message(
+                held.role,
+                "\n".join(text for text in (held.content, message.content) if text),
+                reasoning="\n".join(filter(None, (held.reasoning, message.reasoning))) or None,
+                tool_calls=held.tool_calls + message.tool_calls,
+            )
+        else:
+            yield held
+            held = message
+    if held is not None:
+        yield held
+
+
+# ---------------------------------------------------------------------------------------------
+# What a stream and a body have in common
+# ---------------------------------------------------------------------------------------------
+
+
+def _signature(thinking: str) -> str:
+    """What stands for Anthropic's proof of origin. Clients hand it back and look no further."""
+    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
+
+
+def _start(head: MessageHead, started: Started) -> MessagesResponse:
+    return MessagesResponse(
+        id=head.id,
+        type="message",
+        role="assistant",
+        model=head.model,
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=MessageUsage(
+            input_tokens=started.prompt_tokens - started.cached_tokens,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=started.cached_tokens,
+            output_tokens=0,
+        ),
+    )
+
+
+def _usage(usage: core.Usage) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(thinking_tokens=usage.reasoning_tokens),
+    )
+
+
+def _stop_reason(head: MessageHead, end: Finished) -> StopReason:
+    match end.reason:
+        case "tool_calls":
+            return "tool_use"
+        case "length":
+            cut = end.usage.completion_tokens >= head.max_tokens
+            return "max_tokens" if cut else "model_context_window_exceeded"
+        case "stop":
+            return "end_turn" if end.stop_sequence is None else "stop_sequence"
+    assert_never(end.reason)
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → stream
+# ---------------------------------------------------------------------------------------------
+
+
+class MessageStream:
+    """Writes an answer's events as Anthropic does: blocks that open, grow and close in turn."""
+
+    keep_alive = sse.named("ping", {"type": "ping"}).encode()
+
+    def __init__(self, head: MessageHead) -> None:
+        self.head = head
+        self._index = -1
+        self._block = ""
+        self._thinking: list[str] = []
+        self._text_open = ""
+
+    def write(self, progress: Progress) -> bytes:
+        """The events of one step, ready for the wire."""
+        out = ""
+        for _, events in progress:
+            for event in events:
+                # The one path that nearly every token takes.
+                if type(event) is TextDelta and self._block == "text":
+                    out += self._text_open + sse.quote(event.text) + "}}\n\n"
+                else:
+                    out += self._event(event)
+        return out.encode("ascii")
+
+    def end(self) -> bytes:
+        return _event("message_stop").encode("ascii")
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        body = error_body(error, self.head.request_id)
+        return sse.named("error", body).encode("ascii")
+
+    def _event(self, event: Event) -> str:
+        match event:
+            case Started():
+                message = _start(self.head, event).model_dump(exclude_unset=True)
+                return _event("message_start", message=message)
+            case TextDelta(text):
+                delta = {"type": "text_delta", "text": text}
+                return self._enter({"type": "text", "text": ""}) + self._delta(delta)
+            case ReasoningDelta(text):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                opened = self._enter(block)
+                self._thinking.append(text)
+                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+            case ToolCallStarted(_, call_id, name):
+                return self._enter({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            case ToolCallDelta(_, arguments):
+                return self._delta({"type": "input_json_delta", "partial_json": arguments})
+            case Finished():
+                ending = {
+                    "stop_reason": _stop_reason(self.head, event),
+                    "stop_sequence": event.stop_sequence,
+                }
+                usage = _usage(event.usage).model_dump()
+                return self._leave() + _event("message_delta", delta=ending, usage=usage)
+
+    def _enter(self, block: dict[str, Any]) -> str:
+        """Open a block unless one of its kind is open that goes on; each call has its own."""
+        if self._block == block["type"] != "tool_use":
+            return ""
+        closed = self._leave()
+        self._index += 1
+        self._block = block["type"]
+        self._text_open = (
+            'event: content_block_delta\ndata: {"type":"content_block_delta",'
+            f'"index":{self._index},"delta":{{"type":"text_delta","text":'
+        )
+        return closed + _event("content_block_start", index=self._index, content_block=block)
+
+    def _leave(self) -> str:
+        if not self._block:
+            return ""
+        signed = ""
+        if self._block == "thinking":
+            signature = _signature("".join(self._thinking))
+            signed = self._delta({"type": "signature_delta", "signature": signature})
+            self._thinking.clear()
+        self._block = ""
+        return signed + _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return sse.named(kind, {"type": kind, **fields})
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → body
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Open:
+    """A block that is being collected; `call` only of a tool's."""
+
+    kind: str
+    call: ToolCallStarted | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    def block(self) -> TextBlock | ThinkingBlock | ToolUseBlock:
+        text = "".join(self.pieces)
+        if self.call is not None:
+            given = _input(self.call.name, text)
+            return ToolUseBlock(type="tool_use", id=self.call.id, name=self.call.name, input=given)
+        if self.kind == "thinking":
+            return ThinkingBlock(type="thinking", thinking=text, signature=_signature(text))
+        return TextBlock(type="text", text=text)
+
+
+def _input(name: str, arguments: str) -> dict[str, Any]:
+    """A call's arguments as far as they were written: an answer may be cut off within them.
+
+    Raises:
+        GenerationFailed: they are no JSON object.
+    """
+    try:
+        given = from_json(arguments, allow_partial=True) if arguments else {}
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise GenerationFailed(
+            f"The model called {name} with what is no JSON object: {arguments[:200]}"
+        )
+    return given
+
+
+class MessageAnswer:
+    """Collects an answer's events into the body of a response."""
+
+    def __init__(self, head: MessageHead) -> None:
+        self.head = head
+        self._blocks: list[_Open] = []
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+
+    def add(self, progress: Progress) -> None:
+        for _, events in progress:
+            for event in events:
+                self._add(event)
+
+    def _add(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case TextDelta(text):
+                self._grow("text", text)
+            case ReasoningDelta(text):
+                self._grow("thinking", text)
+            case ToolCallStarted():
+                self._blocks.append(_Open("tool_use", event))
+            case ToolCallDelta(_, arguments):
+                self._blocks[-1].pieces.append(arguments)
+            case Finished():
+                self._finished = event
+
+    def _grow(self, kind: str, text: str) -> None:
+        if not self._blocks or self._blocks[-1].kind != kind:
+            self._blocks.append(_Open(kind))
+        self._blocks[-1].pieces.append(text)
+
+    def body(self) -> MessagesResponse:
+        """The response, once the answer has finished. Serialise it with `exclude_unset`.
+
+        Raises:
+            GenerationFailed: a call's arguments are no JSON object.
+        """
+        assert self._started is not None
+        assert self._finished is not None
+        message = _start(self.head, self._started)
+        message.content = [block.block() for block in self._blocks]
+        message.stop_reason = _stop_reason(self.head, self._finished)
+        message.stop_sequence = self._finished.stop_sequence
+        message.usage = _usage(self._finished.usage)
+        return message
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------
+
+ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        405: "invalid_request_error",
+        413: "request_too_large",
+        422: "invalid_request_error",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+"""Anthropic's name of what a status means; whatever else is wrong is an `api_error`."""
+
+
+def error_body(error: MLXManagerError, request_id: str) -> dict[str, Any]:
+    """A failure in the shape that Anthropic's clients know.
+
+    Agents recognise a prompt that is too long, and shorten it, by the words of the message.
+    """
+    long = isinstance(error, ContextLengthExceeded)
+    message = f"prompt is too long: {error.message}" if long else error.message
+    return error_shape(error.status, message, request_id)
+
+
+def error_shape(status: int, message: str, request_id: str) -> dict[str, Any]:
+    detail = {"type": ERROR_TYPES.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": detail, "request_id": request_id}

@@ -1,0 +1,267 @@
+"""Anthropic's wire types: what Messages takes and gives.
+
+As in `schemas.openai`, a field that is declared is honoured, listed in `NO_EFFECT`, or refused by
+`protocols.messages` when it asks for something; a field that is not is named in a header.
+
+`cache_control` is accepted wherever Anthropic accepts it: prefixes are reused anyway.
+
+Source: Anthropic's API reference and the types of its Python SDK.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from mlx_manager.mlx_server.schemas.wire import (
+    NonEmpty,
+    Wire,
+    choose,
+    text_or_list,
+)
+
+NO_EFFECT = frozenset({"metadata", "service_tier", "inference_geo", "speed", "cache_control"})
+"""Hints that change nothing about the answer here: accepted, and without effect."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Blocks
+# ---------------------------------------------------------------------------------------------
+
+
+class TextBlock(Wire):
+    type: Literal["text"] = "text"
+    text: str
+    citations: Any = Field(None, description="No effect: they stand beside the text")
+    cache_control: Any = Field(None, description="No effect: prefixes are reused anyway")
+
+
+class ThinkingBlock(Wire):
+    """`signature` is a digest of the thinking when given, and not looked at when taken."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Wire):
+    """Thinking that only another server can read; the conversation goes on without it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Wire):
+    """`caller` must be direct: nothing here runs tools but the client."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+    cache_control: Any = Field(None, description="No effect")
+
+
+class OtherBlock(Wire):
+    """A kind of content that text models don't read. Refused by name."""
+
+    type: str
+
+
+_TEXT = frozenset({"text"})
+_ALL = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+
+
+def _kind(value: object, known: frozenset[str]) -> str:
+    match value:
+        case {"type": str(kind)} | BaseModel(type=str(kind)) if kind in known:  # type: ignore[misc]
+            return f"<{kind}>"
+    return "<other>"
+
+
+def _text_kind(value: object) -> str:
+    return _kind(value, _TEXT)
+
+
+def _any_kind(value: object) -> str:
+    return _kind(value, _ALL)
+
+
+TextOnly = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_text_kind),
+]
+TextContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextOnly], Tag("<list>")],
+    choose(text_or_list, "a string or a list of text blocks"),
+]
+
+
+class ToolResultBlock(Wire):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextContent | None = None
+    is_error: bool | None = None
+    cache_control: Any = Field(None, description="No effect")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_any_kind),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<list>")],
+    choose(text_or_list, "a string or a list of content blocks"),
+]
+
+
+class InputMessage(Wire):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests
+# ---------------------------------------------------------------------------------------------
+
+
+class MessagesTool(Wire):
+    """A function the model may call. `type` other than "custom" is refused by name.
+
+    `eager_input_streaming` has no effect: inputs are always streamed as they are written.
+    """
+
+    type: str | None = None
+    name: NonEmpty
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = Field(None, description="No effect")
+    eager_input_streaming: bool | None = Field(None, description="No effect")
+    input_examples: Any = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+
+
+class MessagesToolChoice(Wire):
+    """`name` is that of the tool to call, with type "tool" only."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: NonEmpty | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Wire):
+    """`budget_tokens` goes with type "enabled" only. Anthropic's least budget is not ours."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Wire):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    format: OutputFormat | None = Field(None, description="JSON schema that the answer fits")
+
+
+class CountTokensRequest(Wire):
+    """`POST /v1/messages/count_tokens`, and what a message's prompt is made of."""
+
+    model: str | None = Field(None, description="Model id; the server's default when absent")
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    system: TextContent | None = Field(None, description="Text, or a list of text blocks")
+    tools: list[MessagesTool] | None = Field(None, description="Functions the model may call")
+    tool_choice: MessagesToolChoice | None = Field(None, description="auto, any, tool or none")
+    thinking: Thinking | None = Field(
+        None, description="enabled with a budget, disabled or adaptive; default: the model's"
+    )
+    output_config: OutputConfig | None = Field(None, description="Effort and format")
+    cache_control: Any = Field(None, description="No effect: prefixes are reused anyway")
+    speed: Any = Field(None, description="No effect")
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1, description="Most tokens generated, thinking included")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events")
+    stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
+        None, description="Up to 16 strings that end the answer, not part of it"
+    )
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
+    top_k: int | None = Field(None, ge=0, description="Most likely tokens kept; 0 is off")
+    metadata: Any = Field(None, description="No effect")
+    service_tier: Any = Field(None, description="No effect")
+    inference_geo: Any = Field(None, description="No effect")
+    container: Any = Field(None, description="Container in which code is run")
+    mcp_servers: list[Any] | None = Field(None, description="Servers whose tools are called")
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
+
+
+class OutputTokensDetails(Wire):
+    thinking_tokens: int
+
+
+class MessageUsage(Wire):
+    """The prompt's tokens are the sum of the three input counts, each token in one of them.
+
+    `cache_creation_input_tokens` is 0: whatever is processed is kept for reuse while there is room,
+    so that no tokens are written to a cache of their own.
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = None
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
+
+
+class MessagesResponse(Wire):
+    """A whole answer, and with no content what a stream begins with."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Wire):
+    input_tokens: int
+
+
+class MessagesErrorDetail(Wire):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(Wire):
+    """The body of every answer that is not 2xx, and of an error inside a stream."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str

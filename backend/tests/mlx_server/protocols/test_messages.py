@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message as SdkMessage
+from anthropic.types import RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sdk_models import events, strictly
+
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    NamedTool,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidParameter,
+    MLXManagerError,
+    Overloaded,
+    UnsupportedParameter,
+)
+from mlx_manager.mlx_server.protocols import messages
+from mlx_manager.mlx_server.protocols.messages import MessageAnswer, MessageHead, MessageStream
+from mlx_manager.mlx_server.schemas.anthropic import NO_EFFECT, MessagesRequest
+
+HEAD = MessageHead(model="m", request_id="req-1", max_tokens=50, id="msg_1")
+HI = {"role": "user", "content": "hi"}
+WEATHER = {"name": "weather", "description": "Tells it", "input_schema": {"type": "object"}}
+
+
+def ask(*said: dict[str, Any], **fields: Any) -> GenerationRequest:
+    given = {"max_tokens": 50, "messages": list(said) or [HI]} | fields
+    return messages.request(MessagesRequest.model_validate_json(json.dumps(given)), HEAD)
+
+
+def conversation(*said: dict[str, Any], **fields: Any) -> Conversation:
+    prompt = ask(*said, **fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+# Body → request
+
+
+def test_the_system_text_is_a_system_message_and_its_blocks_are_lines():
+    assert conversation(system="Be brief.").messages[0] == Message("system", "Be brief.")
+    blocks = [text("Be brief.", cache_control={"type": "ephemeral"}), text("Be kind.")]
+    assert conversation(system=blocks).messages[0] == Message("system", "Be brief.\nBe kind.")
+    assert conversation(HI, {"role": "system", "content": [text("New.")]}, HI).messages[1] == (
+        Message("system", "New.")
+    )
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_what_changes_with_every_request_is_left_out_of_the_system_text(as_text: bool):
+    def system(nonce: str) -> Any:
+        line = f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};"
+        return f"{line}\nYou help." if as_text else [text(line), text("You help.")]
+
+    first, second = (conversation(system=system(nonce)) for nonce in ("00abc", "5f1"))
+    assert first == second
+    assert first.messages[0] == Message("system", "You help.")
+
+
+def test_calls_thinking_and_results_find_their_place():
+    said = [
+        HI,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "whatever"},
+                {"type": "redacted_thinking", "data": "abc"},
+                text("Let me see."),
+                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Köln"}},
+                {"type": "tool_use", "id": "b", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": [text("1"), text("2")]},
+                {"type": "tool_result", "tool_use_id": "b", "content": "no", "is_error": True},
+                text("And?"),
+            ],
+        },
+    ]
+    assert conversation(*said).messages[1:] == (
+        Message(
+            "assistant",
+            "Let me see.",
+            reasoning="Hm.",
+            tool_calls=(
+                ToolCall("a", "weather", '{"city": "Köln"}'),
+                ToolCall("b", "weather", "{}"),
+            ),
+        ),
+        Message("tool", "1\n2", tool_call_id="a"),
+        Message("tool", "Error: no", tool_call_id="b"),
+        Message("user", "And?"),
+    )
+
+
+def test_neighbours_of_the_same_role_become_one_message():
+    answer = {"role": "assistant", "content": "b"}
+    assert conversation(HI, HI, answer, answer, HI).messages == (
+        Message("user", "hi\nhi"),
+        Message("assistant", "b\nb"),
+        Message("user", "hi"),
+    )
+
+
+def test_an_answer_at_the_end_is_gone_on_from():
+    prompt = conversation(HI, {"role": "assistant", "content": "The answer is"})
+    assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    for content in ("", " ", [call]):
+        with pytest.raises(InvalidParameter, match="gone on from"):
+            conversation(HI, {"role": "assistant", "content": content})
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "parallel"),
+    [
+        ({"type": "auto"}, "auto", True),
+        ({"type": "any"}, "required", True),
+        ({"type": "none"}, "none", True),
+        ({"type": "tool", "name": "weather"}, NamedTool("weather"), True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+    ],
+)
+def test_tools_and_their_choice(choice: dict[str, Any], expected: object, parallel: bool):
+    prompt = conversation(tools=[WEATHER | {"strict": True}], tool_choice=choice)
+    assert prompt.tools == (Tool("weather", "Tells it", {"type": "object"}, True),)
+    assert (prompt.tool_choice, prompt.parallel_tool_calls) == (expected, parallel)
+
+
+def test_thinking_and_effort_reach_the_template_and_the_budget_the_engine():
+    request = ask(thinking={"type": "enabled", "budget_tokens": 9}, output_config={"effort": "low"})
+    assert isinstance(request.prompt, Conversation)
+    args = {"reasoning_effort": "low", "enable_thinking": True}
+    assert request.prompt.template_args == args
+    assert request.thinking_budget == 9
+    assert conversation(thinking={"type": "disabled"}).template_args == {"enable_thinking": False}
+    for thinking in ({"type": "adaptive"}, None):
+        assert conversation(thinking=thinking).template_args == {}
+
+
+def test_sampling_ends_and_format_are_taken_over():
+    schema = {"type": "object"}
+    request = ask(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_sequences=["X"],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert request.stop.strings == ("X",)
+    assert request.max_tokens == 50
+    assert request.constraint == JsonSchema('{"type": "object"}', strict=True)
+
+
+def test_hints_are_accepted_and_unknown_fields_are_told():
+    hints: dict[str, Any] = {name: {"type": "ephemeral"} for name in NO_EFFECT}
+    given = {"max_tokens": 5, "messages": [HI], "later": 1} | hints
+    body = MessagesRequest.model_validate(given)
+    assert body.unknown_fields() == ["later"]
+    assert messages.request(body, HEAD)
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"system": [IMAGE]}, "system[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"container": "abc"}, "container"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ],
+)
+def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask(**fields)
+    assert caught.value.param == param
+    assert param.removesuffix(".type") in caught.value.message
+
+
+TOOL_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [HI, {"role": "assistant", "content": [RESULT]}]},
+            "messages[1].content[0].type",
+        ),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(InvalidParameter) as caught:
+        ask(**fields)
+    assert caught.value.param == param
+
+
+# Events → stream and body
+
+
+def end(reason: Any = "stop", stop: str | None = None, tokens: int = 9) -> Finished:
+    return Finished(reason, Usage(7, tokens, cached_tokens=4, reasoning_tokens=2), stop)
+
+
+def streamed(happened: list[Event]) -> list[dict[str, Any]]:
+    stream = MessageStream(HEAD)
+    wire = b"".join(stream.write([(0, [event])]) for event in happened) + stream.end()
+    found = events(wire.decode())
+    for name, data in found:
+        strictly(RawMessageStreamEvent, data)
+        assert name == data["type"]
+    return [data for _, data in found]
+
+
+def collected(happened: list[Event]) -> dict[str, Any]:
+    answer = MessageAnswer(HEAD)
+    answer.add([(0, happened)])
+    body: dict[str, Any] = answer.body().model_dump(exclude_unset=True)
+    strictly(SdkMessage, body)
+    return body
+
+
+def accumulated(data: list[dict[str, Any]]) -> dict[str, Any]:
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in data:
+        model = strictly(RawMessageStreamEvent, event)
+        snapshot = accumulate_event(event=model, current_snapshot=snapshot, json_bufs=buffers)
+    found: dict[str, Any] = snapshot.model_dump()
+    return found
+
+
+def kinds(data: list[dict[str, Any]]) -> list[str]:
+    """Types of events, those of deltas by their own, each run of the same once."""
+    named = [event["delta"]["type"] if "index" in event and "delta" in event else event["type"] for event in data]  # fmt: skip
+    return [kind for kind, _ in itertools.groupby(named)]
+
+
+STARTED = Started(7, 4)
+FULL: list[Event] = [
+    STARTED,
+    ReasoningDelta("Hm"),
+    ReasoningDelta("."),
+    TextDelta("Let me "),
+    TextDelta("see."),
+    ToolCallStarted(0, "call_a", "weather"),
+    ToolCallDelta(0, '{"city": '),
+    ToolCallDelta(0, '"Rome"}'),
+    ToolCallStarted(1, "call_b", "time"),
+    end("tool_calls"),
+]
+
+
+def test_a_full_answer_has_anthropics_sequence():
+    data = streamed(FULL)
+    assert kinds(data) == [
+        "message_start",
+        *["content_block_start", "thinking_delta", "signature_delta", "content_block_stop"],
+        *["content_block_start", "text_delta", "content_block_stop"],
+        *["content_block_start", "input_json_delta", "content_block_stop"],
+        *["content_block_start", "content_block_stop"],
+        "message_delta",
+        "message_stop",
+    ]
+    indexes = [event["index"] for event in data if event["type"] == "content_block_start"]
+    assert indexes == [0, 1, 2, 3]
+    assert data[0]["message"]["usage"]["cache_read_input_tokens"] == 4
+    assert data[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert data[-2]["usage"]["input_tokens"] == 3
+
+
+def test_a_whole_answer_has_its_blocks_in_order():
+    body = collected(FULL)
+    assert [block["type"] for block in body["content"]] == [
+        "thinking",
+        "text",
+        "tool_use",
+        "tool_use",
+    ]
+    assert body["content"][2]["input"] == {"city": "Rome"}
+    assert body["content"][3] == {"type": "tool_use", "id": "call_b", "name": "time", "input": {}}
+    assert body["usage"] == {
+        "input_tokens": 3,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 9,
+        "output_tokens_details": {"thinking_tokens": 2},
+    }
+
+
+def test_a_thinking_block_is_taken_back_as_it_was_given():
+    thinking = collected(FULL)["content"][0]
+    prompt = conversation(HI, {"role": "assistant", "content": [thinking, text("So.")]}, HI)
+    assert prompt.messages[1].reasoning == "Hm."
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "sequence"),
+    [
+        (end("stop"), "end_turn", None),
+        (end("stop", "X"), "stop_sequence", "X"),
+        (end("length", tokens=50), "max_tokens", None),
+        (end("length", tokens=49), "model_context_window_exceeded", None),
+        (end("tool_calls"), "tool_use", None),
+    ],
+)
+def test_why_an_answer_ended_is_told(finish: Finished, reason: str, sequence: str | None):
+    happened: list[Event] = [STARTED, TextDelta("a"), finish]
+    body = collected(happened)
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+    told = streamed(happened)[-2]["delta"]
+    assert told == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_an_answer_cut_off_within_a_call_keeps_what_is_whole():
+    cut: list[Event] = [
+        STARTED,
+        ToolCallStarted(0, "a", "f"),
+        ToolCallDelta(0, '{"city": "Rome", "day": "Mon'),
+        end("length"),
+    ]
+    assert collected(cut)["content"][0]["input"] == {"city": "Rome"}
+    assert (
+        accumulated(streamed(cut))["content"]
+        == SdkMessage.model_validate(collected(cut)).model_dump()["content"]
+    )
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "nonsense", '{"a" 1}'])
+def test_a_call_with_what_is_no_object_fails(arguments: str):
+    with pytest.raises(GenerationFailed, match="no JSON object"):
+        collected(
+            [STARTED, ToolCallStarted(0, "a", "f"), ToolCallDelta(0, arguments), end("tool_calls")]
+        )
+
+
+words = st.text(max_size=6)
+texts = st.builds(TextDelta, words) | st.builds(ReasoningDelta, words)
+arguments = st.dictionaries(words, words | st.integers(), max_size=3).map(json.dumps)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Event]:
+    happened: list[Event] = [STARTED, *draw(st.lists(texts, max_size=8))]
+    for index in range(draw(st.integers(0, 3))):
+        whole = draw(arguments)
+        cut = draw(st.integers(0, len(whole)))
+        happened.append(ToolCallStarted(index, f"call_{index}", draw(words)))
+        happened += [ToolCallDelta(index, piece) for piece in (whole[:cut], whole[cut:]) if piece]
+    return [*happened, draw(st.sampled_from([end(), end("length"), end("stop", "X")]))]
+
+
+@settings(max_examples=50, deadline=None)
+@given(answers())
+def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
+    whole = SdkMessage.model_validate(collected(happened)).model_dump()
+    assert accumulated(streamed(happened)) == whole
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidParameter("no"), "invalid_request_error"),
+        (Overloaded("full"), "rate_limit_error"),
+        (GenerationFailed("broken"), "api_error"),
+        (ContextLengthExceeded("5 > 4"), "invalid_request_error"),
+    ],
+)
+def test_an_error_in_a_stream_has_anthropics_shape(error: MLXManagerError, kind: str):
+    [(name, body)] = events(MessageStream(HEAD).fail(error).decode())
+    assert name == "error"
+    strictly(ErrorResponse, body)
+    assert body["error"]["type"] == kind
+    assert body["request_id"] == "req-1"
+    assert error.message in body["error"]["message"]
+
+
+def test_agents_recognise_a_prompt_that_is_too_long():
+    body = messages.error_body(ContextLengthExceeded("9 of 8 tokens"), "req-1")
+    assert body["error"]["message"] == "prompt is too long: 9 of 8 tokens"
