@@ -39,7 +39,7 @@ class Pace:
         """
         if prompts > rows:
             return self._most
-        if self._prompt_token is None:
+        if not self._prompt_token:
             return self._least
         # A row costs what a prompt token costs at least; what was last seen may be older.
         decode_step = max(self._decode_step or 0.0, rows * self._prompt_token)
