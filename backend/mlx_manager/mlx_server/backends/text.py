@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.core import (
     Started,
     Text,
     TextDelta,
+    TokenLogprob,
     Tokens,
     Usage,
 )
@@ -26,6 +27,7 @@ from mlx_manager.mlx_server.engine.forward import choose
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
@@ -91,7 +93,7 @@ class TextBackend:
         """
         # Rendering and tokenising a long conversation takes long enough to hold others up.
         prepared = await asyncio.to_thread(self._prepare, request)
-        if request.max_tokens == 0:
+        if request.max_tokens == 0 and request.logprobs is None:
             yield self._nothing(request, prepared)
             return
         stream = EventStream(asyncio.get_running_loop())
@@ -99,7 +101,7 @@ class TextBackend:
         self._thread.post(partial(self._engine.submit, sequence))
         try:
             async for events in stream:
-                yield self._echoed(request, prepared, events) if request.echo else events
+                yield self._echoed(request, prepared, sequence, events) if request.echo else events
         finally:
             if not stream.ended:
                 self._thread.post(partial(self._engine.cancel, sequence))
@@ -177,7 +179,8 @@ class TextBackend:
         own = frozenset() if rules.ignore_eos else self._stop_ids
         return Sequence(
             prepared.ids,
-            limit=room if request.max_tokens is None else min(request.max_tokens, room),
+            # With nothing to draw, one token is drawn all the same, to score the prompt.
+            limit=max(1, room if request.max_tokens is None else min(request.max_tokens, room)),
             stop_ids=own | frozenset(rules.token_ids),
             min_tokens=rules.min_tokens,
             sampler=SamplerState.of(request.sampling, prepared.ids),
@@ -186,16 +189,32 @@ class TextBackend:
             ),
             stream=stream,
             guide=prepared.guide,
+            scoring=None
+            if request.logprobs is None
+            else Scoring(request.logprobs, request.echo, self._texts.piece),
             priority=request.priority,
         )
 
     def _echoed(
-        self, request: GenerationRequest, prepared: Prepared, events: list[Event]
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        sequence: Sequence,
+        events: list[Event],
     ) -> list[Event]:
-        """Put the prompt's text after `Started`."""
+        """Put the prompt's text, and its tokens' scores if they are asked for, after `Started`."""
         if not isinstance(events[0], Started):
             return events
-        return [events[0], TextDelta(self._prompt_text(request, prepared)), *events[1:]]
+        scores: tuple[TokenLogprob, ...] = ()
+        if sequence.scores_prompt:
+            first = prepared.ids[0]
+            alone = TokenLogprob(first, self._texts.piece(first), None)
+            scores = (alone, *sequence.prompt_scores)
+        prompt = TextDelta(self._prompt_text(request, prepared), scores)
+        if request.max_tokens == 0:
+            usage = Usage(len(prepared.ids), 0)
+            return [events[0], prompt, Finished("length", usage)]
+        return [events[0], prompt, *events[1:]]
 
     def _nothing(self, request: GenerationRequest, prepared: Prepared) -> list[Event]:
         """The answer to `max_tokens` 0: the prompt, if it is to be echoed."""

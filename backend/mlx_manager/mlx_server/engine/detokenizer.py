@@ -59,6 +59,12 @@ class TokenTexts:
         strip = self._strip_first_space and not output.continues
         return _ByteDetokenizer(self._pieces, hidden, strip)
 
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        if self._pieces is None:
+            return self._decode([token_id]).encode()
+        return self._pieces[token_id]
+
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text

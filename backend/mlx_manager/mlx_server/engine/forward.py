@@ -50,12 +50,17 @@ WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one sequence's prompt. `final` chunks give logits for the first token."""
+    """A piece of one sequence's prompt.
+
+    `final` chunks give logits for the first token, and chunks of which `every` token's are wanted
+    give those.
+    """
 
     key: int
     span: Span
     tokens: list[int]
     final: bool
+    every: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Forward(Protocol):
         ...
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        """Logits (rows + final chunks, vocabulary), rows first; not evaluated.
+        """Logits (rows + what chunks give, vocabulary), rows first; not evaluated.
 
         Where there are none to give, at most one row that means nothing.
         """
@@ -158,8 +163,10 @@ class RaggedForward:
         rows = list(range(len(decode.keys) if decode else 0))
         end = len(rows)
         for chunk in chunks:
-            end += len(chunk.tokens)
-            if chunk.final:
+            start, end = end, end + len(chunk.tokens)
+            if chunk.every:
+                rows += range(start, end)
+            elif chunk.final:
                 rows.append(end - 1)
         everything = len(rows) == end
         wanted = None if everything else mx.array(rows or [0], mx.int32)
@@ -217,8 +224,8 @@ class SeparateForward:
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
             tokens = mx.array([chunk.tokens], mx.int32)
-            out = self._pass_through([chunk.span], tokens, own, chunk=True)
-            if chunk.final:
+            out = self._pass_through([chunk.span], tokens, own, chunk=chunk)
+            if chunk.final or chunk.every:
                 logits.append(out)
             # Each pass writes to the same pages: evaluated in between, it does so in place.
             mx.eval(out, self.state(), _arrays(own))
@@ -271,12 +278,18 @@ class SeparateForward:
             self._rows += joining
 
     def _pass_through(
-        self, spans: list[Span], tokens: mx.array, caches: list[Any], *, chunk: bool = False
+        self,
+        spans: list[Span],
+        tokens: mx.array,
+        caches: list[Any],
+        *,
+        chunk: Chunk | None = None,
     ) -> mx.array:
         self._pass.plan = StepPlan(spans, self._page_size)
-        self._pass.chunk = chunk
-        last = (lambda h: h[:, -1:]) if chunk else (lambda h: h)
-        return self._selection.run(lambda: self._model(tokens, cache=caches), last)
+        self._pass.chunk = chunk is not None
+        all_of_it = chunk is None or chunk.every
+        wanted = (lambda h: h) if all_of_it else (lambda h: h[:, -1:])
+        return self._selection.run(lambda: self._model(tokens, cache=caches), wanted)
 
 
 class AloneForward:
@@ -300,8 +313,10 @@ class AloneForward:
                 logits.append(self._row(key, decode.tokens[i : i + 1][None]))
         for chunk in chunks:
             out = self._row(chunk.key, mx.array([chunk.tokens], mx.int32))
-            if chunk.final:
+            if chunk.every:
                 logits.append(out)
+            elif chunk.final:
+                logits.append(out[-1:])
         return mx.concatenate(logits) if logits else mx.zeros((1, 1))
 
     def forget(self, key: int) -> None:
@@ -320,7 +335,7 @@ class AloneForward:
         own = self._own.get(key)
         if own is None:
             own = self._own[key] = make_prompt_cache(self._model)
-        logits: mx.array = self._model(tokens, cache=own)[:, -1]
+        logits: mx.array = self._model(tokens, cache=own)[0]
         return logits
 
 

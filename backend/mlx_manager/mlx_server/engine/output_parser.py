@@ -86,7 +86,7 @@ class OutputParser:
         """Whatever was held back. `reason` "length" means that the output was cut off."""
         text = self._detokenizer.finish()
         if self._markup is None:
-            return self._with_logprobs([TextDelta(text)]) if text else []
+            return self._with_logprobs([TextDelta(text)]) if text or self._logprobs else []
         if self._markup.complete:
             return []
         return self._with_logprobs(self._markup.feed(text) + self._markup.finish(reason))

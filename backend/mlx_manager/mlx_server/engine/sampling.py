@@ -249,7 +249,7 @@ def _mask(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
     return logits
 
 
-def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, ...]:
+def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, mx.array, mx.array]:
     """The probabilities that the model itself gives, before anything a request asks for.
 
     Args:
@@ -264,10 +264,8 @@ def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, .
     logits = logits.astype(mx.float32)
     logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logs, tokens[:, None].astype(mx.int32), axis=-1)[:, 0]
-    size = logs.shape[-1]
-    ids = mx.argpartition(logs, size - best, axis=-1)[:, size - best :] if best else None
-    if ids is None:
-        return (chosen,)
+    first = logs.shape[-1] - best
+    ids = mx.argpartition(logs, min(first, logs.shape[-1] - 1), axis=-1)[:, first:]
     return chosen, ids, mx.take_along_axis(logs, ids, axis=-1)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
-from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta
+from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.errors import MLXManagerError
 
@@ -26,6 +27,7 @@ class Sequence:
         limit: most tokens to draw, at least one.
         stop_ids: tokens that end the row, and are not part of its text.
         guide: what the next token may be, if that depends on the answer so far.
+        scoring: which log probabilities are wanted, if any.
         priority: lower ones are admitted first.
 
     Attributes:
@@ -36,6 +38,7 @@ class Sequence:
         cached: prompt tokens that were found in pages when the row was first admitted.
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
+        prompt_scores: of the prompt's tokens but the first, where they are asked for.
         parsed: events of the last token of a guided row, parsed before the next step is queued.
         ended: nothing more is wanted of this row; results still under way are dropped.
     """
@@ -51,6 +54,7 @@ class Sequence:
         parser: OutputParser,
         stream: EventStream,
         guide: Guide | None = None,
+        scoring: Scoring | None = None,
         priority: int = 0,
     ) -> None:
         self.key = next(_keys)
@@ -63,6 +67,8 @@ class Sequence:
         self.parser = parser
         self.stream = stream
         self.guide = guide
+        self.scoring = scoring
+        self.prompt_scores: list[TokenLogprob] = []
         self.priority = priority
         self.parsed: list[Event] = []
         self.failure: MLXManagerError | None = None
@@ -110,14 +116,19 @@ class Sequence:
             return "stop"
         return "length" if self.drawn >= self.limit else None
 
-    def parse_ahead(self, token: int) -> None:
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether all of the prompt must be computed, for the probabilities of its tokens."""
+        return self.scoring is not None and self.scoring.prompt
+
+    def parse_ahead(self, token: int, logprob: TokenLogprob | None) -> None:
         """Parse the last token before the next is drawn, and tell the guide what it was.
 
         May end the row: its grammar or its answer is complete, or can't go on.
         """
         guide = self.guide
         assert guide is not None
-        self.parsed = self.parser.push(token)
+        self.parsed = self.parser.push(token, logprob)
         shown = "".join(event.text for event in self.parsed if isinstance(event, TextDelta))
         guide.observe(token, self.parser.region, self.parser.reasoning_tokens, shown)
         self.failure = guide.failure

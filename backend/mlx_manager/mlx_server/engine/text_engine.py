@@ -15,13 +15,22 @@ from time import perf_counter
 import mlx.core as mx
 
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.core import Event, Finished, FinishReason, Started, Usage
+from mlx_manager.mlx_server.core import (
+    Event,
+    Finished,
+    FinishReason,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import sample
 from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
+from mlx_manager.mlx_server.engine.scores import Places, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import (
@@ -69,7 +78,8 @@ class Step:
     tokens: mx.array
     running: int
     prompt_tokens: int
-    read: list[tuple[Sequence, int]] | None = None
+    scores: Scores
+    read: list[tuple[Sequence, int, TokenLogprob | None]] | None = None
 
 
 class TextEngine:
@@ -214,17 +224,25 @@ class TextEngine:
         chunks = [_chunk(prefill) for prefill in schedule.prefills]
         rows = rows + [p.sequence for p in schedule.prefills if p.final]
         logits = self._forward.run(decode, chunks)
+        scores = Scores()
+        places = Places.of(len(schedule.rows), chunks)
+        for number, start in places.chunks.items():
+            row, chunk = schedule.prefills[number].sequence, chunks[number]
+            scores.add_prompt(row, logits[start:], chunk)
+        logits = places.drawn(logits)
         # With nothing to draw, something must still be waited for.
         tokens = (
             sample(logits, [r.sampler for r in rows], [r.pending for r in rows])
             if rows
             else mx.argmax(logits, axis=-1)
         )
-        mx.async_eval(tokens, self._forward.state())  # type: ignore[no-untyped-call]
+        scores.add_drawn(logits, rows, tokens)
+        mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
         for row in rows:
             row.pending += 1
         self._count(schedule)
-        return Step(rows, tokens, len(schedule.rows), sum(p.tokens for p in schedule.prefills))
+        prompt_tokens = sum(p.tokens for p in schedule.prefills)
+        return Step(rows, tokens, len(schedule.rows), prompt_tokens, scores)
 
     def _decode(
         self, schedule: Schedule, last: Step | None
@@ -250,21 +268,23 @@ class TextEngine:
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
         self._observe(step)
         self._take_snapshots()
+        scores = step.scores.read(step.rows, tokens)
         step.read = []
         for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
             row.pending -= 1
             if row.ended or row.outcome is not None:
                 continue
             row.append(token)
-            step.read.append((row, token))
+            score = scores.get(row.key)
+            step.read.append((row, token, score))
             row.outcome = row.finish_reason(token)
             if row.guide is not None and row.outcome != "stop":
-                row.parse_ahead(token)
+                row.parse_ahead(token, score)
             if row.outcome is None:
                 self._scheduler.share(row)
             else:
                 self._release(row)
-        self._guide([row for row, _ in step.read if row.outcome is None])
+        self._guide([row for row, *_ in step.read if row.outcome is None])
 
     def _guide(self, rows: list[Sequence]) -> None:
         """Find out what may be drawn next where that depends on what was drawn last."""
@@ -304,7 +324,7 @@ class TextEngine:
 
     def _route(self, step: Step) -> None:
         assert step.read is not None
-        for row, token in step.read:
+        for row, token, score in step.read:
             if row.ended:
                 continue
             self._routing = row
@@ -312,10 +332,10 @@ class TextEngine:
                 self._end(row)
                 self._outbox.fail(row.stream, row.failure)
             else:
-                self._outbox.put(row.stream, self._events(row, token))
+                self._outbox.put(row.stream, self._events(row, token, score))
         self._routing = None
 
-    def _events(self, row: Sequence, token: int) -> list[Event]:
+    def _events(self, row: Sequence, token: int, score: TokenLogprob | None) -> list[Event]:
         events: list[Event] = []
         if not row.started:
             row.started = True
@@ -324,11 +344,14 @@ class TextEngine:
             events += row.parsed
             row.parsed = []
         elif row.outcome != "stop":
-            events += row.parser.push(token)
+            events += row.parser.push(token, score)
             if row.parser.complete:
                 row.outcome = "stop"
         if row.outcome is not None:
             events += row.parser.finish(row.outcome)
+            if token in row.stop_ids and score is not None and row.scores_prompt:
+                # Whoever scores texts counts on a score for each token, drawn or given.
+                events.append(TextDelta("", (score,)))
             events.append(_finished(row, row.outcome))
             self._end(row)
         return events
@@ -452,7 +475,8 @@ def _chunk(prefill: Prefill) -> Chunk:
     sequence, n = prefill.sequence, prefill.tokens
     start = sequence.computed - n
     tokens = sequence.tokens[start : start + n]
-    return Chunk(sequence.key, sequence.span(n), tokens, prefill.final)
+    every = sequence.scores_prompt and len(sequence.prompt_scores) < sequence.prompt_length - 1
+    return Chunk(sequence.key, sequence.span(n), tokens, prefill.final, every)
 
 
 def _finished(row: Sequence, reason: FinishReason) -> Finished:

@@ -21,7 +21,8 @@ from mlx_manager.mlx_server.schemas.openai import (
 class Head:
     """What is known of an answer before it begins.
 
-    It has `rows` choices, of which `n` side by side belong to each prompt.
+    It has `rows` choices, of which `n` side by side belong to each prompt. `logprobs` None: none
+    are asked for.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Head:
     n: int = 1
     rows: int = 1
     include_usage: bool = False
+    logprobs: int | None = None
 
 
 def new_id(prefix: str) -> str:

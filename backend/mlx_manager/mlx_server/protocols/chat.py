@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.core import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenLogprob,
     Tool,
     ToolCall,
     ToolCallDelta,
@@ -32,6 +33,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, total
 from mlx_manager.mlx_server.protocols.constraints import constraint
+from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
 from mlx_manager.mlx_server.protocols.parameters import (
     includes_usage,
     refuse_unsupported,
@@ -69,6 +71,7 @@ def head(body: ChatCompletionRequest, model: str) -> Head:
         n=n,
         rows=n,
         include_usage=includes_usage(body),
+        logprobs=None if not body.logprobs else body.top_logprobs or 0,
     )
 
 
@@ -91,6 +94,7 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
             sampling=sampling(body, draw),
             stop=stop,
             max_tokens=max_tokens,
+            logprobs=_logprobs(body),
             constraint=content,
             thinking_budget=_thinking_budget(body),
             priority=body.priority or 0,
@@ -108,6 +112,16 @@ def _max_tokens(body: ChatCompletionRequest) -> int | None:
             param="max_tokens",
         )
     return old if new is None else new
+
+
+def _logprobs(body: ChatCompletionRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidParameter(
+            "`top_logprobs` is allowed only when `logprobs` is true.", param="top_logprobs"
+        )
+    return None
 
 
 def _conversation(body: ChatCompletionRequest) -> Conversation:
@@ -249,7 +263,7 @@ class ChatStream:
         for row, events in progress:
             for event in events:
                 # The one path that every token takes; the rest happens a few times an answer.
-                if type(event) is TextDelta:
+                if type(event) is TextDelta and not event.logprobs:
                     out += self._text_open[row] + sse.quote(event.text) + self._text_close
                 else:
                     out += self._chunk(row, event)
@@ -271,8 +285,8 @@ class ChatStream:
         match event:
             case Started():
                 return self._choice(row, {"role": "assistant", "content": ""})
-            case TextDelta(text):
-                return self._choice(row, {"content": text})
+            case TextDelta(text, logprobs):
+                return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
             case ReasoningDelta(text):
                 return self._choice(row, {"reasoning_content": text})
             case ToolCallStarted(index, call_id, name):
@@ -286,8 +300,14 @@ class ChatStream:
                 self._finished[row] = event
                 return self._choice(row, {}, reason)
 
-    def _choice(self, row: int, delta: dict[str, Any], reason: str | None = None) -> str:
-        choice = {"index": row, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self,
+        row: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
+        choice = {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return f"{self._open}{sse.dump(choice)}]{self._close}"
 
 
@@ -301,14 +321,16 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ChatToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
         match event:
             case Started():
                 pass
-            case TextDelta(text):
+            case TextDelta(text, logprobs):
                 self.text.append(text)
+                self.logprobs += logprobs
             case ReasoningDelta(text):
                 self.reasoning.append(text)
             case ToolCallStarted(_, call_id, name):
@@ -345,6 +367,7 @@ class ChatAnswer:
 
     def body(self) -> ChatCompletionResponse:
         """The response, once every row has finished. Serialise it with `exclude_unset`."""
+        asked = self.head.logprobs
         ends = [choice.finished for choice in self._choices if choice.finished is not None]
         return ChatCompletionResponse(
             id=self.head.id,
@@ -353,7 +376,10 @@ class ChatAnswer:
             model=self.head.model,
             choices=[
                 ChatCompletionChoice(
-                    index=index, message=choice.message(), logprobs=None, finish_reason=end.reason
+                    index=index,
+                    message=choice.message(),
+                    logprobs=None if asked is None else chat_logprobs(choice.logprobs),
+                    finish_reason=end.reason,
                 )
                 for index, (choice, end) in enumerate(zip(self._choices, ends, strict=True))
             ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from mlx_manager.mlx_server.core import (
     Finished,
@@ -12,12 +12,14 @@ from mlx_manager.mlx_server.core import (
     ReasoningDelta,
     Text,
     TextDelta,
+    TokenLogprob,
     Tokens,
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, total
 from mlx_manager.mlx_server.protocols.constraints import constraint
+from mlx_manager.mlx_server.protocols.logprobs import CompletionLogprobs
 from mlx_manager.mlx_server.protocols.parameters import (
     includes_usage,
     refuse_unsupported,
@@ -63,6 +65,7 @@ def head(body: CompletionRequest, model: str) -> Head:
         n=n,
         rows=rows,
         include_usage=includes_usage(body),
+        logprobs=body.logprobs,
     )
 
 
@@ -91,6 +94,7 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
             stop=stop,
             max_tokens=max_tokens,
             echo=echo,
+            logprobs=body.logprobs,
             constraint=content,
             priority=body.priority or 0,
             request_id=head.id,
@@ -131,6 +135,7 @@ class CompletionStream:
         self._text_open = [f'{self._open}{{"index":{row},"text":' for row in range(head.rows)]
         self._text_close = f',"logprobs":null,"finish_reason":null}}]{self._close}'
         self._finished: dict[int, Finished] = {}
+        self._logprobs = [CompletionLogprobs(head.logprobs or 0) for _ in range(head.rows)]
 
     def write(self, progress: Progress) -> bytes:
         """The chunks of one step, ready for the wire."""
@@ -138,11 +143,14 @@ class CompletionStream:
         for row, events in progress:
             for event in events:
                 match event:
-                    case TextDelta(text) | ReasoningDelta(text):
+                    case TextDelta(text, ()) | ReasoningDelta(text, ()):
                         out += self._text_open[row] + sse.quote(text) + self._text_close
+                    case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
+                        scores = self._logprobs[row].write(logprobs)
+                        out += self._choice(row, text, scores, None)
                     case Finished(reason):
                         self._finished[row] = event
-                        out += self._last(row, reason)
+                        out += self._choice(row, "", None, _REASONS[reason])
         return out.encode("ascii")
 
     def end(self) -> bytes:
@@ -157,13 +165,10 @@ class CompletionStream:
         """What follows if there is no end."""
         return sse.event(error_body(error)).encode("ascii")
 
-    def _last(self, row: int, reason: FinishReason) -> str:
-        choice = {
-            "index": row,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": _REASONS[reason],
-        }
+    def _choice(
+        self, row: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None
+    ) -> str:
+        choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return f"{self._open}{sse.dump(choice)}]{self._close}"
 
 
@@ -178,19 +183,22 @@ class CompletionAnswer:
     def __init__(self, head: Head) -> None:
         self.head = head
         self._texts: list[list[str]] = [[] for _ in range(head.rows)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.rows)]
         self._finished: dict[int, Finished] = {}
 
     def add(self, progress: Progress) -> None:
         for row, events in progress:
             for event in events:
                 match event:
-                    case TextDelta(text) | ReasoningDelta(text):
+                    case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
                         self._texts[row].append(text)
+                        self._logprobs[row] += logprobs
                     case Finished():
                         self._finished[row] = event
 
     def body(self) -> CompletionResponse:
         """The response, once every row has finished. Serialise it with `exclude_unset`."""
+        asked = self.head.logprobs
         ends = [self._finished[row] for row in range(len(self._texts))]
         return CompletionResponse(
             id=self.head.id,
@@ -201,7 +209,9 @@ class CompletionAnswer:
                 CompletionChoice(
                     index=row,
                     text="".join(self._texts[row]),
-                    logprobs=None,
+                    logprobs=None
+                    if asked is None
+                    else CompletionLogprobs(asked).write(self._logprobs[row]),
                     finish_reason=_REASONS[end.reason],
                 )
                 for row, end in enumerate(ends)

@@ -33,14 +33,11 @@ ASKS_FOR_SOMETHING = [
     (chat, "best_of", 2),
     (chat, "function_call", {"name": "f"}),
     (chat, "functions", [{"name": "f"}]),
-    (chat, "logprobs", True),
     (chat, "modalities", ["text", "audio"]),
     (chat, "prediction", {"type": "content", "content": "x"}),
-    (chat, "top_logprobs", 0),
     (chat, "verbosity", "low"),
     (chat, "web_search_options", {}),
     (chat, "skip_special_tokens", False),
-    (completion, "logprobs", 0),
     (completion, "suffix", "end"),
     (completion, "best_of", 3),
 ]
@@ -59,7 +56,7 @@ def test_what_is_not_supported_is_refused_by_name(request_of, name: str, value: 
         (request_of, name, value)
         for name, refusal in UNSUPPORTED.items()
         for request_of, kind in ((chat, ChatCompletionRequest), (completion, CompletionRequest))
-        if name in kind.model_fields and (kind, name) != (CompletionRequest, "logprobs")
+        if name in kind.model_fields
         for value in (None, *refusal.harmless)
     ],
 )

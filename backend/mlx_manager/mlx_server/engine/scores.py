@@ -1,0 +1,127 @@
+"""Log probabilities of tokens, for the rows that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.core import TokenLogprob
+from mlx_manager.mlx_server.engine.forward import Chunk
+from mlx_manager.mlx_server.engine.sampling import logprobs
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.engine.sequence import Sequence as Row
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a row wants to know: of `best` alternatives to each token, and whether of its prompt's.
+
+    piece: the bytes of a token.
+    """
+
+    best: int
+    prompt: bool
+    piece: Callable[[int], bytes]
+
+    def write(
+        self, token: int, logprob: float | None, ids: Sequence[int], values: Sequence[float]
+    ) -> TokenLogprob:
+        """`ids` and `values`: at least `best` alternatives, in no order."""
+        order = sorted(range(len(ids)), key=lambda i: (-values[i], ids[i]))[: self.best]
+        top = tuple((ids[i], self.piece(ids[i]), values[i]) for i in order)
+        return TokenLogprob(token, self.piece(token), logprob, top)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where in a step's logits is what.
+
+    draws: the logits of each row that draws, in order. chunks: where those of each chunk begin of
+    which every token has some, by the chunk's number.
+    """
+
+    draws: list[int]
+    chunks: dict[int, int]
+
+    @classmethod
+    def of(cls, rows: int, chunks: Sequence[Chunk]) -> Places:
+        places = cls(list(range(rows)), {})
+        end = rows
+        for number, chunk in enumerate(chunks):
+            if chunk.every:
+                places.chunks[number] = end
+                end += len(chunk.tokens)
+            elif chunk.final:
+                end += 1
+            if chunk.final:
+                places.draws.append(end - 1)
+        return places
+
+    def drawn(self, logits: mx.array) -> mx.array:
+        """The logits (rows, vocabulary) that are drawn from, if there are any."""
+        return logits[mx.array(self.draws, mx.int32)] if self.chunks and self.draws else logits
+
+
+Found = tuple[mx.array, mx.array, mx.array]
+"""What `sampling.logprobs` returns."""
+
+
+@dataclass(slots=True)
+class Scores:
+    """One step's, on their way from the device."""
+
+    asking: list[int] = field(default_factory=list)
+    drawn: Found | None = None
+    prompts: list[tuple[Row, int, Found]] = field(default_factory=list)
+
+    def add_drawn(self, logits: mx.array, rows: Sequence[Row], tokens: mx.array) -> None:
+        """Score the rows' next tokens where that is asked for; `logits` are those of `rows`."""
+        wanted = {i: row.scoring.best for i, row in enumerate(rows) if row.scoring is not None}
+        if wanted:
+            self.asking = list(wanted)
+            at = mx.array(self.asking)
+            self.drawn = logprobs(logits[at], tokens[at], max(wanted.values()))
+
+    def add_prompt(self, row: Row, logits: mx.array, chunk: Chunk) -> None:
+        """Score the prompt's tokens that follow those of `chunk`, which `logits` begin with."""
+        assert row.scoring is not None
+        first = row.computed - len(chunk.tokens) + 1
+        following = row.tokens[first : min(row.computed + 1, row.prompt_length)]
+        if following:
+            tokens = mx.array(following, mx.int32)
+            found = logprobs(logits[: len(following)], tokens, row.scoring.best)
+            self.prompts.append((row, first, found))
+
+    def arrays(self) -> list[mx.array]:
+        found = [*(each for _, _, each in self.prompts), *((self.drawn,) if self.drawn else ())]
+        return [array for each in found for array in each]
+
+    def read(self, rows: Sequence[Row], tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        """The score of each row's next token by the row's key; prompts' scores go to their rows."""
+        for row, first, found in self.prompts:
+            listed = _listed(row, row.tokens[first:], found)
+            # A row that was paused computes some of its prompt again.
+            row.prompt_scores += listed[len(row.prompt_scores) + 1 - first :]
+        if self.drawn is None:
+            return {}
+        scored = {}
+        for i, columns in zip(self.asking, _columns(self.drawn), strict=True):
+            row = rows[i]
+            assert row.scoring is not None
+            scored[row.key] = row.scoring.write(tokens[i], *columns)
+        return scored
+
+
+def _listed(row: Row, tokens: Sequence[int], found: Found) -> list[TokenLogprob]:
+    assert row.scoring is not None
+    write = row.scoring.write
+    return [write(token, *columns) for token, columns in zip(tokens, _columns(found), strict=False)]
+
+
+def _columns(found: Found) -> Iterable[tuple[float, list[int], list[float]]]:
+    chosen, ids, values = (cast(list[Any], array.tolist()) for array in found)
+    return zip(chosen, ids, values, strict=True)

@@ -1,0 +1,277 @@
+"""The embedded model, held to what requests demand of its answers.
+
+`MLX_TEST_ALL=1` tries every schema and every question instead of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from demo import Demo, demo
+
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    MLXManagerError,
+)
+
+__all__ = ["demo"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DATA = Path(__file__).parents[5] / "shared/data"
+ALL = os.environ.get("MLX_TEST_ALL") == "1"
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION = "What is the weather in Paris?"
+
+
+def lines(name: str, sample: int) -> list[dict[str, Any]]:
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return found if ALL else found[:: len(found) // sample]
+
+
+def schema_format(schema: Any, strict: bool = False) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+
+
+def with_json_types(schema: Any) -> Any:
+    """The functions' parameters with Python's names of types replaced by JSON Schema's."""
+    names = {"dict": "object", "float": "number", "tuple": "array"}
+    if isinstance(schema, list):
+        return [with_json_types(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    fixed = {key: with_json_types(value) for key, value in schema.items()}
+    kind = fixed.get("type")
+    if kind == "any":
+        del fixed["type"]
+    elif isinstance(kind, str):
+        fixed["type"] = names.get(kind, kind)
+    return fixed
+
+
+# Forms
+
+
+async def test_an_object_is_json(demo: Demo):
+    choice = await demo.choice(
+        "Write JSON.", response_format={"type": "json_object"}, max_tokens=200, temperature=0
+    )
+    assert choice["finish_reason"] == "stop"
+    assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+async def test_real_schemas_are_fitted_or_refused(demo: Demo):
+    async def one(schema: Any) -> tuple[Any, dict[str, Any]] | str:
+        try:
+            choice = await demo.choice(
+                "Write JSON.",
+                response_format=schema_format(schema),
+                max_tokens=200,
+                temperature=0.7,
+                seed=3,
+            )
+        except InvalidParameter as error:
+            return error.message
+        return schema, choice
+
+    answers = await asyncio.gather(*[one(x["schema"]) for x in lines("json_schemas.jsonl", 24)])
+    refused = [answer for answer in answers if isinstance(answer, str)]
+    assert all("`response_format` can't be honoured: " in reason for reason in refused)
+    complete = 0
+    for schema, choice in (answer for answer in answers if not isinstance(answer, str)):
+        if choice["finish_reason"] == "length":
+            continue
+        check = jsonschema.validators.validator_for(schema)(schema)
+        check.validate(json.loads(choice["message"]["content"]))
+        complete += 1
+    assert complete > len(answers) / 2
+
+
+async def test_a_cut_is_reported_as_one(demo: Demo):
+    choice = await demo.choice("Who?", response_format=schema_format(PERSON), max_tokens=3)
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+        ({"guided_choice": ["yes", "no", "perhaps"]}, "yes|no|perhaps"),
+        ({"structured_outputs": {"choice": ["ä", "ö"]}}, "ä|ö"),
+        ({"guided_grammar": 'root ::= ("ab" | "cd") root | "."'}, r"(ab|cd)*\."),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/ "y"?'}}, "x[0-9]y?"),
+    ],
+)
+async def test_an_answer_matches(demo: Demo, fields: dict[str, Any], pattern: str):
+    choice = await demo.choice("Say something.", temperature=1.5, max_tokens=60, n=1, **fields)
+    assert choice["finish_reason"] in ("stop", "length")
+    if choice["finish_reason"] == "stop":
+        assert re.fullmatch(pattern, choice["message"]["content"])
+
+
+async def test_completions_are_held_to_forms_too(demo: Demo):
+    body = await demo.completion("A number:", guided_regex=" [0-9]{4}", max_tokens=20)
+    assert re.fullmatch(" [0-9]{4}", body["choices"][0]["text"])
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_what_is_streamed_is_what_comes_whole(demo: Demo):
+    asked: dict[str, Any] = {
+        "response_format": schema_format(PERSON, strict=True),
+        "seed": 5,
+        "max_tokens": 100,
+    }
+    whole = await demo.choice("Ada is 36.", **asked)
+    chunks = await demo.stream("Ada is 36.", **asked)
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    assert text == whole["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_several_answers_all_fit_and_seeds_tell_them_apart(demo: Demo):
+    asked: dict[str, Any] = {
+        "response_format": schema_format(PERSON),
+        "temperature": 1.5,
+        "seed": 9,
+        "max_tokens": 200,
+    }
+    several = (await demo.chat("Who?", n=4, **asked))["choices"]
+    texts = [choice["message"]["content"] for choice in several]
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(texts)) > 1
+    assert (await demo.choice("Who?", **asked))["message"]["content"] == texts[0]
+
+
+async def test_stop_strings_and_ends_cut_into_a_form(demo: Demo):
+    choice = await demo.choice("x", guided_regex="ab+cd", stop=["c"], temperature=1.0, seed=1)
+    assert re.fullmatch("ab+", choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_the_grammar_ends_the_answer_whatever_else_is_asked(demo: Demo):
+    choice = await demo.choice("x", guided_choice=["yes"], ignore_eos=True, min_tokens=5)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("yes", "stop")
+
+
+async def test_neighbours_draw_what_they_draw_alone(demo: Demo):
+    asked: dict[str, Any] = {"temperature": 1.2, "seed": 4, "max_tokens": 40}
+    alone = await demo.choice("Hello!", **asked)
+    held = [
+        demo.choice("x", response_format=schema_format(PERSON), max_tokens=60) for _ in range(5)
+    ]
+    together = await asyncio.gather(demo.choice("Hello!", **asked), *held)
+    assert together[0] == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": schema_format({"type": "thing"})}, "response_format"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "clock"}},
+            },
+            "tool_choice",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+async def test_what_can_not_be_honoured_is_refused(demo: Demo, fields: dict[str, Any], param: str):
+    with pytest.raises(MLXManagerError) as caught:
+        await demo.chat("x", **fields)
+    assert caught.value.param == param
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_a_call_can_be_demanded(demo: Demo, choice: Any):
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 100}
+    answer = await demo.choice("Tell me a joke.", parallel_tool_calls=False, **asked)
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    arguments = json.loads(call["function"]["arguments"])
+    jsonschema.validate(arguments, WEATHER["function"]["parameters"])
+
+
+async def test_a_demanded_call_is_streamed_as_it_is_written(demo: Demo):
+    chunks = await demo.stream(QUESTION, tools=[WEATHER], tool_choice="required", seed=2)
+    deltas = [c["choices"][0]["delta"].get("tool_calls") for c in chunks]
+    pieces = [d[0]["function"]["arguments"] for d in deltas if d]
+    assert len(pieces) > 2
+    assert json.loads("".join(pieces).partition("}")[0] + "}")["city"] is not None
+
+
+async def test_a_form_leaves_room_for_calls(demo: Demo):
+    asked: dict[str, Any] = {"tools": [WEATHER], "response_format": schema_format(PERSON)}
+    called = await demo.choice(QUESTION, temperature=0, max_tokens=100, **asked)
+    assert called["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    told = await demo.choice(QUESTION, tool_choice="none", max_tokens=100, **asked)
+    jsonschema.validate(json.loads(told["message"]["content"]), PERSON)
+
+
+async def test_every_question_gets_a_call_of_an_offered_function(demo: Demo):
+    async def one(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        tools = [{"type": "function", "function": f} for f in asked["function"]]
+        answer = await demo.choice(
+            asked["question"][0], tools=tools, tool_choice="required", max_tokens=400, seed=1
+        )
+        return {f["name"]: f["parameters"] for f in asked["function"]}, answer
+
+    answers = await asyncio.gather(*[one(x) for x in lines("tool_calls.jsonl", 25)])
+    complete = [each for each in answers if each[1]["finish_reason"] != "length"]
+    assert len(complete) > 0.7 * len(answers)
+    for offered, answer in complete:
+        assert answer["finish_reason"] == "tool_calls"
+        assert answer["message"]["content"] is None
+        for call in answer["message"]["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, with_json_types(offered[call["function"]["name"]]))
