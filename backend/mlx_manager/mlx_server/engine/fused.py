@@ -304,33 +304,57 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """One kind of rotation of the model, applied to all pairs (1, 0).
+    """One kind of rotation of the model: cosines and sines for `PagedKernels.attend_fused`.
 
-    It is linear and turns them into (cosine, sine), whatever scaling of frequencies or amplitudes
-    it does: so the module's own gives what `PagedKernels.attend_fused` wants.
+    frequencies: (dims / 2,) float32 radians a position. amplitude: what it multiplies pairs by.
+
+    They are computed here, since MLX's own kernel gives wrong rows on CUDA for arrays that are not
+    contiguous (mlx-lm pull request 1896), and single-token batches have been wrong before (mlx
+    issues 3494, 3949).
     """
 
-    rope: nn.Module
-    basis: mx.array
+    frequencies: mx.array
+    amplitude: float
+    traditional: bool
 
     @staticmethod
     def of(rope: nn.Module, rotary: Rotary) -> Rotation:
-        places = np.arange(rotary.dims)
-        ones = places % 2 == 0 if rotary.traditional else places < rotary.dims // 2
+        match rope:
+            case nn.RoPE():
+                turns = np.arange(0, rotary.dims, 2) / rotary.dims
+                frequencies, amplitude = rope.base**-turns * rope.scale, 1.0
+            case SuScaledRoPE():
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope._scale
+            case YarnRoPE():
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope.mscale
+            case _:
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), 1.0
         # The result of a product lies in the device's memory, an array from the host in memory
         # that the device has to fetch at each use.
-        basis = mx.array(ones.astype(np.float32)) * 1
-        mx.eval(basis)
-        return Rotation(rope, basis)
+        on_device = mx.array(frequencies.astype(np.float32)) * 1
+        mx.eval(on_device)
+        rotation = Rotation(on_device, amplitude, rotary.traditional)
+        rotation._expect_as_of(rope)
+        return rotation
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """(rows, dims) float32 for positions (rows,)."""
-        rows, dims = positions.size, self.basis.size
-        # A copy of its own: on CUDA, the rotation of a broadcast array is written into the one row
-        # that all rows are views of.
-        every = mx.contiguous(mx.broadcast_to(self.basis, (rows, 1, 1, dims)))
-        turned: mx.array = self.rope(every, offset=positions)
-        return turned.reshape(rows, dims)
+        """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0)."""
+        angles = positions.astype(mx.float32)[:, None] * self.frequencies
+        parts = [mx.cos(angles) * self.amplitude, mx.sin(angles) * self.amplitude]
+        if self.traditional:
+            return mx.stack(parts, axis=-1).reshape(positions.size, -1)
+        return mx.concatenate(parts, axis=-1)
+
+    def _expect_as_of(self, rope: nn.Module) -> None:
+        """Raise unless the module's own rotation of one row agrees."""
+        dims = 2 * self.frequencies.size
+        places = np.arange(dims)
+        ones = places % 2 == 0 if self.traditional else places < dims // 2
+        basis = mx.array(ones.astype(np.float32))[None, None, None]
+        for position in (0, 1, 777):
+            theirs = np.array(rope(basis, offset=position))[0, 0, 0]
+            ours = np.array(self(mx.array([position])))[0]
+            _expect(bool(np.abs(theirs - ours).max() < 2e-3), "a rotation that turns otherwise")
 
 
 @dataclass(frozen=True, slots=True)
