@@ -212,6 +212,39 @@ def test_other_modules_are_declined_with_the_difference(family, changes, reason)
     assert reason in declined.reason
 
 
+class Passing:
+    """Kernels whose attention is each query itself, so that a step can be compiled anywhere."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
+        return Splits(items=mx.ones((len(lengths), 8), mx.int32), divided=False)
+
+    def attend_fused(self, qkv, rotation, norms, k_pool, v_pool, table, lengths, **options):
+        queries = qkv[:, : self.shape.q_heads * self.shape.head_dim]
+        length = (lengths + table[:, 0] + options["splits"].items[:, 0])[:, None]
+        return queries * length * rotation.sum(axis=1, keepdims=True) + k_pool.sum() * v_pool.sum()
+
+
+def test_compiled_steps_give_what_plain_ones_do():
+    model = make("llama", {})
+    compiled = FusedDecoder.build(model, PAGE, Passing)
+    plain = FusedDecoder.build(model, PAGE, Passing, compile=plainly)
+    for i, rows in enumerate((2, 3, 2, 2)):
+        lengths = np.arange(i, rows + i, dtype=np.int32)
+        step = fused.Step(
+            tokens=mx.arange(rows) + i,
+            lengths=mx.array(lengths),
+            table=mx.full((rows, 2), i),
+            pools=[(mx.full((2, PAGE, 16), 0.01 * i), mx.ones((2, PAGE, 16)))] * 3,
+            splits=compiled.plan(lengths),
+        )
+        np.testing.assert_allclose(
+            np.array(compiled.run(step)), np.array(plain.run(step)), rtol=1e-4, atol=1e-4
+        )
+
+
 def test_steps_of_one_kind_are_compiled_once_and_few_kinds_are_kept():
     model = make("llama", {})
     compiled = []

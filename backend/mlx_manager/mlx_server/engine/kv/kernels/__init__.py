@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
@@ -13,7 +14,16 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
 )
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 
-__all__ = ["AttentionShape", "PagedKernels", "Rotary", "Splits", "Unsupported", "build"]
+__all__ = [
+    "AttentionShape",
+    "Features",
+    "PagedKernels",
+    "Rotary",
+    "Splits",
+    "Unsupported",
+    "build",
+    "self_check",
+]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 

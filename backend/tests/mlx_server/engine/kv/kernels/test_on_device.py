@@ -1,0 +1,49 @@
+"""The kernels on the device at hand, or why there are none."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
+    Features,
+    Rotary,
+    Unsupported,
+    build,
+    self_check,
+)
+
+
+def shape(head_dim=128, page_size=16, dtype=mx.bfloat16) -> AttentionShape:
+    return AttentionShape(8, 2, head_dim, page_size, dtype)
+
+
+def on_gpu() -> bool:
+    return mx.default_device().type == mx.gpu
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [(shape(head_dim=72), "head size 72"), (shape(page_size=24), "page size 24")],
+)
+def test_shapes_that_are_not_served_are_named(of, reason):
+    kernels = build(of)
+    assert isinstance(kernels, Unsupported)
+    assert reason in kernels.reason
+
+
+@pytest.mark.skipif(on_gpu(), reason="there is a GPU")
+def test_without_a_gpu_that_is_the_reason():
+    assert build(shape()) == Unsupported("the default device is no GPU")
+
+
+@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
+)
+def test_kernels_pass_their_self_check(head_dim, features):
+    kernels = build(shape(head_dim))
+    assert not isinstance(kernels, Unsupported)
+    assert self_check(kernels, features, Rotary(head_dim, False, 1e-6)) is None
