@@ -23,13 +23,19 @@ from pydantic import BaseModel
 from mlx_manager import __version__
 from mlx_manager.mlx_server.api import debug, documentation, errors, health
 from mlx_manager.mlx_server.api.state import Server
-from mlx_manager.mlx_server.api.v1 import v1_router
+from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
-from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
+from mlx_manager.mlx_server.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PromptRequest,
+    TokenizeRequest,
+)
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
@@ -53,7 +59,10 @@ BODIES: list[type[BaseModel]] = [
     ChatCompletionRequest,
     CompletionRequest,
     CountTokensRequest,
+    DetokenizeRequest,
     MessagesRequest,
+    PromptRequest,
+    TokenizeRequest,
 ]
 
 OPEN_FILES = 65_536
@@ -86,6 +95,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(health.router)
     app.include_router(debug.router)
     app.include_router(v1_router)
+    app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)
     if server.settings.logfire_enabled:
         server.tracer = start_tracing(app)

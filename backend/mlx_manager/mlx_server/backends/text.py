@@ -54,6 +54,19 @@ class Prepared:
     guide: Guide | None
 
 
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A prompt as tokens, and how many the model can take."""
+
+    ids: list[int]
+    context_length: int
+    _texts: TokenTexts
+
+    def texts(self) -> list[str]:
+        """Each token's text, U+FFFD where it is a part of a character."""
+        return [self._texts.piece(token).decode("utf-8", "replace") for token in self.ids]
+
+
 class TextBackend:
     """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio."""
 
@@ -113,6 +126,37 @@ class TextBackend:
             InvalidRequest: the prompt can't be rendered, or has unknown token ids.
         """
         return len(self._tokenise(request.prompt)[0])
+
+    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
+        """A prompt's tokens. `special`: a text's begin with the model's BOS.
+
+        Raises:
+            InvalidRequest: the prompt can't be rendered, or has unknown token ids.
+        """
+        if isinstance(prompt, Text) and not special:
+            ids = self._loaded.tokenizer.encode(prompt.text, add_special_tokens=False)
+        else:
+            ids, _ = self._tokenise(prompt)
+        return Tokenized(ids, self._loaded.context_length, self._texts)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            InvalidParameter: there is no such token.
+        """
+        given = list(ids)
+        self._check_ids(given, "tokens")
+        text: str = self._loaded.tokenizer.decode(given, skip_special_tokens=False)
+        return text
+
+    def render(self, conversation: Conversation) -> str:
+        """The text that the model gets to see.
+
+        Raises:
+            InvalidRequest: the conversation can't be rendered.
+        """
+        return self._loaded.adapter.render_text(conversation, self._loaded.tokenizer)
 
     def _tokenise(self, prompt: Prompt) -> tuple[list[int], OutputFormat]:
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer

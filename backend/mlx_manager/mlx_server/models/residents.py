@@ -8,10 +8,11 @@ goes" one step: no model in use is ever evicted.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import Backend, GenerationRequest
+from mlx_manager.mlx_server.core import Backend, Conversation, GenerationRequest, Prompt
 from mlx_manager.mlx_server.models.loading import LoadedModel
 
 
@@ -20,6 +21,18 @@ class ModelBackend(Backend, Protocol):
 
     def count_tokens(self, request: GenerationRequest) -> int:
         """Tokens that the request's prompt takes."""
+        ...
+
+    def tokenize(self, prompt: Prompt, special: bool = True) -> Any:
+        """A prompt's tokens. `special`: a text's begin with the model's BOS."""
+        ...
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        ...
+
+    def render(self, conversation: Conversation) -> str:
+        """A conversation as text."""
         ...
 
     def stats(self) -> Any:

@@ -84,13 +84,13 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
     """
     refuse_unsupported(body)
     max_tokens = _max_tokens(body)
-    conversation = _conversation(body)
+    prompt = conversation(body)
     stop = stop_rules(body, max_tokens)
     content = constraint(body)
     return [
         GenerationRequest(
             model=head.model,
-            prompt=conversation,
+            prompt=prompt,
             sampling=sampling(body, draw),
             stop=stop,
             max_tokens=max_tokens,
@@ -124,7 +124,12 @@ def _logprobs(body: ChatCompletionRequest) -> int | None:
     return None
 
 
-def _conversation(body: ChatCompletionRequest) -> Conversation:
+def conversation(body: ChatCompletionRequest) -> Conversation:
+    """
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: content that is not text.
+    """
     go_on = body.continue_final_message or False
     if go_on and body.add_generation_prompt:
         raise InvalidParameter(

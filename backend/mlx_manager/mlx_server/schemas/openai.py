@@ -97,6 +97,9 @@ class ChatMessage(Wire):
     function_call: Any = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
 class FunctionDefinition(Wire):
     name: NonEmpty
     description: str | None = None
@@ -265,7 +268,7 @@ class GenerationParameters(Wire):
 class ChatCompletionRequest(GenerationParameters):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, description="Older name of max_completion_tokens")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="Most tokens generated, reasoning included; default: the context"
@@ -327,6 +330,44 @@ class CompletionRequest(GenerationParameters):
 
     logprobs: int | None = Field(None, ge=0, le=20, description="Logprobs, that many per token")
     suffix: str | None = Field(None, description="Text after the completion (fill in the middle)")
+
+
+class TemplateParameters(Wire):
+    """What goes into a conversation's prompt besides its messages."""
+
+    model: str | None = Field(None, description="Model id; the server's default when absent")
+    tools: list[ChatTool] | None = Field(None, description="Functions the model may call")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the assistant's turn after the last message; default true"
+    )
+    continue_final_message: bool | None = Field(None, description="Leave the last message open")
+
+
+class PromptRequest(TemplateParameters):
+    """`POST /v1/apply-template`: a conversation as the model's template renders it."""
+
+    messages: Messages
+
+
+class TokenizeRequest(TemplateParameters):
+    """`POST /v1/tokenize`: one of a text (by vLLM's name or llama.cpp's) and a conversation."""
+
+    messages: Messages | None = Field(None, description="A conversation")
+    prompt: str | None = Field(None, description="Text; its tokens begin with the model's BOS")
+    content: str | None = Field(None, description="Text; its tokens have no BOS")
+    add_special_tokens: bool | None = Field(None, description="Whether a text gets the BOS")
+    add_special: bool | None = Field(None, description="As `add_special_tokens`")
+    return_token_strs: bool | None = Field(None, description="Each token's text, too")
+
+
+class DetokenizeRequest(Wire):
+    """`POST /v1/detokenize`."""
+
+    model: str | None = Field(None, description="Model id; the server's default when absent")
+    tokens: list[TokenId] = Field(description="Token ids")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -417,6 +458,20 @@ class ChatCompletionChunk(Wire):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+
+
+class TokenizeResponse(Wire):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TextResponse(Wire):
+    """A text, by vLLM's name and by llama.cpp's."""
+
+    prompt: str
+    content: str
 
 
 class ErrorDetail(Wire):

@@ -7,13 +7,20 @@ the server's process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from mlx_manager.mlx_server.core import Backend, Event, GenerationRequest, Progress
+from mlx_manager.mlx_server.core import (
+    Backend,
+    Conversation,
+    Event,
+    GenerationRequest,
+    Progress,
+    Prompt,
+)
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
 from mlx_manager.mlx_server.protocols import chat, completions, sse
@@ -22,14 +29,43 @@ from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, Complet
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.pool import ModelStatus
 
+T = TypeVar("T")
 
-class CountingBackend(Backend, Protocol):
+
+class Tokenized(Protocol):
+    """A prompt as tokens, and how many the model can take."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def texts(self) -> list[str]:
+        """Each token's text."""
+        ...
+
+
+class TokenBackend(Backend, Protocol):
+    """A backend that knows its model's tokens. These methods take a while, on any thread.
+
+    They raise InvalidRequest: the prompt can't be rendered, or has unknown token ids.
+    """
+
     def count_tokens(self, request: GenerationRequest) -> int:
-        """The tokens that the request's prompt takes. Takes a while, on any thread.
+        """The tokens that the request's prompt takes."""
+        ...
 
-        Raises:
-            InvalidRequest: the prompt can't be rendered.
-        """
+    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
+        """A prompt's tokens. `special`: a text's begin with the model's BOS."""
+        ...
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        ...
+
+    def render(self, conversation: Conversation) -> str:
+        """A conversation as text."""
         ...
 
 
@@ -40,7 +76,7 @@ class Lease(Protocol):
     def id(self) -> str: ...
 
     @property
-    def backend(self) -> CountingBackend: ...
+    def backend(self) -> TokenBackend: ...
 
 
 class ModelPool(Protocol):
@@ -101,8 +137,48 @@ class Inference:
         Raises:
             MLXManagerError: there is no such model, or it can't render the prompt.
         """
-        async with self.pool.lease(request.model) as lease:
-            return await asyncio.to_thread(lease.backend.count_tokens, request)
+        return await self.ask(request.model, lambda backend: backend.count_tokens(request))
+
+    async def ask(self, model: str, question: Callable[[TokenBackend], T]) -> T:
+        """What a model's tokenizer knows; `question` is asked in a thread of its own.
+
+        Raises:
+            MLXManagerError: there is no such model, or it has no answer.
+        """
+        async with self.pool.lease(model) as lease:
+            return await asyncio.to_thread(question, lease.backend)
+
+    async def fitted(self, requests: Sequence[GenerationRequest]) -> GenerationRequest:
+        """The first of `requests`, each shorter than the one before, that leaves room to answer.
+
+        If none does, the last.
+
+        Raises:
+            MLXManagerError: there is no such model, or it can't render the prompt.
+        """
+        model = requests[0].model
+        contexts = {status.id: status.context_length for status in await self.pool.models()}
+        async with self.pool.lease(model) as lease:
+            context = contexts[model]
+            wanted = min(requests[0].max_tokens or 1, context // 2)
+
+            def fits(request: GenerationRequest) -> bool:
+                return lease.backend.count_tokens(request) + wanted <= context
+
+            return await asyncio.to_thread(first_fitting, requests, fits)
+
+
+def first_fitting(
+    requests: Sequence[GenerationRequest], fits: Callable[[GenerationRequest], bool]
+) -> GenerationRequest:
+    first, last = 0, len(requests) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if fits(requests[middle]):
+            last = middle
+        else:
+            first = middle + 1
+    return requests[first]
 
 
 async def rows(

@@ -66,7 +66,7 @@ async def test_an_unknown_model_is_not_found(serve):
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
-        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"prediction": {}}, "prediction", "not supported"),
     ],
 )
 async def test_a_bad_value_is_422_and_names_the_field_and_what_is_allowed(

@@ -75,6 +75,10 @@ class ModelAdapter(Protocol):
         """
         ...
 
+    def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
+        """The prompt's text, as the template renders it. Raises as `render` does."""
+        ...
+
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """A raw prompt's tokens, with exactly one BOS if the model wants one."""
         ...
@@ -140,15 +144,14 @@ class DefaultAdapter:
         return text
 
     def render(self, conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
+        return self.encode_text(self.render_text(conversation, tokenizer), tokenizer)
+
+    def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
         if not tokenizer.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions with a prompt.",
                 param="messages",
             )
-        text = self._render(conversation, tokenizer)
-        return self.encode_text(text, tokenizer)
-
-    def _render(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
         options = _template_args(conversation) | self._tool_options(conversation)

@@ -1,0 +1,63 @@
+"""`POST /v1/tokenize`, `/v1/detokenize` and `/v1/apply-template`, also without the `/v1`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_manager.mlx_server.api.connection import read, unknown_header
+from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.protocols.tokens import rendered, tokenizing
+from mlx_manager.mlx_server.schemas.openai import (
+    DetokenizeRequest,
+    ErrorBody,
+    PromptRequest,
+    TextResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+router = APIRouter(tags=["tokens"], responses={422: {"model": ErrorBody}})
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), response_model_exclude_unset=True)
+async def tokenize(request: Request, response: Response) -> TokenizeResponse:
+    """The token ids of a text or a conversation."""
+    server = server_of(request)
+    body = await read(request, TokenizeRequest, server.settings.api)
+    response.headers.update(unknown_header(body))
+    asked = tokenizing(body)
+    found = await server.inference.ask(
+        server.pool.resolve(body.model), lambda model: model.tokenize(asked.prompt, asked.special)
+    )
+    answer = TokenizeResponse(
+        count=len(found.ids), max_model_len=found.context_length, tokens=found.ids
+    )
+    if body.return_token_strs:
+        answer.token_strs = found.texts()
+    return answer
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+async def detokenize(request: Request, response: Response) -> TextResponse:
+    """The text of token ids, special tokens included."""
+    server = server_of(request)
+    body = await read(request, DetokenizeRequest, server.settings.api)
+    response.headers.update(unknown_header(body))
+    text = await server.inference.ask(
+        server.pool.resolve(body.model), lambda model: model.detokenize(body.tokens)
+    )
+    return TextResponse(prompt=text, content=text)
+
+
+@router.post("/apply-template", openapi_extra=takes(PromptRequest))
+async def apply_template(request: Request, response: Response) -> TextResponse:
+    """A conversation as the text that the model gets to see."""
+    server = server_of(request)
+    body = await read(request, PromptRequest, server.settings.api)
+    response.headers.update(unknown_header(body))
+    asked = rendered(body.messages, body)
+    text = await server.inference.ask(
+        server.pool.resolve(body.model), lambda model: model.render(asked)
+    )
+    return TextResponse(prompt=text, content=text)

@@ -1,0 +1,55 @@
+"""`/v1/tokenize` and `/v1/apply-template`: body → prompt. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_manager.mlx_server.core import Conversation, Text
+from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.protocols.chat import conversation
+from mlx_manager.mlx_server.schemas.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    TemplateParameters,
+    TokenizeRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizing:
+    """What is to be tokenised; `special`: with the model's BOS, if it is a text."""
+
+    prompt: Conversation | Text
+    special: bool
+
+
+def rendered(messages: list[ChatMessage], body: TemplateParameters) -> Conversation:
+    """
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: content that is not text.
+    """
+    return conversation(
+        ChatCompletionRequest(
+            messages=messages,
+            tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    )
+
+
+def tokenizing(body: TokenizeRequest) -> Tokenizing:
+    """
+    Raises:
+        InvalidParameter: none or several of `prompt`, `content` and `messages`.
+    """
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InvalidParameter("Send one of `prompt`, `content` and `messages`.", param="prompt")
+    if body.messages is not None:
+        return Tokenizing(rendered(body.messages, body), special=True)
+    asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+    special = given == ["prompt"] if asked is None else asked
+    return Tokenizing(Text(body.prompt if body.prompt is not None else body.content or ""), special)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from demo import Demo, demo
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.main import create_app
+
+__all__ = ["demo"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(demo: Demo) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(MLXServerSettings(), demo.pool)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+    ):
+        await app.state.server.started.wait()
+        yield client
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_texts_become_tokens_and_come_back(client: httpx.AsyncClient, prefix: str):
+    asked = {"prompt": "Grüße, world", "return_token_strs": True}
+    body = (await client.post(f"{prefix}/tokenize", json=asked)).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 8192
+    assert body["token_strs"][0] == "<|begin_of_text|>"
+    back = (await client.post(f"{prefix}/detokenize", json={"tokens": body["tokens"]})).json()
+    assert back["content"] == back["prompt"] == "<|begin_of_text|>Grüße, world"
+
+
+async def test_a_bos_is_added_to_prompts_and_to_nothing_else(client: httpx.AsyncClient):
+    async def tokens(**asked: object) -> list[int]:
+        return (await client.post("/v1/tokenize", json=asked)).json()["tokens"]
+
+    bare = await tokens(content="Hello")
+    assert await tokens(prompt="Hello", add_special_tokens=False) == bare
+    assert await tokens(content="Hello", add_special=True) == await tokens(prompt="Hello")
+    assert (await tokens(prompt="Hello"))[1:] == bare
+
+
+async def test_a_conversation_is_rendered_as_the_model_sees_it(client: httpx.AsyncClient):
+    for prefix in ("", "/v1"):
+        answer = await client.post(f"{prefix}/apply-template", json={"messages": HELLO})
+        text = answer.json()["prompt"]
+        assert text.startswith("<|begin_of_text|><|start_header_id|>user")
+        assert text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+    tokens = (await client.post("/v1/tokenize", json={"messages": HELLO})).json()["tokens"]
+    back = (await client.post("/v1/detokenize", json={"tokens": tokens})).json()
+    assert back["prompt"] == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": "a", "content": "b"}, "prompt"),
+        ("detokenize", {"tokens": [10**9]}, "tokens"),
+        ("detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("apply-template", {"messages": []}, "messages"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    client: httpx.AsyncClient, path: str, body: dict[str, object], param: str
+):
+    answer = await client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_another_model_is_unknown(client: httpx.AsyncClient):
+    answer = await client.post("/v1/tokenize", json={"prompt": "a", "model": "gpt-9"})
+    assert answer.status_code == 404
