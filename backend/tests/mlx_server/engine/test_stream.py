@@ -111,15 +111,17 @@ async def test_a_reader_that_already_waits_is_told_of_a_failure() -> None:
         await waiting
 
 
-async def test_a_reader_that_was_cancelled_loses_nothing() -> None:
-    outbox, own = Outbox(), stream()
+async def test_a_reader_that_was_cancelled_loses_nothing_and_disturbs_nobody() -> None:
+    outbox, own, neighbour = Outbox(), stream(), stream()
     waiting = asyncio.ensure_future(anext(own))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     outbox.put(own, [TextDelta("a")])
+    outbox.put(neighbour, [TextDelta("b")])
     outbox.flush()
+    assert await anext(neighbour) == [TextDelta("b")]
     assert await anext(own) == [TextDelta("a")]
 
 
