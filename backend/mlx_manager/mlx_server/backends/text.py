@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import choose
+from mlx_manager.mlx_server.engine.forward import choose, working_bytes
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
@@ -82,7 +82,12 @@ class TextBackend:
         longest = max(map(len, loaded.tokenizer.get_vocab()))
         self._most_characters = SHRINKAGE * longest * loaded.context_length
         self._engine = TextEngine(
-            loaded.id, choose(loaded.model, limits.page_size), limits, ledger, looks_ahead=False
+            loaded.id,
+            choose(loaded.model, limits.page_size),
+            limits,
+            ledger,
+            looks_ahead=False,
+            working_bytes=working_bytes(loaded.model, limits.prefill_chunk, limits.max_rows),
         )
         thread.attach(self._engine)
 
@@ -113,7 +118,8 @@ class TextBackend:
         sequence = self._sequence(request, prepared, stream)
         self._thread.post(partial(self._engine.submit, sequence))
         try:
-            async for events in stream:
+            async for drawn in stream:
+                events = _with_ids(sequence, drawn) if request.return_ids else drawn
                 yield self._echoed(request, prepared, sequence, events) if request.echo else events
         finally:
             if not stream.ended:
@@ -164,8 +170,10 @@ class TextBackend:
             case Conversation():
                 ids = adapter.render(prompt, tokenizer)
                 return ids, adapter.output_format(tokenizer, prompt, ids)
-            case Text(text):
+            case Text(text, ""):
                 return adapter.encode_text(text, tokenizer), PLAIN
+            case Text(text, suffix):
+                return adapter.encode_infill(text, suffix, tokenizer), PLAIN
             case Tokens(ids=given):
                 self._check_ids(given, "prompt")
                 return list(given), PLAIN
@@ -194,8 +202,8 @@ class TextBackend:
         match request.prompt:
             case Conversation(messages):
                 characters = sum(len(message.content) for message in messages)
-            case Text(text):
-                characters = len(text)
+            case Text(text, suffix):
+                characters = len(text) + len(suffix)
             case Tokens(ids):
                 characters = len(ids)
         if characters > self._most_characters:
@@ -264,10 +272,28 @@ class TextBackend:
         """The answer to `max_tokens` 0: the prompt, if it is to be echoed."""
         length = len(prepared.ids)
         echo = [TextDelta(self._prompt_text(request, prepared))] if request.echo else []
-        return [Started(length), *echo, Finished("length", Usage(length, 0))]
+        ids = tuple(prepared.ids) if request.return_ids else ()
+        return [Started(length, ids=ids), *echo, Finished("length", Usage(length, 0))]
 
     def _prompt_text(self, request: GenerationRequest, prepared: Prepared) -> str:
         if isinstance(request.prompt, Text):
             return request.prompt.text
         text: str = self._loaded.tokenizer.decode(prepared.ids, skip_special_tokens=True)
         return text
+
+
+def _with_ids(sequence: Sequence, events: list[Event]) -> list[Event]:
+    prompt, drawn = (
+        sequence.tokens[: sequence.prompt_length],
+        sequence.tokens[sequence.prompt_length :],
+    )
+    found: list[Event] = []
+    for event in events:
+        match event:
+            case Started():
+                found.append(replace(event, ids=tuple(prompt)))
+            case Finished():
+                found.append(replace(event, ids=tuple(drawn)))
+            case _:
+                found.append(event)
+    return found

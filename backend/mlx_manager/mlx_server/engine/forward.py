@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -30,6 +31,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_manager.mlx_server.engine.kv.attention import (
+    SCORES,
     PagedLayer,
     Pass,
     Reading,
@@ -467,6 +469,23 @@ def probe(model: nn.Module) -> list[LayerShape | None]:
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2]], mx.int32), cache=caches))
     return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
+
+
+def working_bytes(model: nn.Module, tokens: int, rows: int) -> int:
+    """An estimate of what a step of so many tokens and drawing rows holds at its worst moment.
+
+    A layer's results are gone before the next one's: the widest product's, as float32 and with
+    what it is made from and into, for each token; the logits and their copies for each row; and
+    the scores that attention works on.
+    """
+    outputs = [
+        array.shape[-2]
+        for name, array in tree_flatten(model.parameters())
+        if name.endswith("weight") and array.ndim > 1
+    ]
+    vocabulary: int = max(outputs)
+    widest: int = max([n for n in outputs if n != vocabulary] or outputs)
+    return 4 * (6 * tokens * widest + 4 * rows * vocabulary + 3 * SCORES)
 
 
 def _shape(cache: Any) -> LayerShape | None:

@@ -91,6 +91,10 @@ class TextEngine:
             of recurrent layers as `snapshots:<name>`.
         looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
             is slower than the device; on a CPU it would turn in-place writes into copies.
+        working_bytes: what a step's results may take at once; in the ledger as `prefill:<name>`.
+
+    Raises:
+        OutOfMemory: the ledger has not even that.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class TextEngine:
         ledger: Ledger,
         *,
         looks_ahead: bool,
+        working_bytes: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._forward = forward
@@ -117,6 +122,13 @@ class TextEngine:
         self._prefix_hits = 0
         self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
         self._start_over()
+        self._working_line = f"prefill:{name}"
+        if not ledger.reserve(self._working_line, working_bytes):
+            raise OutOfMemory(
+                f"A step of {name} works on up to {working_bytes:,} bytes, and "
+                f"{ledger.available():,} of {ledger.limit:,} are left beside its weights.",
+                retry_after=10,
+            )
         ledger.add_relief(Relief.PAGES, self._relieve)
 
     def _start_over(self) -> None:
@@ -153,8 +165,10 @@ class TextEngine:
             self._end(sequence)
 
     def _refusal(self, sequence: Sequence) -> MLXManagerError | None:
-        waiting = len(self._scheduler.waiting)
-        if waiting >= self._limits.max_waiting + self._limits.max_rows:
+        scheduler = self._scheduler
+        waiting = len(scheduler.waiting)
+        rows = self._limits.max_rows - len(scheduler.running) - len(scheduler.prefilling)
+        if waiting >= self._limits.max_waiting + max(rows, 0):
             return Overloaded(
                 f"The queue is full: {waiting} requests are waiting, and at most "
                 f"{self._limits.max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
@@ -403,6 +417,7 @@ class TextEngine:
         """Fail what is left and give all memory back."""
         self._routing = None
         self._ledger.remove_relief(self._relieve)
+        self._ledger.record(self._working_line, 0)
         self.fail(GenerationFailed("The model is being unloaded."))
 
     # -- memory --------------------------------------------------------------------------------

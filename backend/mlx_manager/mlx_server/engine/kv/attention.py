@@ -30,6 +30,11 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
 # gathered together, since one larger product beats many small ones.
 SLICE_TOKENS = 192
+# A chunk's queries are attended in blocks whose scores are at most so many. MLX's CPU backend holds
+# them all at once, and 512 queries of 32 heads over 32 000 keys would be 2 GB.
+SCORES = 1 << 22
+# More queries than this in a block only compute more that is masked away.
+BLOCK = 128
 # Rows of a gathered group differ in pages by at most this factor: what padding can cost.
 GROUP_SPREAD = 1.5
 
@@ -291,10 +296,7 @@ class PagedLayer:
         window = self.store.shape.window if mask is None else mask.size
         groups = self.plan.groups(window)
         if self.chunk:
-            keys, values = groups[0].read(self.store)
-            return mx.fast.scaled_dot_product_attention(
-                queries, keys, values, scale=scale, mask=groups[0].mask, sinks=sinks
-            )
+            return _attend_chunk(queries, groups[0], self.store, scale, sinks)
         parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
@@ -302,14 +304,11 @@ class PagedLayer:
 def _attend_group(
     queries: mx.array, group: Group, store: LayerStore, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    keys, values = group.read(store)
     own = queries[group.start : group.start + group.rows * group.queries]
     if group.queries > 1:
-        own = own.transpose(2, 1, 0, 3)
-        out = mx.fast.scaled_dot_product_attention(
-            own, keys, values, scale=scale, mask=group.mask, sinks=sinks
-        )
+        out = _attend_chunk(own.transpose(2, 1, 0, 3), group, store, scale, sinks)
         return out.transpose(2, 1, 0, 3)
+    keys, values = group.read(store)
     if sinks is not None:
         return mx.fast.scaled_dot_product_attention(
             own, keys, values, scale=scale, mask=group.mask, sinks=sinks
@@ -319,6 +318,34 @@ def _attend_group(
     shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
     out = mx.fast.scaled_dot_product_attention(shared, keys, values, scale=scale, mask=group.mask)
     return out.reshape(rows, heads, 1, out.shape[-1])
+
+
+def _attend_chunk(
+    queries: mx.array, group: Group, store: LayerStore, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Attention of one span's queries, (1, heads, queries, dim)."""
+    keys, values = group.read(store)
+    count, seen = queries.shape[2], keys.shape[2]
+    block = count
+    if mx.default_device() == mx.cpu:
+        block = min(BLOCK, max(1, SCORES // (queries.shape[1] * seen)))
+    parts = []
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        # Nothing after a block's last query is visible to it.
+        mask = group.mask[start:stop] if isinstance(group.mask, mx.array) else group.mask
+        upto = seen - count + stop if isinstance(mask, str) else seen
+        parts.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, start:stop],
+                keys[:, :, :upto],
+                values[:, :, :upto],
+                scale=scale,
+                mask=mask,
+                sinks=sinks,
+            )
+        )
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def route(model: nn.Module) -> None:

@@ -415,3 +415,18 @@ def test_resizing_keeps_what_the_remaining_pages_hold() -> None:
     assert store.keys.nbytes + store.values.nbytes == 8 * store.shape.token_bytes
     store.resize(0)
     assert store.keys.nbytes == store.values.nbytes == 0
+
+
+def test_a_long_chunk_of_many_heads_does_not_hold_all_its_scores_at_once() -> None:
+    heads, queries, context = 32, 600, 8000
+    store = LayerStore(LayerShape(2, 16, 16, mx.float32), 16)
+    store.resize(context // 16)
+    span = Span(PageTable(range(context // 16)), context, queries)
+    layer = PagedLayer(store, Reading.PAGES, Pass(StepPlan([span], 16)))
+    given_queries = mx.random.normal((queries, heads, 1, 16))
+    mx.eval(given_queries)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(layer.attend(given_queries, 0.25, None, None))
+    scores = heads * queries * context * 4
+    assert mx.get_peak_memory() - before < scores / 4
