@@ -77,9 +77,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A raw prompt; the tokenizer adds its BOS unless the text already begins with it."""
+    """A raw prompt; the tokenizer adds its BOS unless the text already begins with it.
+
+    With a `suffix`, what is to be written comes between the two.
+    """
 
     text: str
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,8 @@ class GenerationRequest:
     `max_tokens` None means: up to the model's context. `echo` puts the prompt's text before the
     completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best,
     and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; what
-    ends it is then written for the model. Lower `priority` goes first.
+    ends it is then written for the model. Lower `priority` goes first. `return_ids` asks for token
+    ids in `Started` and `Finished`.
     """
 
     model: str
@@ -197,7 +202,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     thinking_budget: int | None = None
     priority: int = 0
-    suffix: str = ""
+    return_ids: bool = False
     request_id: str = ""
 
 
@@ -232,10 +237,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt has been processed; the first token follows."""
+    """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for."""
 
     prompt_tokens: int
     cached_tokens: int = 0
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +277,14 @@ class ToolCallDelta:
 class Finished:
     """The last event of every stream that did not fail. Failures are raised, never an event.
 
-    `stop_sequence` is the stop string or token text that matched, None for an end of turn.
+    `stop_sequence` is the stop string or token text that matched, None for an end of turn. `ids`:
+    all tokens that were drawn, if asked for.
     """
 
     reason: FinishReason
     usage: Usage
     stop_sequence: str | None = None
+    ids: tuple[int, ...] = ()
 
 
 Event = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished

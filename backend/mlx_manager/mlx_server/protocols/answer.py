@@ -21,8 +21,8 @@ from mlx_manager.mlx_server.schemas.openai import (
 class Head:
     """What is known of an answer before it begins.
 
-    It has `rows` choices, of which `n` side by side belong to each prompt. `logprobs` None: none
-    are asked for.
+    It has `rows` choices, of which `n` side by side belong to each prompt; only the `best` of them
+    are given, all if None. `logprobs` None: none are asked for.
     """
 
     id: str
@@ -32,6 +32,8 @@ class Head:
     rows: int = 1
     include_usage: bool = False
     logprobs: int | None = None
+    best: int | None = None
+    return_ids: bool = False
 
 
 def new_id(prefix: str) -> str:

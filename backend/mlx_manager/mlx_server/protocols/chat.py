@@ -35,6 +35,7 @@ from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, to
 from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
 from mlx_manager.mlx_server.protocols.parameters import (
+    UNSUPPORTED_IN_CHAT,
     includes_usage,
     refuse_unsupported,
     sampling,
@@ -72,6 +73,7 @@ def head(body: ChatCompletionRequest, model: str) -> Head:
         rows=n,
         include_usage=includes_usage(body),
         logprobs=None if not body.logprobs else body.top_logprobs or 0,
+        return_ids=body.return_token_ids or False,
     )
 
 
@@ -82,7 +84,7 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
         InvalidParameter: a value that contradicts another.
         UnsupportedParameter: a field or a kind of content that can't be honoured.
     """
-    refuse_unsupported(body)
+    refuse_unsupported(body, UNSUPPORTED_IN_CHAT)
     max_tokens = _max_tokens(body)
     prompt = conversation(body)
     stop = stop_rules(body, max_tokens)
@@ -98,6 +100,7 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
             constraint=content,
             thinking_budget=_thinking_budget(body),
             priority=body.priority or 0,
+            return_ids=body.return_token_ids or False,
             request_id=head.id,
         )
         for draw in range(head.n)
@@ -288,8 +291,8 @@ class ChatStream:
 
     def _chunk(self, row: int, event: Event) -> str:
         match event:
-            case Started():
-                return self._choice(row, {"role": "assistant", "content": ""})
+            case Started(ids=ids):
+                return self._choice(row, {"role": "assistant", "content": ""}, prompt_ids=ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
             case ReasoningDelta(text):
@@ -301,19 +304,25 @@ class ChatStream:
             case ToolCallDelta(index, arguments):
                 call = {"index": index, "function": {"arguments": arguments}}
                 return self._choice(row, {"tool_calls": [call]})
-            case Finished(reason):
+            case Finished(reason, ids=ids):
                 self._finished[row] = event
-                return self._choice(row, {}, reason)
+                return self._choice(row, {}, reason, ids=ids)
 
     def _choice(
         self,
         row: int,
         delta: dict[str, Any],
         reason: str | None = None,
+        *,
         logprobs: dict[str, Any] | None = None,
+        prompt_ids: tuple[int, ...] = (),
+        ids: tuple[int, ...] = (),
     ) -> str:
         choice = {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return f"{self._open}{sse.dump(choice)}]{self._close}"
+        if ids:
+            choice["token_ids"] = ids
+        beside = f',"prompt_token_ids":{sse.dump(prompt_ids)}' if prompt_ids else ""
+        return f"{self._open}{sse.dump(choice)}]{beside}{self._close}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -327,12 +336,13 @@ class _Choice:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ChatToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    started: Started | None = None
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
         match event:
             case Started():
-                pass
+                self.started = event
             case TextDelta(text, logprobs):
                 self.text.append(text)
                 self.logprobs += logprobs
@@ -385,8 +395,16 @@ class ChatAnswer:
                     message=choice.message(),
                     logprobs=None if asked is None else chat_logprobs(choice.logprobs),
                     finish_reason=end.reason,
+                    **({"token_ids": list(end.ids)} if self.head.return_ids else {}),
                 )
                 for index, (choice, end) in enumerate(zip(self._choices, ends, strict=True))
             ],
             usage=total((end.usage for end in ends), self.head.n),
+            **self._prompt_ids(),
         )
+
+    def _prompt_ids(self) -> dict[str, list[int]]:
+        started = self._choices[0].started
+        if not self.head.return_ids or started is None:
+            return {}
+        return {"prompt_token_ids": list(started.ids)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, cast
 
 from mlx_manager.mlx_server.core import (
@@ -10,6 +11,7 @@ from mlx_manager.mlx_server.core import (
     GenerationRequest,
     Progress,
     ReasoningDelta,
+    Started,
     Text,
     TextDelta,
     TokenLogprob,
@@ -51,12 +53,15 @@ def head(body: CompletionRequest, model: str) -> Head:
     """
     Raises:
         InvalidParameter: too many prompts, or `stream_options` without `stream`.
+        InvalidParameter: a `best_of` below `n`, or in a stream.
     """
-    n = body.n or 1
+    best = _best(body)
+    n = body.n or 1 if best is None else body.best_of or 1
     rows = n * len(_prompts(body))
     if rows > MAX_ROWS:
         raise InvalidParameter(
-            f"`prompt` and `n` ask for {rows} completions; at most {MAX_ROWS} are possible.",
+            f"`prompt`, `n` and `best_of` ask for {rows} completions; at most {MAX_ROWS} are "
+            "possible.",
             param="prompt",
         )
     return Head(
@@ -66,7 +71,23 @@ def head(body: CompletionRequest, model: str) -> Head:
         rows=rows,
         include_usage=includes_usage(body),
         logprobs=body.logprobs,
+        best=best,
+        return_ids=body.return_token_ids or False,
     )
+
+
+def _best(body: CompletionRequest) -> int | None:
+    """How many of the answers to each prompt are given; None if all are."""
+    n = body.n or 1
+    if body.best_of is None or body.best_of == n:
+        return None
+    if body.best_of < n:
+        raise InvalidParameter(
+            f"`best_of` ({body.best_of}) must be at least `n` ({n}).", param="best_of"
+        )
+    if body.stream:
+        raise InvalidParameter("`best_of` above `n` can't be streamed.", param="best_of")
+    return n
 
 
 def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
@@ -94,9 +115,10 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
             stop=stop,
             max_tokens=max_tokens,
             echo=echo,
-            logprobs=body.logprobs,
+            logprobs=0 if head.best and body.logprobs is None else body.logprobs,
             constraint=content,
             priority=body.priority or 0,
+            return_ids=head.return_ids,
             request_id=head.id,
         )
         for prompt in _prompts(body)
@@ -112,7 +134,10 @@ def _prompts(body: CompletionRequest) -> list[Text | Tokens]:
             several = [cast(list[int], ids)]
         case list():
             several = cast(list[str | list[int]], body.prompt)
-    return [Text(p) if isinstance(p, str) else Tokens(tuple(p)) for p in several]
+    suffix = body.suffix or ""
+    if suffix and not all(isinstance(prompt, str) for prompt in several):
+        raise InvalidParameter("`suffix` goes with a `prompt` that is text.", param="suffix")
+    return [Text(p, suffix) if isinstance(p, str) else Tokens(tuple(p)) for p in several]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -135,6 +160,7 @@ class CompletionStream:
         self._text_open = [f'{self._open}{{"index":{row},"text":' for row in range(head.rows)]
         self._text_close = f',"logprobs":null,"finish_reason":null}}]{self._close}'
         self._finished: dict[int, Finished] = {}
+        self._prompts: dict[int, tuple[int, ...]] = {}
         self._logprobs = [CompletionLogprobs(head.logprobs or 0) for _ in range(head.rows)]
 
     def write(self, progress: Progress) -> bytes:
@@ -148,9 +174,11 @@ class CompletionStream:
                     case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
                         scores = self._logprobs[row].write(logprobs)
                         out += self._choice(row, text, scores, None)
+                    case Started(ids=ids):
+                        self._prompts[row] = ids
                     case Finished(reason):
                         self._finished[row] = event
-                        out += self._choice(row, "", None, _REASONS[reason])
+                        out += self._choice(row, "", None, _REASONS[reason], event)
         return out.encode("ascii")
 
     def end(self) -> bytes:
@@ -166,9 +194,16 @@ class CompletionStream:
         return sse.event(error_body(error)).encode("ascii")
 
     def _choice(
-        self, row: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None
+        self,
+        row: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        reason: FinishReason | None,
+        end: Finished | None = None,
     ) -> str:
         choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if end is not None and self.head.return_ids:
+            choice |= {"prompt_token_ids": self._prompts[row], "token_ids": end.ids}
         return f"{self._open}{sse.dump(choice)}]{self._close}"
 
 
@@ -184,12 +219,15 @@ class CompletionAnswer:
         self.head = head
         self._texts: list[list[str]] = [[] for _ in range(head.rows)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.rows)]
+        self._prompts: dict[int, tuple[int, ...]] = {}
         self._finished: dict[int, Finished] = {}
 
     def add(self, progress: Progress) -> None:
         for row, events in progress:
             for event in events:
                 match event:
+                    case Started(ids=ids):
+                        self._prompts[row] = ids
                     case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
                         self._texts[row].append(text)
                         self._logprobs[row] += logprobs
@@ -198,23 +236,41 @@ class CompletionAnswer:
 
     def body(self) -> CompletionResponse:
         """The response, once every row has finished. Serialise it with `exclude_unset`."""
-        asked = self.head.logprobs
         ends = [self._finished[row] for row in range(len(self._texts))]
         return CompletionResponse(
             id=self.head.id,
             object="text_completion",
             created=self.head.created,
             model=self.head.model,
-            choices=[
-                CompletionChoice(
-                    index=row,
-                    text="".join(self._texts[row]),
-                    logprobs=None
-                    if asked is None
-                    else CompletionLogprobs(asked).write(self._logprobs[row]),
-                    finish_reason=_REASONS[end.reason],
-                )
-                for row, end in enumerate(ends)
-            ],
+            choices=[self._choice(index, row) for index, row in enumerate(self._given())],
             usage=total((end.usage for end in ends), self.head.n),
         )
+
+    def _given(self) -> list[int]:
+        """The rows that are given: all of them, or the likeliest of each prompt's."""
+        rows = list(range(self.head.rows))
+        if self.head.best is None:
+            return rows
+        groups = (rows[i : i + self.head.n] for i in range(0, len(rows), self.head.n))
+        ranked = (sorted(group, key=self._likelihood, reverse=True) for group in groups)
+        return [row for group in ranked for row in group[: self.head.best]]
+
+    def _likelihood(self, row: int) -> float:
+        """The mean log probability of the tokens that were drawn."""
+        drawn = self._finished[row].usage.completion_tokens
+        scores = [s.logprob for s in self._logprobs[row][-drawn:] if s.logprob is not None]
+        return sum(scores) / len(scores) if scores and drawn else -inf
+
+    def _choice(self, index: int, row: int) -> CompletionChoice:
+        asked, end = self.head.logprobs, self._finished[row]
+        scores = None if asked is None else CompletionLogprobs(asked).write(self._logprobs[row])
+        choice = CompletionChoice(
+            index=index,
+            text="".join(self._texts[row]),
+            logprobs=scores,
+            finish_reason=_REASONS[end.reason],
+        )
+        if self.head.return_ids:
+            choice.prompt_token_ids = list(self._prompts[row])
+            choice.token_ids = list(end.ids)
+        return choice

@@ -23,7 +23,6 @@ class Refusal:
 
 UNSUPPORTED: dict[str, Refusal] = {
     "audio": Refusal(),
-    "best_of": Refusal((1,)),
     "chat_template": Refusal(instead="The model's own template is used."),
     "documents": Refusal(instead="Put them in `chat_template_kwargs`."),
     "function_call": Refusal(("none", "auto"), "Use `tool_choice`."),
@@ -35,18 +34,16 @@ UNSUPPORTED: dict[str, Refusal] = {
     "moderation": Refusal(),
     "prediction": Refusal(),
     "prompt_logprobs": Refusal(),
-    "return_token_ids": Refusal((False,)),
     "skip_special_tokens": Refusal((True,)),
-    "suffix": Refusal(("",)),
     "truncate_prompt_tokens": Refusal(),
     "use_beam_search": Refusal((False,)),
     "verbosity": Refusal(("medium",)),
     "web_search_options": Refusal(),
 }
-"""The one list of what is refused by name. To support a field, honour it and delete its line.
+"""What is refused by name. To support a field, honour it and delete its line."""
 
-`echo` is honoured by completions only; see `refuse_unsupported`.
-"""
+UNSUPPORTED_IN_CHAT = UNSUPPORTED | {"best_of": Refusal((1,)), "echo": Refusal((False,))}
+"""Also what completions honour and chat does not."""
 
 
 def refuse_unsupported(

@@ -236,9 +236,15 @@ class GenerationParameters(Wire):
     prompt_cache_retention: Any = Field(None, description="No effect")
     prompt_cache_options: Any = Field(None, description="No effect")
 
-    best_of: int | None = Field(None, ge=1, le=20, description="Draw that many, return the best n")
-    priority: int | None = Field(None, description="Order among waiting requests")
-    return_token_ids: bool | None = Field(None, description="Token ids beside the text")
+    best_of: int | None = Field(
+        None, ge=1, le=20, description="Draw that many, return the n likeliest by mean logprob"
+    )
+    priority: int | None = Field(
+        None, description="Lower goes first among waiting requests, and is paused last; default 0"
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Token ids of prompt and answer; in a stream, the answer's at its end"
+    )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="JSON schema, regex, choice or grammar that the answer fits"
     )
@@ -396,6 +402,7 @@ class ChatCompletionChoice(Wire):
     message: ChatMessage
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(Wire):
@@ -405,6 +412,7 @@ class ChatCompletionResponse(Wire):
     model: str
     choices: list[ChatCompletionChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionChoice(Wire):
@@ -412,6 +420,8 @@ class CompletionChoice(Wire):
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class CompletionResponse(Wire):
@@ -447,6 +457,7 @@ class ChatChunkChoice(Wire):
     delta: ChatDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(Wire):
@@ -458,6 +469,7 @@ class ChatCompletionChunk(Wire):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TokenizeResponse(Wire):

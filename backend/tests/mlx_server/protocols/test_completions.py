@@ -12,6 +12,7 @@ from mlx_manager.mlx_server.core import (
     Started,
     Text,
     TextDelta,
+    TokenLogprob,
     Tokens,
     Usage,
 )
@@ -124,3 +125,88 @@ def test_the_body_tells_rows_apart_and_counts_each_prompt_once():
         (3, "d", "stop"),
     ]
     assert body["usage"] == COUNTS
+
+
+# The best of several
+
+
+def scored(token: int, logprob: float) -> TextDelta:
+    return TextDelta(chr(token), (TokenLogprob(token, bytes([token]), logprob),))
+
+
+def test_the_likeliest_answers_are_given_best_first_and_all_are_counted():
+    body = CompletionRequest(prompt=["p", "q"], n=2, best_of=3)
+    head = completions.head(body, "m")
+    assert (head.n, head.rows, head.best) == (3, 6, 2)
+    assert [row.logprobs for row in completions.requests(body, head)] == [0] * 6
+    answer = CompletionAnswer(head)
+    for row, logprob in enumerate([-3.0, -1.0, -2.0, -1.0, -2.0, -3.0]):
+        events = [Started(1), scored(65 + row, logprob), Finished("length", Usage(1, 1))]
+        answer.add([(row, events)])
+    whole = answer.body()
+    assert [(choice.index, choice.text) for choice in whole.choices] == [
+        (0, "B"),
+        (1, "C"),
+        (2, "D"),
+        (3, "E"),
+    ]
+    assert all(choice.logprobs is None for choice in whole.choices)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 6
+    assert whole.usage.prompt_tokens == 2
+
+
+def test_best_of_must_make_sense():
+    with pytest.raises(InvalidParameter, match="best_of"):
+        ask(n=3, best_of=2)
+    with pytest.raises(InvalidParameter, match="streamed"):
+        ask(n=1, best_of=2, stream=True)
+    assert len(ask(n=2, best_of=2, stream=True)) == 2
+
+
+# Scores and ids
+
+
+def test_scores_are_written_as_openai_does():
+    head = Head(id="cmpl-1", model="m", logprobs=1)
+    first = TokenLogprob(1, b"a", None)
+    second = TokenLogprob(2, "é".encode()[:1], -20000.0, ((3, b"b", -0.5),))
+    third = TokenLogprob(4, "é".encode()[1:], -0.25, ((4, "é".encode()[1:], -0.25),))
+    answer, stream = CompletionAnswer(head), CompletionStream(head)
+    steps = [
+        [(0, [Started(1), TextDelta("a", (first,))])],
+        [(0, [TextDelta("é", (second, third)), Finished("length", Usage(1, 2))])],
+    ]
+    chunks = []
+    for step in steps:
+        answer.add(step)
+        chunks += sse.parse(stream.write(step))
+    body = answer.body().model_dump(exclude_unset=True)
+    # A prompt's first token has no score: OpenAI sends null there, against its own description.
+    expected = {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9"],
+        "token_logprobs": [None, -9999.0, -0.25],
+        "top_logprobs": [None, {"b": -0.5, "bytes:\\xc3": -9999.0}, {"bytes:\\xa9": -0.25}],
+        "text_offset": [0, 1, 1],
+    }
+    assert body["choices"][0]["logprobs"] == expected
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:2]]
+    assert {key: parts[0][key] + parts[1][key] for key in expected} == expected
+
+
+def test_token_ids_are_given_when_asked_for():
+    head = Head(id="cmpl-1", model="m", return_ids=True)
+    answer, stream = CompletionAnswer(head), CompletionStream(head)
+    end = Finished("length", Usage(2, 1), ids=(7,))
+    step: Progress = [(0, [Started(2, ids=(5, 6)), TextDelta("x"), end])]
+    answer.add(step)
+    choice = answer.body().model_dump(exclude_unset=True)["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], [7])
+    last = list(sse.parse(stream.write(step)))[-1]["choices"][0]
+    assert (last["prompt_token_ids"], last["token_ids"]) == ([5, 6], [7])
+
+
+def test_a_suffix_belongs_to_a_text():
+    assert ask("a", suffix="z")[0].prompt == Text("a", "z")
+    with pytest.raises(InvalidParameter, match="suffix"):
+        ask([1, 2], suffix="z")

@@ -8,6 +8,7 @@ from mlx_manager.mlx_server.core import Sampling, StopRules
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.protocols.parameters import (
     UNSUPPORTED,
+    UNSUPPORTED_IN_CHAT,
     includes_usage,
     refuse_unsupported,
     sampling,
@@ -31,6 +32,7 @@ def completion(**fields: Any) -> CompletionRequest:
 ASKS_FOR_SOMETHING = [
     (chat, "audio", {"voice": "alloy"}),
     (chat, "best_of", 2),
+    (chat, "echo", True),
     (chat, "function_call", {"name": "f"}),
     (chat, "functions", [{"name": "f"}]),
     (chat, "modalities", ["text", "audio"]),
@@ -38,15 +40,13 @@ ASKS_FOR_SOMETHING = [
     (chat, "verbosity", "low"),
     (chat, "web_search_options", {}),
     (chat, "skip_special_tokens", False),
-    (completion, "suffix", "end"),
-    (completion, "best_of", 3),
 ]
 
 
 @pytest.mark.parametrize(("request_of", "name", "value"), ASKS_FOR_SOMETHING)
 def test_what_is_not_supported_is_refused_by_name(request_of, name: str, value: object):
     with pytest.raises(UnsupportedParameter, match=f"`{name}`") as caught:
-        refuse_unsupported(request_of(**{name: value}))
+        refuse_unsupported(request_of(**{name: value}), UNSUPPORTED_IN_CHAT)
     assert caught.value.param == name
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.core import Conversation
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from mlx_manager.mlx_server.formats import (
     PLAIN,
     OutputFormat,
@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.models.adapters.answer import (
     opens_thinking,
     region_of,
 )
+from mlx_manager.mlx_server.models.adapters.infill import INFILL
 from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
 from mlx_manager.mlx_server.models.adapters.template import (
     RENDER_ERRORS,
@@ -81,6 +82,14 @@ class ModelAdapter(Protocol):
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """A raw prompt's tokens, with exactly one BOS if the model wants one."""
+        ...
+
+    def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
+        """The tokens of a prompt for what comes between two texts.
+
+        Raises:
+            UnsupportedParameter: the model's tokenizer has no tokens for that.
+        """
         ...
 
     def output_format(
@@ -178,6 +187,28 @@ class DefaultAdapter:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         prefix = _prefix(tokenizer)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
+        for tokens in INFILL:
+            ids = {name: token_id(tokenizer, name) for name in tokens.names}
+            if None not in ids.values():
+                break
+        else:
+            raise UnsupportedParameter(
+                "`suffix`: this model's tokenizer has no tokens for filling in the middle.",
+                param="suffix",
+            )
+
+        def part(name: str, said: str) -> list[int | None]:
+            return [ids[name], *tokenizer.encode(said, add_special_tokens=False)]
+
+        parts = [part(tokens.prefix, text), part(tokens.suffix, suffix)]
+        if tokens.suffix_first:
+            parts.reverse()
+        if tokens.middle:
+            parts.append([ids[tokens.middle]])
+        found = [number for ids_of_part in parts for number in ids_of_part if number is not None]
+        return _prefix(tokenizer) + found
 
     def _render_plainly(self, tokenizer: Tokenizer) -> Render:
         def render(messages: Messages, tools: Tools | None) -> str:
