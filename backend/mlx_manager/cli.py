@@ -90,6 +90,14 @@ MaxWaiting = Annotated[int | None, option("Requests waiting, per model, before 4
 PageSize = Annotated[int | None, option("Tokens in a KV page", "16")]
 PrefillChunk = Annotated[int | None, option("Most prompt tokens processed in one step", "512")]
 PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
+ResponseStore = Annotated[
+    Path | None,
+    option(
+        "File that keeps answers of /v1/responses; default: memory, until the end", None, "FILE"
+    ),
+]
+ResponseStoreMb = Annotated[float | None, option("Room for them; the oldest make place", "64")]
+ResponseStoreDays = Annotated[float | None, option("Days without use after which they go", "30")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
 LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
 
@@ -131,6 +139,9 @@ def serve(
     max_body_mb: MaxBodyMb = None,
     keepalive_seconds: KeepaliveSeconds = None,
     strict_fields: StrictFields = None,
+    response_store: ResponseStore = None,
+    response_store_mb: ResponseStoreMb = None,
+    response_store_days: ResponseStoreDays = None,
     memory_limit_gb: MemoryLimitGb = None,
     max_models: MaxModels = None,
     weights: Weights = None,

@@ -63,6 +63,15 @@ class ApiLimits:
     strict_fields: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """Where responses are kept (None: in memory), in how many bytes, and for how many seconds."""
+
+    path: Path | None = None
+    max_bytes: int = 64 * 2**20
+    max_age: float = 30 * 86400.0
+
+
 class MLXServerSettings(BaseSettings):
     """Every setting of the server; each is an environment variable `MLX_SERVER_<NAME>`."""
 
@@ -106,6 +115,11 @@ class MLXServerSettings(BaseSettings):
     strict_fields: bool = Field(
         False, description="Refuse request fields nobody knows, instead of naming them in a header"
     )
+    response_store: Path | None = Field(
+        None, description="File that keeps answers of /v1/responses; default: memory, until the end"
+    )
+    response_store_mb: float = Field(64, gt=0, description="Room for them; the oldest make place")
+    response_store_days: float = Field(30, gt=0, description="Days without use after which they go")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What the log shows"
     )
@@ -153,6 +167,14 @@ class MLXServerSettings(BaseSettings):
     @cached_property
     def api(self) -> ApiLimits:
         return ApiLimits(int(self.max_body_mb * 2**20), self.keepalive_seconds, self.strict_fields)
+
+    @cached_property
+    def responses(self) -> ResponseLimits:
+        return ResponseLimits(
+            self.response_store,
+            int(self.response_store_mb * 2**20),
+            self.response_store_days * 86400,
+        )
 
 
 def __getattr__(name: str) -> MLXServerSettings:

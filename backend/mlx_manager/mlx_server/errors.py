@@ -8,6 +8,7 @@
     │   └── RequestTooLarge           413 request_too_large
     ├── AuthenticationFailed          401 invalid_api_key
     ├── ModelNotFound                 404 model_not_found
+    ├── ResponseNotFound              404 response_not_found
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
     │   ├── ModelNotSupported         422 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
@@ -76,6 +77,12 @@ class AuthenticationFailed(MLXManagerError):
 class ModelNotFound(MLXManagerError):
     status = 404
     code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class ResponseNotFound(MLXManagerError):
+    status = 404
+    code = "response_not_found"
     type = "invalid_request_error"
 
 

@@ -36,6 +36,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     PromptRequest,
     TokenizeRequest,
 )
+from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ BODIES: list[type[BaseModel]] = [
     DetokenizeRequest,
     MessagesRequest,
     PromptRequest,
+    ResponsesRequest,
     TokenizeRequest,
 ]
 
@@ -88,6 +90,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         finally:
             serving.cancel()
             await asyncio.wait([serving])
+            server.responses.close()
 
     app = FastAPI(title="MLX Manager", version=__version__, lifespan=lifespan)
     app.state.server = server

@@ -12,12 +12,13 @@ from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
+from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.inference import Answer, Stream, collect
 
 
 async def respond(
     request: Request,
-    body: GenerationParameters | MessagesRequest,
+    body: GenerationParameters | MessagesRequest | ResponsesRequest,
     progress: AsyncGenerator[Progress, None],
     stream: Stream,
     answer: Answer,

@@ -11,6 +11,7 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
+from mlx_manager.mlx_server.services.response_store import ResponseStore
 
 
 class Server:
@@ -19,6 +20,7 @@ class Server:
     def __init__(self, settings: MLXServerSettings) -> None:
         self.settings = settings
         self.created = int(time.time())
+        self.responses = ResponseStore(settings.responses)
         self.tracer: Tracer = Untraced()
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None

@@ -580,7 +580,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         403: "permission_error",
         404: "not_found_error",
         405: "invalid_request_error",
-        413: "request_too_large",
+        413: "invalid_request_error",
         422: "invalid_request_error",
         429: "rate_limit_error",
         503: "overloaded_error",

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mlx_manager.mlx_server.api.v1 import chat, completions, messages, models, tokens
+from mlx_manager.mlx_server.api.v1 import (
+    chat,
+    completions,
+    messages,
+    models,
+    responses,
+    tokens,
+)
 
 v1_router = APIRouter(prefix="/v1", tags=["openai"])
 v1_router.include_router(chat.router)
 v1_router.include_router(completions.router)
 v1_router.include_router(messages.router)
 v1_router.include_router(models.router)
+v1_router.include_router(responses.router)
 v1_router.include_router(tokens.router)

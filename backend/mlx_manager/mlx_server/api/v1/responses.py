@@ -1,0 +1,98 @@
+"""`/v1/responses`: create one, and look at those that were kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from mlx_manager.mlx_server.api.connection import UntilHangup, read
+from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.respond import respond
+from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.protocols import responses
+from mlx_manager.mlx_server.schemas.openai import ErrorBody
+from mlx_manager.mlx_server.schemas.responses import (
+    DeletedResponse,
+    ItemList,
+    ResponsesRequest,
+    ResponsesResponse,
+)
+from mlx_manager.mlx_server.services.response_store import StoredResponse, saving
+
+router = APIRouter()
+
+
+@router.post(
+    "/responses",
+    openapi_extra=takes(ResponsesRequest),
+    responses={200: {"model": ResponsesResponse}, 422: {"model": ErrorBody}},
+)
+async def create_response(request: Request) -> Response:
+    """Answer a conversation, whole or as server-sent events, and keep the answer."""
+    server = server_of(request)
+    body = await read(request, ResponsesRequest, server.settings.api)
+    head = responses.ResponseHead(server.pool.resolve(body.model), body)
+    earlier = body.previous_response_id
+    history = [] if earlier is None else await server.responses.history(earlier)
+    asked = responses.request(head, history)
+    stream = responses.ResponseStream(head)
+    inference = server.inference
+    if body.truncation == "auto":
+        async with UntilHangup(request.receive):
+            asked = await inference.fitted(responses.shortened(asked))
+    progress = inference.generate([asked])
+    if body.store is not False:
+        items = responses.listed(responses.input_items(body))
+
+        async def save() -> None:
+            await server.responses.save(StoredResponse(stream.response(), items))
+
+        progress = saving(progress, save)
+    return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
+
+
+@router.get("/responses/{response_id}", responses={404: {"model": ErrorBody}})
+async def retrieve_response(
+    request: Request, response_id: str, stream: bool = False
+) -> dict[str, Any]:
+    """A response that was kept."""
+    if stream:
+        raise UnsupportedParameter(
+            "`stream` is not supported for a response that is complete.", param="stream"
+        )
+    return (await server_of(request).responses.find(response_id)).response
+
+
+@router.delete("/responses/{response_id}", responses={404: {"model": ErrorBody}})
+async def delete_response(request: Request, response_id: str) -> DeletedResponse:
+    """Forget a response. Conversations can't go on from what went on from it."""
+    await server_of(request).responses.delete(response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.get("/responses/{response_id}/input_items", responses={404: {"model": ErrorBody}})
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> ItemList:
+    """The items that were new in a response's request, the last one first unless asked."""
+    items = (await server_of(request).responses.find(response_id)).input
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InvalidParameter(f"`after`: there is no item {after!r}.", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > limit,
+    )

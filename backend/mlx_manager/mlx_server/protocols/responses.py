@@ -1,0 +1,758 @@
+"""`/v1/responses`: body → request, events → OpenAI's stream of items, events → body. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.core import (
+    Constraint,
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    JsonObject,
+    JsonSchema,
+    Message,
+    NamedTool,
+    Progress,
+    ReasoningDelta,
+    Sampling,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStarted,
+    ToolChoice,
+)
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    MLXManagerError,
+    Overloaded,
+    UnsupportedParameter,
+)
+from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
+from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.schemas.responses import (
+    Content,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    Items,
+    MessageItem,
+    OtherItem,
+    Reasoning,
+    ReasoningItem,
+    RefusalPart,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesTool,
+    Status,
+    TextOptions,
+    TextPart,
+    ToolReference,
+)
+
+JsonItem = dict[str, Any]
+
+UNSUPPORTED: dict[str, Refusal] = {
+    "background": Refusal((False,)),
+    "context_management": Refusal(([],)),
+    "conversation": Refusal(instead="Use `previous_response_id`."),
+    "moderation": Refusal(),
+    "prompt": Refusal(instead="Use `instructions` and `input`."),
+}
+UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {"defer_loading": Refusal((False,))}
+UNSUPPORTED_OF_TEXT: dict[str, Refusal] = {"verbosity": Refusal(("medium",))}
+UNSUPPORTED_OF_REASONING: dict[str, Refusal] = {
+    "summary": Refusal(("auto",), "The reasoning is told in full."),
+    "generate_summary": Refusal(("auto",), "The reasoning is told in full."),
+}
+"""What is refused by name. To support a field, honour it and delete its line."""
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        ENCRYPTED,
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+"""All that may be asked for; beyond the first two there is never anything to include."""
+
+OURS = "mlx-manager:"
+"""What the thinking that this server can read again begins with."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Body → request
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What is known of a response before it begins: all but its output."""
+
+    model: str
+    body: ResponsesRequest
+    id: str = field(default_factory=lambda: new_id("resp"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def includes(self, what: str) -> bool:
+        return what in (self.body.include or ())
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationRequest:
+    """
+    history: the items of the conversation before this request, as `listed` or streamed.
+
+    Raises:
+        InvalidParameter: a value that contradicts another.
+        UnsupportedParameter: a field or a kind of item that can't be honoured.
+    """
+    body = head.body
+    _refuse(body)
+    given = {
+        name: value
+        for name in ("temperature", "top_p")
+        if (value := getattr(body, name)) is not None
+    }
+    asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
+    return GenerationRequest(
+        model=head.model,
+        prompt=_conversation(body, [*Items.validate_python(history), *input_items(body)]),
+        sampling=Sampling(**given),
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if asked else None,
+        constraint=_constraint(body.text),
+        request_id=head.id,
+    )
+
+
+def input_items(body: ResponsesRequest) -> list[Item]:
+    if isinstance(body.input, str):
+        return [MessageItem(role="user", content=body.input)]
+    return body.input
+
+
+def shortened(request: GenerationRequest) -> list[GenerationRequest]:
+    """The request, and ever shorter ones: without the oldest turn, without the two oldest, ...
+
+    A turn begins with a user's message. System messages and the last turn always stay.
+    """
+    prompt = request.prompt
+    assert isinstance(prompt, Conversation)
+    turns = [i for i, message in enumerate(prompt.messages) if message.role == "user"]
+    shorter = [
+        replace(
+            prompt,
+            messages=tuple(
+                message
+                for index, message in enumerate(prompt.messages)
+                if index >= start or message.role == "system"
+            ),
+        )
+        for start in turns[1:]
+    ]
+    return [request, *(replace(request, prompt=each) for each in shorter)]
+
+
+def _refuse(body: ResponsesRequest) -> None:
+    refuse_unsupported(body, UNSUPPORTED)
+    if body.reasoning is not None:
+        refuse_unsupported(body.reasoning, UNSUPPORTED_OF_REASONING, "reasoning.")
+    if body.text is not None:
+        refuse_unsupported(body.text, UNSUPPORTED_OF_TEXT, "text.")
+    for index, name in enumerate(body.include or ()):
+        if name not in INCLUDABLE:
+            raise InvalidParameter(
+                f"`include[{index}]` {name!r} is unknown; possible are {_listing(INCLUDABLE)}.",
+                param=f"include[{index}]",
+            )
+
+
+def _listing(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _constraint(text: TextOptions | None) -> Constraint | None:
+    if text is None or text.format is None:
+        return None
+    wanted = text.format
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object":
+            return JsonObject("text.format")
+        case "json_schema":
+            if wanted.schema_ is None:
+                raise InvalidParameter("`text.format.schema` is missing.", param="text.format")
+            return JsonSchema(json.dumps(wanted.schema_), wanted.strict or False, "text.format")
+
+
+def _conversation(body: ResponsesRequest, items: Sequence[Item]) -> Conversation:
+    said = [*_system(body), *_messages(items)]
+    if not said:
+        raise InvalidParameter("`input` is empty.", param="input")
+    tools = [_tool(tool, f"tools[{index}].") for index, tool in enumerate(body.tools or ())]
+    choice, allowed = _tool_choice(body.tool_choice)
+    return Conversation(
+        messages=tuple(said),
+        tools=tuple(tool for tool in tools if allowed is None or tool.name in allowed),
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_args=_template_args(body.reasoning),
+    )
+
+
+def _template_args(reasoning: Reasoning | None) -> Mapping[str, Any]:
+    args: dict[str, Any] = {}
+    if reasoning is not None and reasoning.effort is not None:
+        args["reasoning_effort"] = reasoning.effort
+        if reasoning.effort == "none":
+            args["enable_thinking"] = False
+    return MappingProxyType(args)
+
+
+def _tool(tool: ResponsesTool, path: str) -> Tool:
+    if tool.type != "function":
+        raise UnsupportedParameter(
+            f"`{path}type` {tool.type!r} is not supported by this server: only functions that the "
+            "client itself runs can be called.",
+            param=f"{path}type",
+        )
+    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, path)
+    if not tool.name:
+        raise InvalidParameter(f"`{path}name` is required.", param=f"{path}name")
+    return Tool(tool.name, tool.description, tool.parameters or {}, tool.strict or False)
+
+
+def _tool_choice(
+    choice: Literal["auto", "none", "required"] | ToolReference | None,
+) -> tuple[ToolChoice, frozenset[str] | None]:
+    """What must be called, and the only names that may be, if they are restricted."""
+    match choice:
+        case None:
+            return "auto", None
+        case str():
+            return choice, None
+        case ToolReference(type="function", name=str(name)):
+            return NamedTool(name), None
+        case ToolReference(type="allowed_tools", mode=mode, tools=list(tools)):
+            return mode or "auto", frozenset(_allowed(tools))
+    raise UnsupportedParameter(
+        f"`tool_choice` of type {choice.type!r} is not supported by this server: it can name a "
+        "function or list allowed ones.",
+        param="tool_choice",
+    )
+
+
+def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for tool in tools:
+        match tool:
+            case {"type": "function", "name": str(name)}:
+                yield name
+            case _:
+                raise UnsupportedParameter(
+                    "`tool_choice.tools` can list functions by their names only.",
+                    param="tool_choice.tools",
+                )
+
+
+# -- Items → messages -------------------------------------------------------------------------
+
+
+def _system(body: ResponsesRequest) -> Iterator[Message]:
+    if body.instructions:
+        yield Message("system", body.instructions)
+
+
+def _messages(items: Sequence[Item]) -> Iterator[Message]:
+    """What an assistant said, thought and called between two others is one message."""
+    answer: Message | None = None
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        piece = _piece(item, path)
+        if piece.role == "assistant":
+            answer = piece if answer is None else _joined(answer, piece)
+            continue
+        if answer is not None:
+            yield answer
+            answer = None
+        yield piece
+    if answer is not None:
+        yield answer
+
+
+def _piece(item: Item, path: str) -> Message:
+    match item:
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            return Message(role, _text(item.content, f"{path}.content"))
+        case FunctionCallItem():
+            call = ToolCall(item.call_id, item.name, item.arguments)
+            return Message("assistant", tool_calls=(call,))
+        case FunctionCallOutputItem():
+            output = _text(item.output, f"{path}.output")
+            return Message("tool", output, tool_call_id=item.call_id)
+        case ReasoningItem():
+            return Message("assistant", reasoning=_thinking(item))
+        case OtherItem():
+            raise UnsupportedParameter(
+                f"`{path}` is of type {item.type!r}, which this server can't read.",
+                param=f"{path}.type",
+            )
+
+
+def _joined(first: Message, second: Message) -> Message:
+    return Message(
+        "assistant",
+        "\n".join(text for text in (first.content, second.content) if text),
+        reasoning="\n".join(filter(None, (first.reasoning, second.reasoning))) or None,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )
+
+
+def _text(content: Content, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        match part:
+            case TextPart(text=text) | RefusalPart(refusal=text):
+                texts.append(text)
+            case _:
+                raise UnsupportedParameter(
+                    f"`{path}[{index}]` is of type {part.type!r}; this model takes text only.",
+                    param=f"{path}[{index}].type",
+                )
+    return "\n".join(texts)
+
+
+def _thinking(item: ReasoningItem) -> str | None:
+    """The thinking, None if only another server can read it."""
+    parts = item.content or item.summary
+    if parts:
+        return "\n".join(part.text for part in parts)
+    return _opened(item.encrypted_content or "")
+
+
+def _closed(thinking: str) -> str:
+    """Thinking for a client to keep and not to look at. It is no secret."""
+    return OURS + base64.b64encode(thinking.encode("utf-8", "surrogatepass")).decode()
+
+
+def _opened(kept: str) -> str | None:
+    if not kept.startswith(OURS):
+        return None
+    try:
+        return base64.b64decode(kept.removeprefix(OURS)).decode("utf-8", "surrogatepass")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+# -- Items → items that can be listed ----------------------------------------------------------
+
+
+def listed(items: Sequence[Item]) -> list[JsonItem]:
+    """The items of a request as the API gives them back, each with an id."""
+    return [_listed(item) for item in items]
+
+
+def _listed(item: Item) -> JsonItem:
+    match item:
+        case MessageItem(content=content):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            parts = [content] if isinstance(content, str) else [_text([p], "") for p in content]
+            return {
+                "id": item.id or new_id("msg"),
+                "type": "message",
+                "status": "completed",
+                "role": item.role,
+                "content": [_listed_text(kind, text) for text in parts],
+            }
+        case FunctionCallItem():
+            return item.model_dump(include={"type", "call_id", "name", "arguments"}) | {
+                "id": item.id or new_id("fc"),
+                "status": "completed",
+            }
+        case FunctionCallOutputItem():
+            return {
+                "id": item.id or new_id("fco"),
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": _text(item.output, ""),
+                "status": "completed",
+            }
+        case _:
+            return item.model_dump(exclude_none=True) | {"id": _id_of(item)}
+
+
+def _id_of(item: Item) -> str:
+    return (item.id if isinstance(item, ReasoningItem) else None) or new_id("rs")
+
+
+def _listed_text(kind: str, text: str) -> JsonItem:
+    part: JsonItem = {"type": kind, "text": text}
+    return part if kind == "input_text" else part | {"annotations": [], "logprobs": []}
+
+
+# ---------------------------------------------------------------------------------------------
+# The response, at any time of its life
+# ---------------------------------------------------------------------------------------------
+
+
+def _shell(head: ResponseHead) -> JsonItem:
+    """A response without output."""
+    body = head.body
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": head.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": _format(body.text)},
+        "tool_choice": _shown_choice(body),
+        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _format(text: TextOptions | None) -> JsonItem:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    return text.format.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _shown_choice(body: ResponsesRequest) -> str | JsonItem:
+    if isinstance(body.tool_choice, ToolReference):
+        return body.tool_choice.model_dump(exclude_none=True)
+    return body.tool_choice or "auto"
+
+
+def _shown_tool(tool: ResponsesTool) -> JsonItem:
+    return {
+        "type": tool.type,
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict or False,
+    }
+
+
+def _usage(usage: core.Usage) -> JsonItem:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error(error: MLXManagerError) -> JsonItem:
+    match error:
+        case Overloaded():
+            code = "rate_limit_exceeded"
+        case InvalidRequest():
+            code = "invalid_prompt"
+        case _:
+            code = "server_error"
+    return {"code": code, "message": error.message}
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → stream
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """An item that is being written. `call` only of a function call."""
+
+    kind: Literal["message", "reasoning", "function_call"]
+    id: str
+    call: ToolCallStarted | None = None
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def part(self) -> JsonItem:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        logprobs = _logprobs(self.logprobs)
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": logprobs,
+        }
+
+    def item(self, status: Status, *, encrypted: bool = False) -> JsonItem:
+        begun = status == "in_progress"
+        match self.kind:
+            case "message":
+                content = [] if begun else [self.part()]
+                said = {"role": "assistant", "content": content}
+                return {"id": self.id, "type": "message", "status": status, **said}
+            case "reasoning":
+                content = [] if begun else [self.part()]
+                thought: JsonItem = {"summary": [], "content": content}
+                if encrypted and not begun:
+                    thought["encrypted_content"] = _closed(self.text)
+                return {"id": self.id, "type": "reasoning", "status": status, **thought}
+            case "function_call":
+                assert self.call is not None
+                called = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+                return {"id": self.id, "type": "function_call", "status": status, **called}
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponseStream:
+    """Writes an answer's events as OpenAI does: items and parts that open, grow and close in turn.
+
+    What has been written so far can be had as a `response` at any time. The last event is written
+    by `end`: by then a response that is to be kept has been.
+    """
+
+    keep_alive = sse.KEEP_ALIVE
+    _text_open = (
+        "event: response.output_text.delta\n"
+        'data: {"type":"response.output_text.delta","sequence_number":'
+    )
+
+    def __init__(self, head: ResponseHead) -> None:
+        self.head = head
+        self._number = 0
+        self._items: list[JsonItem] = []
+        self._open: _OpenItem | None = None
+        self._finished: Finished | None = None
+        self._completed: int | None = None
+        self._message: _OpenItem | None = None
+        self._text_middle = ""
+
+    def write(self, progress: Progress) -> bytes:
+        """The events of one step, ready for the wire."""
+        out = ""
+        for _, events in progress:
+            for event in events:
+                # The one path that nearly every token takes.
+                if type(event) is TextDelta and self._message is not None and not event.logprobs:
+                    self._message.pieces.append(event.text)
+                    out += (
+                        f"{self._text_open}{self._number}{self._text_middle}"
+                        f'{sse.quote(event.text)},"logprobs":[]}}\n\n'
+                    )
+                    self._number += 1
+                else:
+                    out += self._event(event)
+        return out.encode("ascii")
+
+    def end(self) -> bytes:
+        response = self.response()
+        return self._emit(f"response.{response['status']}", response=response).encode("ascii")
+
+    def fail(self, error: MLXManagerError) -> bytes:
+        response = self.response() | {"status": "failed", "error": _error(error)}
+        return self._emit("response.failed", response=response).encode("ascii")
+
+    def response(self) -> JsonItem:
+        """The response so far, finished items only."""
+        shell = _shell(self.head) | {"output": list(self._items)}
+        if self._finished is None:
+            return shell
+        cut = self._finished.reason == "length"
+        return shell | {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": self._completed,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": _usage(self._finished.usage),
+        }
+
+    def _event(self, event: Event) -> str:
+        match event:
+            case TextDelta(text, logprobs):
+                return self._enter("message") + self._text(text, logprobs)
+            case ReasoningDelta(text):
+                return self._enter("reasoning") + self._reasoning(text)
+            case ToolCallStarted():
+                return self._enter("function_call", event)
+            case ToolCallDelta(_, arguments):
+                return self._grow("response.function_call_arguments.delta", arguments)
+            case Started():
+                created = self._emit("response.created", response=self.response())
+                return created + self._emit("response.in_progress", response=self.response())
+            case Finished(reason):
+                closed = self._leave("incomplete" if reason == "length" else "completed")
+                self._finished = event
+                self._completed = int(time.time())
+                return closed
+
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> str:
+        assert self._open is not None
+        self._open.logprobs += logprobs
+        scores = _bare(_logprobs(logprobs))
+        return self._grow("response.output_text.delta", text, content_index=0, logprobs=scores)
+
+    def _reasoning(self, text: str) -> str:
+        return self._grow("response.reasoning_text.delta", text, content_index=0)
+
+    def _grow(self, kind: str, delta: str, **more: Any) -> str:
+        assert self._open is not None
+        self._open.pieces.append(delta)
+        return self._emit(kind, **self._place(), **more, delta=delta)
+
+    def _enter(
+        self,
+        kind: Literal["message", "reasoning", "function_call"],
+        call: ToolCallStarted | None = None,
+    ) -> str:
+        """Open an item unless one of its kind is open that goes on; each call has its own."""
+        if self._open is not None and self._open.kind == kind != "function_call":
+            return ""
+        closed = self._leave("completed")
+        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), call)
+        if kind == "message":
+            self._message = opened
+            self._text_middle = (
+                f',"item_id":"{opened.id}","output_index":{len(self._items)},'
+                '"content_index":0,"delta":'
+            )
+        added = self._emit(
+            "response.output_item.added",
+            output_index=len(self._items),
+            item=opened.item("in_progress"),
+        )
+        return closed + added + self._part("added")
+
+    def _leave(self, status: Status) -> str:
+        if self._open is None:
+            return ""
+        item = self._open.item(status, encrypted=self.head.includes(ENCRYPTED))
+        index = len(self._items)
+        done = self._done() + self._part("done")
+        self._items.append(item)
+        self._open = self._message = None
+        return done + self._emit("response.output_item.done", output_index=index, item=item)
+
+    def _done(self) -> str:
+        assert self._open is not None
+        place, text = self._place(), self._open.text
+        match self._open.kind:
+            case "function_call":
+                return self._emit("response.function_call_arguments.done", **place, arguments=text)
+            case "reasoning":
+                return self._emit(
+                    "response.reasoning_text.done", **place, content_index=0, text=text
+                )
+            case "message":
+                logprobs = _bare(_logprobs(self._open.logprobs))
+                return self._emit(
+                    "response.output_text.done",
+                    **place,
+                    content_index=0,
+                    text=text,
+                    logprobs=logprobs,
+                )
+
+    def _part(self, what: Literal["added", "done"]) -> str:
+        assert self._open is not None
+        if self._open.kind == "function_call":
+            return ""
+        part = self._open.part()
+        kind = f"response.content_part.{what}"
+        return self._emit(kind, **self._place(), content_index=0, part=part)
+
+    def _place(self) -> JsonItem:
+        assert self._open is not None
+        return {"item_id": self._open.id, "output_index": len(self._items)}
+
+    def _emit(self, kind: str, **fields: Any) -> str:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return sse.named(kind, event)
+
+
+def _logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonItem]:
+    found: list[JsonItem] = chat_logprobs(tokens)["content"]
+    return found
+
+
+def _bare(logprobs: Sequence[JsonItem]) -> list[JsonItem]:
+    """Without the bytes, which only finished texts have."""
+    return [
+        {
+            "token": token["token"],
+            "logprob": token["logprob"],
+            "top_logprobs": [
+                {"token": top["token"], "logprob": top["logprob"]} for top in token["top_logprobs"]
+            ],
+        }
+        for token in logprobs
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Events → body
+# ---------------------------------------------------------------------------------------------
+
+
+class ResponseAnswer:
+    """Collects an answer's events into the body of a response: what the stream ends with."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+
+    def add(self, progress: Progress) -> None:
+        self._stream.write(progress)
+
+    def body(self) -> ResponsesResponse:
+        """The response, once the answer has finished. Serialise it with `exclude_unset`."""
+        return ResponsesResponse(**self._stream.response())

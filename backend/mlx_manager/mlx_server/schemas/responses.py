@@ -1,0 +1,300 @@
+"""OpenAI's wire types of the Responses API.
+
+As in `schemas.openai`, a field that is declared is honoured, listed in `NO_EFFECT`, or refused by
+`protocols.responses` when it asks for something; a field that is not is named in a header.
+
+Source: OpenAI's API description and the types of its Python SDK.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
+
+from mlx_manager.mlx_server.schemas.wire import NonEmpty, Wire, choose, shape, text_or_list
+
+NO_EFFECT = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "max_tool_calls",
+        "stream_options",
+    }
+)
+"""Hints that change nothing about the answer here: accepted, and without effect."""
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Items
+# ---------------------------------------------------------------------------------------------
+
+
+class TextPart(Wire):
+    """Text that was said by whomever. What stands beside it has no effect."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class RefusalPart(Wire):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(Wire):
+    """A kind of content that text models don't read. Refused by name."""
+
+    type: str
+
+
+_PARTS = {
+    "input_text": "<text>",
+    "output_text": "<text>",
+    "text": "<text>",
+    "refusal": "<refusal>",
+}
+
+
+def _part_kind(value: object) -> str:
+    match value:
+        case {"type": str(kind)}:
+            return _PARTS.get(kind, "<other>")
+        case BaseModel():
+            return _PARTS.get(value.type, "<other>")  # type: ignore[attr-defined]
+    return "<other>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[OtherPart, Tag("<other>")],
+    Discriminator(_part_kind),
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    choose(text_or_list, "a string or a list of content parts"),
+]
+
+
+class MessageItem(Wire):
+    """`phase` has no effect."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: Any = None
+
+
+class FunctionCallItem(Wire):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionCallOutputItem(Wire):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningPart(Wire):
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Wire):
+    """`encrypted_content` is the thinking in a form that this server can read again."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+class OtherItem(Wire):
+    """Hosted tools' calls and whatever else nobody here can read. Refused by name."""
+
+    type: str
+
+
+_ITEMS = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+
+
+def _item_kind(value: object) -> str:
+    match value:
+        case {"type": str(kind)}:
+            return f"<{kind}>" if kind in _ITEMS else "<other>"
+        case BaseModel():
+            return f"<{value.type}>"  # type: ignore[attr-defined]
+    return "<message>"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[OtherItem, Tag("<other>")],
+    Discriminator(_item_kind),
+]
+Items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+"""What the store keeps, read again."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests
+# ---------------------------------------------------------------------------------------------
+
+
+class ResponsesTool(Wire):
+    """A function the model may call. Other types are hosted tools, refused by name."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolReference(Wire):
+    """`tool_choice` that names a function, or several of them with type allowed_tools."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+    | Annotated[ToolReference, Tag("<object>")],
+    choose(shape, "'auto', 'none', 'required' or an object that names functions"),
+]
+
+
+class Reasoning(Wire):
+    """`summary` must be null or auto: thinking is told in full, and not summed up."""
+
+    effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(Wire):
+    """`schema` and `strict` go with type json_schema; its `name` and `description` do nothing."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Wire):
+    format: TextFormat | None = Field(None, description="What the answer's text must be")
+    verbosity: str | None = Field(None, description="low, medium or high")
+
+
+Input = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<list>")],
+    choose(text_or_list, "a string or a list of items"),
+]
+
+
+class ResponsesRequest(Wire):
+    """`POST /v1/responses`."""
+
+    model: str | None = Field(None, description="Model id; the server's default when absent")
+    input: Input = Field(description="Text, or a list of items")
+    instructions: str | None = Field(None, description="System text, for this answer only")
+    previous_response_id: str | None = Field(None, description="What the conversation goes on from")
+    store: bool | None = Field(None, description="Keep the answer to go on from; default true")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Most tokens generated, reasoning included; default: the context"
+    )
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
+    tools: list[ResponsesTool] | None = Field(None, description="Functions the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto, none, required, a function by name, or allowed_tools"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer")
+    reasoning: Reasoning | None = Field(None, description="Effort")
+    text: TextOptions | None = Field(None, description="Format of the answer")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto leaves the oldest turns out of a conversation that is too long"
+    )
+    include: list[str] | None = Field(
+        None, description="reasoning.encrypted_content; what hosted tools find is never there"
+    )
+    metadata: dict[str, str] | None = Field(None, description="Kept with the answer")
+
+    user: str | None = Field(None, description="No effect")
+    safety_identifier: str | None = Field(None, description="No effect")
+    service_tier: Any = Field(None, description="No effect")
+    prompt_cache_key: str | None = Field(None, description="No effect: prefixes are shared anyway")
+    prompt_cache_retention: Any = Field(None, description="No effect")
+    prompt_cache_options: Any = Field(None, description="No effect")
+    max_tool_calls: int | None = Field(None, description="No effect: only hosted tools count")
+    stream_options: Any = Field(None, description="No effect: events are never padded")
+
+    background: bool | None = Field(None, description="Answer later")
+    conversation: Any = Field(None, description="Conversation kept by the server")
+    context_management: list[Any] | None = Field(None, description="Compaction")
+    moderation: Any = Field(None, description="Moderate input and output")
+    prompt: Any = Field(None, description="Template kept by the server")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
+
+
+class ResponsesResponse(Wire):
+    """A response at any time of its life. `output` holds items as above."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(Wire):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(Wire):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

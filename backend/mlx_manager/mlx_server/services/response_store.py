@@ -1,0 +1,185 @@
+"""What clients of the Responses API go on from: answers and what was asked, in SQLite.
+
+Each response is kept with its own input and the id of the one before it, so that a conversation
+takes room once. What nobody has used for long goes, and so does the least recently used when
+there is no room; using a response uses all those before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mlx_manager.mlx_server.config import ResponseLimits
+from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound
+
+T = TypeVar("T")
+JsonItem = dict[str, Any]
+
+TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, bytes INTEGER NOT NULL,
+    response TEXT NOT NULL, input TEXT NOT NULL
+)
+"""
+INDEX = "CREATE INDEX IF NOT EXISTS by_use ON responses (used, bytes)"
+CHAIN = """
+WITH RECURSIVE chain (id, previous, depth) AS (
+    SELECT id, previous, 0 FROM responses WHERE id = ?
+    UNION ALL
+    SELECT r.id, r.previous, depth + 1 FROM responses r JOIN chain ON r.id = chain.previous
+)
+"""
+OVERFLOW = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, SUM(bytes) OVER (ORDER BY used DESC, rowid DESC) AS total FROM responses
+    ) WHERE total > ?
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """`response` as it was sent, `input` the items that were new in its request."""
+
+    response: JsonItem
+    input: list[JsonItem]
+
+    @property
+    def id(self) -> str:
+        found: str = self.response["id"]
+        return found
+
+    @property
+    def previous(self) -> str | None:
+        found: str | None = self.response["previous_response_id"]
+        return found
+
+
+class ResponseStore:
+    """Keeps responses. Its methods run in asyncio, the statements on threads, one at a time.
+
+    Raises:
+        MLXManagerError: the file can't be opened, or is no database.
+    """
+
+    def __init__(self, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(limits.path or ":memory:", check_same_thread=False)
+            with self._database:
+                self._database.execute(TABLE)
+                self._database.execute(INDEX)
+        except sqlite3.Error as error:
+            raise MLXManagerError(
+                f"MLX_SERVER_RESPONSE_STORE: {limits.path} can't be used: {error}."
+            ) from error
+
+    async def save(self, stored: StoredResponse) -> None:
+        """Keep it, at the cost of others if need be."""
+        await asyncio.to_thread(self._locked, self._save, stored)
+
+    async def find(self, response_id: str) -> StoredResponse:
+        """
+        Raises:
+            ResponseNotFound: it was never kept, or is gone.
+        """
+        return await asyncio.to_thread(self._locked, self._find, response_id)
+
+    async def history(self, response_id: str) -> list[JsonItem]:
+        """The items of a conversation up to and with this response, in their order.
+
+        Raises:
+            ResponseNotFound: it, or one that it goes on from, is not there.
+        """
+        return await asyncio.to_thread(self._locked, self._history, response_id)
+
+    async def delete(self, response_id: str) -> None:
+        """
+        Raises:
+            ResponseNotFound: it was never kept, or is gone.
+        """
+        await asyncio.to_thread(self._locked, self._delete, response_id)
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    def _locked(self, job: Callable[..., T], *args: object) -> T:
+        with self._lock, self._database:
+            return job(*args)
+
+    def _save(self, stored: StoredResponse) -> None:
+        response, asked = json.dumps(stored.response), json.dumps(stored.input)
+        row = (
+            stored.id,
+            stored.previous,
+            self._clock(),
+            len(response) + len(asked),
+            response,
+            asked,
+        )
+        self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._forget()
+        self._database.execute(OVERFLOW, (self._limits.max_bytes,))
+
+    def _find(self, response_id: str) -> StoredResponse:
+        self._forget()
+        query = "SELECT response, input FROM responses WHERE id = ?"
+        row = self._database.execute(query, (response_id,)).fetchone()
+        if row is None:
+            raise ResponseNotFound(f"There is no response {response_id!r} here.")
+        return StoredResponse(json.loads(row[0]), json.loads(row[1]))
+
+    def _history(self, response_id: str) -> list[JsonItem]:
+        self._forget()
+        query = CHAIN + (
+            "SELECT r.response, r.input, r.previous FROM chain JOIN responses r USING (id) "
+            "ORDER BY depth DESC"
+        )
+        rows = self._database.execute(query, (response_id,)).fetchall()
+        if not rows or rows[0][2] is not None:
+            raise ResponseNotFound(
+                f"There is no response {response_id!r} here, or not all that it goes on from.",
+                param="previous_response_id",
+            )
+        use = CHAIN + "UPDATE responses SET used = ? WHERE id IN (SELECT id FROM chain)"
+        self._database.execute(use, (response_id, self._clock()))
+        return [
+            item
+            for response, asked, _ in rows
+            for item in json.loads(asked) + json.loads(response)["output"]
+        ]
+
+    def _delete(self, response_id: str) -> None:
+        done = self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        if not done.rowcount:
+            raise ResponseNotFound(f"There is no response {response_id!r} here.")
+
+    def _forget(self) -> None:
+        oldest = self._clock() - self._limits.max_age
+        self._database.execute("DELETE FROM responses WHERE used < ?", (oldest,))
+
+
+async def saving(
+    progress: AsyncGenerator[Progress, None], save: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Progress, None]:
+    """`progress`, and `save` once whoever reads it has had the last of it.
+
+    The end of the answer is told afterwards, so that a client that goes on at once finds it.
+    """
+    async with aclosing(progress):
+        async for step in progress:
+            yield step
+    await save()

@@ -1,0 +1,397 @@
+"""What is the same whatever protocol a request comes by: there is one path for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from openai.types.responses import ResponseStreamEvent
+from openai_spec import check
+from scripted import MODEL, Script, ScriptedBackend, ScriptedPool, says
+from sdk_models import events, strictly
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Finished, Started, TextDelta, Usage
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    MLXManagerError,
+    OutOfMemory,
+    Overloaded,
+)
+from mlx_manager.mlx_server.main import create_app
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How to say the same in one protocol, and how to read what it answers."""
+
+    path: str
+    body: dict[str, Any]
+    limit: str
+    text: Callable[[Any], str]
+    tokens: Callable[[Any], tuple[int, int, int]]
+    cut: Callable[[Any], bool]
+
+
+SAID = [{"role": "user", "content": "hi"}]
+CHAT = Protocol(
+    "/v1/chat/completions",
+    {"messages": SAID, "stream_options": {"include_usage": True}},
+    "max_tokens",
+    lambda body: body["choices"][0]["message"]["content"],
+    lambda body: (
+        body["usage"]["prompt_tokens"],
+        body["usage"]["prompt_tokens_details"]["cached_tokens"],
+        body["usage"]["completion_tokens"],
+    ),
+    lambda body: body["choices"][0]["finish_reason"] == "length",
+)
+COMPLETIONS = Protocol(
+    "/v1/completions",
+    {"prompt": "hi", "stream_options": {"include_usage": True}},
+    "max_tokens",
+    lambda body: body["choices"][0]["text"],
+    CHAT.tokens,
+    CHAT.cut,
+)
+MESSAGES = Protocol(
+    "/v1/messages",
+    {"messages": SAID, "max_tokens": 2},
+    "max_tokens",
+    lambda body: "".join(block["text"] for block in body["content"]),
+    lambda body: (
+        body["usage"]["input_tokens"] + body["usage"]["cache_read_input_tokens"],
+        body["usage"]["cache_read_input_tokens"],
+        body["usage"]["output_tokens"],
+    ),
+    lambda body: body["stop_reason"] == "max_tokens",
+)
+RESPONSES = Protocol(
+    "/v1/responses",
+    {"input": "hi"},
+    "max_output_tokens",
+    lambda body: "".join(part["text"] for item in body["output"] for part in item["content"]),
+    lambda body: (
+        body["usage"]["input_tokens"],
+        body["usage"]["input_tokens_details"]["cached_tokens"],
+        body["usage"]["output_tokens"],
+    ),
+    lambda body: body["incomplete_details"] == {"reason": "max_output_tokens"},
+)
+ALL = [CHAT, COMPLETIONS, MESSAGES, RESPONSES]
+everywhere = pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.path)
+both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+def asked(protocol: Protocol, stream: bool, **fields: Any) -> dict[str, Any]:
+    body = protocol.body | {"stream": stream} | fields
+    if not stream:
+        body.pop("stream_options", None)
+    return body
+
+
+def parts(response: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream, checked against the SDKs' models where those have names."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    if "event: " not in response.text:
+        lines = [line for line in response.text.split("\n\n") if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+    named = [(name, data) for name, data in events(response.text) if name != "ping"]
+    for name, data in named:
+        assert data["type"] == name
+        if name == "error":
+            strictly(ErrorResponse, data)
+        else:
+            kind = ResponseStreamEvent if name.startswith("response.") else RawMessageStreamEvent
+            strictly(kind, data)
+    return [data for _, data in named]
+
+
+def joined(protocol: Protocol, response: httpx.Response) -> Any:
+    """A stream as the body that would have come whole."""
+    found = parts(response)
+    if protocol is RESPONSES:
+        return found[-1]["response"]
+    if protocol is MESSAGES:
+        body = found[0]["message"]
+        texts = [part["delta"]["text"] for part in found if part["type"] == "content_block_delta"]
+        body["content"] = [{"text": "".join(texts)}]
+        ending = next(part for part in found if part["type"] == "message_delta")
+        return body | ending["delta"] | {"usage": ending["usage"]}
+    choices = [part["choices"][0] for part in found if part["choices"]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]  # fmt: skip
+    whole = {"text": "".join(texts), "message": {"content": "".join(texts)}}
+    return {
+        "choices": [whole | {"finish_reason": choices[-1]["finish_reason"]}],
+        "usage": found[-1]["usage"],
+    }
+
+
+async def answered(
+    client: httpx.AsyncClient, protocol: Protocol, stream: bool, **fields: Any
+) -> Any:
+    response = await client.post(protocol.path, json=asked(protocol, stream, **fields))
+    assert response.status_code == 200, response.text
+    return joined(protocol, response) if stream else response.json()
+
+
+def failure(protocol: Protocol, body: Any) -> str:
+    """The message of an error, which must have the protocol's shape."""
+    if protocol is MESSAGES:
+        strictly(ErrorResponse, body)
+        assert body["request_id"]
+    else:
+        check("ErrorResponse", body)
+    found: str = body["error"]["message"]
+    return found
+
+
+@everywhere
+@both
+async def test_text_usage_and_end_are_told(serve, protocol: Protocol, stream: bool):
+    script = says("Hel", "lo", prompt_tokens=30, cached=16)
+    async with serve(lambda _: script) as client:
+        body = await answered(client, protocol, stream)
+    assert protocol.text(body) == "Hello"
+    assert protocol.tokens(body) == (30, 16, 2)
+    assert not protocol.cut(body)
+
+
+@everywhere
+@both
+async def test_a_cut_by_length_is_told(serve, protocol: Protocol, stream: bool):
+    backend = ScriptedBackend(lambda _: says("Hel", "lo", reason="length"))
+    async with serve(pool=ScriptedPool(backend)) as client:
+        body = await answered(client, protocol, stream, **{protocol.limit: 2})
+    assert backend.requests[0].max_tokens == 2
+    assert protocol.cut(body)
+
+
+@everywhere
+@both
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Overloaded("It is full.", retry_after=3), 429),
+        (OutOfMemory("No room."), 503),
+        (ContextLengthExceeded("5 tokens > 4"), 400),
+        (GenerationFailed("It broke."), 500),
+    ],
+)
+async def test_a_failure_before_the_first_event_has_its_status(
+    serve, protocol: Protocol, stream: bool, error: MLXManagerError, status: int
+):
+    async with serve(lambda _: [error]) as client:
+        response = await client.post(protocol.path, json=asked(protocol, stream))
+    assert response.status_code == status
+    assert error.message in failure(protocol, response.json())
+    wait = None if error.retry_after is None else str(error.retry_after)
+    assert response.headers.get("retry-after") == wait
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+
+
+@everywhere
+@both
+async def test_an_unknown_model_a_bad_value_and_a_broken_body_are_told(
+    serve, protocol: Protocol, stream: bool
+):
+    headers = {"content-type": "application/json"}
+    async with serve() as client:
+        missing = await client.post(protocol.path, json=asked(protocol, stream, model="gpt-9"))
+        hot = await client.post(protocol.path, json=asked(protocol, stream, temperature=5))
+        broken = await client.post(protocol.path, content=b"{", headers=headers)
+    for response, status, word in (
+        (missing, 404, "gpt-9"),
+        (hot, 422, "temperature"),
+        (broken, 400, "JSON"),
+    ):
+        assert response.status_code == status
+        assert word in failure(protocol, response.json())
+
+
+@everywhere
+async def test_a_body_too_large_and_a_wrong_method_are_told(serve, protocol: Protocol):
+    async with serve(max_body_mb=0.001) as client:
+        large = await client.post(protocol.path, json=asked(protocol, False, x="x" * 2000))
+        wrong = await client.put(protocol.path)
+    assert (large.status_code, wrong.status_code) == (413, 405)
+    for response in (large, wrong):
+        assert failure(protocol, response.json())
+
+
+@everywhere
+@pytest.mark.parametrize("error", [GenerationFailed("It broke."), ValueError("secret")])
+async def test_a_failure_in_a_stream_is_its_last_event(serve, protocol: Protocol, error: Exception):
+    async with serve(lambda _: [[Started(1)], [TextDelta("a")], error]) as client:
+        response = await client.post(protocol.path, json=asked(protocol, True))
+    assert response.status_code == 200
+    last = parts(response)[-1]
+    if protocol is RESPONSES:
+        assert last["type"] == "response.failed"
+        told = last["response"]["error"]["message"]
+    else:
+        told = failure(protocol, last)
+    assert "It broke." in told or "failed to answer (ValueError)" in told
+    assert "secret" not in response.text
+
+
+@everywhere
+async def test_silence_is_filled_and_the_answer_is_the_same(serve, protocol: Protocol):
+    gate = asyncio.Event()
+    script: Script = lambda _: [gate, *says("Hel", "lo")]  # noqa: E731
+    pool = ScriptedPool(ScriptedBackend(script))
+    app = create_app(MLXServerSettings(model=MODEL, keepalive_seconds=0.001), pool)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 4:
+            gate.set()
+
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        await call(app, protocol, send, asyncio.Event())
+    sign = b"event: ping" if protocol is MESSAGES else b": keep-alive"
+    assert all(body.startswith(sign) for body in sent[1:4])
+    assert protocol.text(joined_bytes(protocol, b"".join(sent))) == "Hello"
+
+
+def joined_bytes(protocol: Protocol, body: bytes) -> Any:
+    headers = {"content-type": "text/event-stream"}
+    return joined(protocol, httpx.Response(200, content=body, headers=headers))
+
+
+async def call(app: Any, protocol: Protocol, send: Any, leaves: asyncio.Event, **fields: Any):
+    """The application itself, by a caller who hangs up when `leaves` is set."""
+    bodies = [json.dumps(asked(protocol, True) | fields).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": protocol.path,
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+    }
+    await app(scope, receive, send)
+
+
+@everywhere
+@both
+async def test_hanging_up_cancels(protocol: Protocol, stream: bool):
+    backend = ScriptedBackend(lambda _: [[Started(1)], [TextDelta("a")], asyncio.Event()])
+    pool = ScriptedPool(backend)
+    app = create_app(MLXServerSettings(model=MODEL), pool)
+    leaves = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        pass
+
+    fields = {} if stream else {"stream": False, "stream_options": None}
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        calling = asyncio.create_task(call(app, protocol, send, leaves, **fields))
+        await backend.until(lambda backend: backend.running == 1)
+        leaves.set()
+        await backend.until(lambda backend: backend.cancelled == 1)
+        await calling
+    assert (backend.running, pool.leases) == (0, 0)
+
+
+# What only some of them have
+
+
+async def test_tokens_are_counted_without_generating(serve):
+    backend = ScriptedBackend(lambda _: says("x"))
+    asking = {"messages": SAID, "system": "Be very brief."}
+    async with serve(pool=ScriptedPool(backend)) as client:
+        response = await client.post("/v1/messages/count_tokens", json=asking | {"later": 1})
+        missing = await client.post("/v1/messages/count_tokens", json=asking | {"model": "x"})
+    assert response.json() == {"input_tokens": 4}
+    assert response.headers["x-unknown-fields"] == "later"
+    assert failure(MESSAGES, missing.json())
+    assert not backend.requests
+
+
+async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
+    backend = ScriptedBackend(lambda _: says("Hel", "lo"))
+    async with serve(pool=ScriptedPool(backend)) as client:
+        first = await answered(client, RESPONSES, True, instructions="Only now.")
+        kept = (await client.get(f"/v1/responses/{first['id']}")).json()
+        second = await answered(client, RESPONSES, False, previous_response_id=first["id"])
+        third = await answered(
+            client, RESPONSES, False, previous_response_id=second["id"], input="bye", store=False
+        )
+        lost = await client.get(f"/v1/responses/{third['id']}")
+        listed = (await client.get(f"/v1/responses/{second['id']}/input_items")).json()
+    assert kept == first
+    said = [(message.role, message.content) for message in backend.requests[-1].prompt.messages]
+    hello = [("user", "hi"), ("assistant", "Hello")]
+    assert said == [*hello, *hello, ("user", "bye")]
+    assert lost.status_code == 404
+    check("ErrorResponse", lost.json())
+    [item] = listed["data"]
+    assert item["content"] == [{"type": "input_text", "text": "hi"}]
+
+
+async def test_input_items_come_in_pages(serve):
+    said = [{"role": "user", "content": str(number)} for number in range(5)]
+    async with serve() as client:
+        response = await answered(client, RESPONSES, False, input=said)
+        path = f"/v1/responses/{response['id']}/input_items"
+        newest = (await client.get(path, params={"limit": 2})).json()
+        rest = (await client.get(path, params={"after": newest["last_id"]})).json()
+        oldest = (await client.get(path, params={"limit": 1, "order": "asc"})).json()
+        wrong = await client.get(path, params={"after": "nothing"})
+
+    def numbers(page: Any) -> str:
+        return "".join(item["content"][0]["text"] for item in page["data"])
+
+    assert (numbers(newest), newest["has_more"]) == ("43", True)
+    assert (numbers(rest), rest["has_more"]) == ("210", False)
+    assert numbers(oldest) == "0"
+    assert wrong.status_code == 422
+
+
+async def test_a_response_that_is_not_there_is_told(serve):
+    async with serve() as client:
+        for response in (
+            await client.get("/v1/responses/resp_x"),
+            await client.delete("/v1/responses/resp_x"),
+            await client.get("/v1/responses/resp_x/input_items"),
+            await client.post(
+                "/v1/responses", json={"input": "x", "previous_response_id": "resp_x"}
+            ),
+        ):
+            assert response.status_code == 404
+            check("ErrorResponse", response.json())
+            assert response.json()["error"]["code"] == "response_not_found"
+
+
+async def test_a_stream_that_is_cut_keeps_nothing(serve):
+    async with serve(lambda _: [[Started(1)], GenerationFailed("x")]) as client:
+        response = await client.post("/v1/responses", json={"input": "x", "stream": True})
+        first = parts(response)[0]["response"]
+        assert (await client.get(f"/v1/responses/{first['id']}")).status_code == 404
+
+
+async def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(serve):
+    backend = ScriptedBackend(lambda _: [[Started(1)], [Finished("stop", Usage(1, 0))]])
+    turns = [{"role": "user", "content": "word " * 3000} for _ in range(5)]
+    async with serve(pool=ScriptedPool(backend)) as client:
+        for truncation in ("disabled", "auto"):
+            await answered(client, RESPONSES, False, input=turns, truncation=truncation)
+    assert [len(request.prompt.messages) for request in backend.requests] == [5, 2]

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from sdk_models import events, strictly
+
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Event,
+    Finished,
+    GenerationRequest,
+    JsonObject,
+    JsonSchema,
+    Message,
+    NamedTool,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
+from mlx_manager.mlx_server.errors import (
+    GenerationFailed,
+    InvalidParameter,
+    MLXManagerError,
+    Overloaded,
+    UnsupportedParameter,
+)
+from mlx_manager.mlx_server.protocols import responses
+from mlx_manager.mlx_server.protocols.responses import (
+    ResponseAnswer,
+    ResponseHead,
+    ResponseStream,
+    shortened,
+)
+from mlx_manager.mlx_server.schemas.responses import NO_EFFECT, Items, ResponsesRequest
+
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+USER = {"role": "user", "content": "hi"}
+
+
+def head(**fields: Any) -> ResponseHead:
+    body = ResponsesRequest.model_validate_json(json.dumps({"input": "hi"} | fields))
+    return ResponseHead("m", body, id="resp_1", created=5)
+
+
+def ask(*history: dict[str, Any], **fields: Any) -> GenerationRequest:
+    return responses.request(head(**fields), history)
+
+
+def conversation(*history: dict[str, Any], **fields: Any) -> Conversation:
+    prompt = ask(*history, **fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+# Body → request
+
+
+def test_text_is_a_users_message_and_instructions_come_first():
+    assert conversation(USER, instructions="Be brief.").messages == (
+        Message("system", "Be brief."),
+        Message("user", "hi"),
+        Message("user", "hi"),
+    )
+
+
+def test_what_an_assistant_did_between_two_others_is_one_message():
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "S"}]},
+        USER,
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": '{"x":1}'},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "2"}]},
+    ]  # fmt: skip
+    assert conversation(input=items).messages == (
+        Message("system", "S"),
+        Message("user", "hi"),
+        Message(
+            "assistant",
+            "So",
+            reasoning="Hm",
+            tool_calls=(ToolCall("a", "f", "{}"), ToolCall("b", "g", '{"x":1}')),
+        ),
+        Message("tool", "1", tool_call_id="a"),
+        Message("tool", "2", tool_call_id="b"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "offered"),
+    [
+        (None, "auto", ["weather", "time"]),
+        ("required", "required", ["weather", "time"]),
+        ({"type": "function", "name": "time"}, NamedTool("time"), ["weather", "time"]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]},
+            "required",
+            ["time"],
+        ),
+    ],
+)  # fmt: skip
+def test_tools_and_their_choice(choice: Any, expected: object, offered: list[str]):
+    tools = [WEATHER, WEATHER | {"name": "time", "strict": None}]
+    prompt = conversation(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    assert prompt.tool_choice == expected
+    assert [tool.name for tool in prompt.tools] == offered
+    assert prompt.tools[-1] == Tool("time", None, {"type": "object"}, False)
+    assert not prompt.parallel_tool_calls
+
+
+def test_format_sampling_and_limits_are_taken_over():
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    request = ask(text={"format": schema}, temperature=0, top_p=0.5, max_output_tokens=7)
+    assert request.constraint == JsonSchema('{"type": "object"}', strict=True)
+    assert (request.sampling.temperature, request.sampling.top_p) == (0, 0.5)
+    assert request.max_tokens == 7
+    assert request.logprobs is None
+    assert ask(text={"format": {"type": "json_object"}}).constraint == JsonObject()
+    assert ask(text={"format": {"type": "text"}}).constraint is None
+    assert ask(include=["message.output_text.logprobs"]).logprobs == 0
+    assert ask(top_logprobs=3).logprobs == 3
+
+
+def test_effort_reaches_the_template():
+    assert conversation(reasoning={"effort": "low", "summary": "auto"}).template_args == {
+        "reasoning_effort": "low"
+    }
+    assert conversation(reasoning={"effort": "none"}).template_args["enable_thinking"] is False
+
+
+def test_hints_are_accepted_and_unknown_fields_are_told():
+    given: dict[str, Any] = dict.fromkeys(NO_EFFECT - {"max_tool_calls"}, "x")
+    body = ResponsesRequest.model_validate({"input": "hi", "max_tool_calls": 1, "later": 1} | given)
+    assert body.unknown_fields() == ["later"]
+    assert responses.request(ResponseHead("m", body), [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ],
+)
+def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask(**fields)
+    assert caught.value.param == param
+    assert param.removesuffix(".type") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(InvalidParameter) as caught:
+        ask(**fields)
+    assert caught.value.param == param
+
+
+def test_the_oldest_turns_are_left_out_first_and_system_text_never():
+    answer = {"role": "assistant", "content": "x"}
+    request = ask(USER, answer, USER, answer, instructions="S", input="last")
+    lengths = []
+    for each in shortened(request):
+        assert isinstance(each.prompt, Conversation)
+        lengths.append(len(each.prompt.messages))
+        assert each.prompt.messages[0] == Message("system", "S")
+        assert each.prompt.messages[-1] == Message("user", "last")
+        assert each.prompt.messages[1].role == "user"
+    assert lengths == [6, 4, 2]
+
+
+# Events → stream and body
+
+
+def end(reason: Any = "stop", tokens: int = 9) -> Finished:
+    return Finished(reason, Usage(7, tokens, cached_tokens=4, reasoning_tokens=2))
+
+
+def streamed(happened: list[Event], **fields: Any) -> list[dict[str, Any]]:
+    stream = ResponseStream(head(**fields))
+    wire = b"".join(stream.write([(0, [event])]) for event in happened) + stream.end()
+    return checked(wire)
+
+
+def checked(wire: bytes) -> list[dict[str, Any]]:
+    found = events(wire.decode())
+    for number, (name, data) in enumerate(found):
+        strictly(ResponseStreamEvent, data)
+        assert name == data["type"]
+        assert data["sequence_number"] == number
+    return [data for _, data in found]
+
+
+def collected(happened: list[Event], **fields: Any) -> dict[str, Any]:
+    answer = ResponseAnswer(ResponseStream(head(**fields)))
+    answer.add([(0, happened)])
+    body: dict[str, Any] = answer.body().model_dump(exclude_unset=True)
+    strictly(Response, body)
+    return body
+
+
+def nameless(value: Any) -> Any:
+    """Without ids and times, which differ from answer to answer, and what the SDK adds."""
+    match value:
+        case dict():
+            return {
+                key: nameless(item)
+                for key, item in value.items()
+                if key not in {"id", "item_id", "completed_at", "parsed", "parsed_arguments"}
+            }
+        case list():
+            return [nameless(item) for item in value]
+    return value
+
+
+def kinds(data: list[dict[str, Any]]) -> list[str]:
+    """Types of events, each run of the same once."""
+    return [kind.removeprefix("response.") for kind, _ in itertools.groupby(data, lambda e: e["type"])]  # fmt: skip
+
+
+STARTED = Started(7, 4)
+FULL: list[Event] = [
+    STARTED,
+    ReasoningDelta("Hm"),
+    ReasoningDelta("."),
+    TextDelta("Let me "),
+    TextDelta("see."),
+    ToolCallStarted(0, "call_a", "weather"),
+    ToolCallDelta(0, '{"city": '),
+    ToolCallDelta(0, '"Rome"}'),
+    ToolCallStarted(1, "call_b", "time"),
+    end("tool_calls"),
+]
+
+
+def test_a_full_answer_has_openais_sequence():
+    data = streamed(FULL, tools=[WEATHER])
+    opened = ["output_item.added", "content_part.added"]
+    closed = ["content_part.done", "output_item.done"]
+    arguments = "function_call_arguments"
+    assert kinds(data) == [
+        *["created", "in_progress"],
+        *[*opened, "reasoning_text.delta", "reasoning_text.done", *closed],
+        *[*opened, "output_text.delta", "output_text.done", *closed],
+        *["output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"],
+        *["output_item.added", f"{arguments}.done", "output_item.done"],
+        "completed",
+    ]
+    added = [event for event in data if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+    done = [event["item"] for event in data if event["type"] == "response.output_item.done"]
+    assert data[-1]["response"]["output"] == done
+    ids = {event["item"]["id"] for event in added}
+    assert {event["item_id"] for event in data if "item_id" in event} == ids
+
+
+def test_a_whole_answer_is_what_the_stream_ends_with():
+    body = collected(FULL, tools=[WEATHER])
+    assert nameless(body) == nameless(streamed(FULL, tools=[WEATHER])[-1]["response"])
+    reasoning, message, call, _ = body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "Let me see."
+    assert (call["call_id"], call["arguments"]) == ("call_a", '{"city": "Rome"}')
+    assert body["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 9,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 16,
+    }
+
+
+def test_an_answer_cut_off_by_its_length_is_incomplete():
+    data = streamed([STARTED, TextDelta("a"), end("length")])
+    assert data[-1]["type"] == "response.incomplete"
+    response = data[-1]["response"]
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(GenerationFailed("broken"), "server_error"), (Overloaded("full"), "rate_limit_exceeded")],
+)
+def test_a_failure_in_a_stream_is_a_failed_response(error: MLXManagerError, code: str):
+    stream = ResponseStream(head())
+    wire = stream.write([(0, FULL[:6])]) + stream.fail(error)
+    last = checked(wire)[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": code, "message": error.message}
+
+
+def test_logprobs_go_with_the_text():
+    token = TokenLogprob(5, b"a", -0.5, ((5, b"a", -0.5), (6, b"b", -1.0)))
+    happened: list[Event] = [STARTED, TextDelta("a", (token,)), TextDelta("b"), end()]
+    data = streamed(happened, top_logprobs=2)
+    delta = next(event for event in data if event["type"] == "response.output_text.delta")
+    assert delta["logprobs"][0]["top_logprobs"][1] == {"token": "b", "logprob": -1.0}
+    part = collected(happened, top_logprobs=2)["output"][0]["content"][0]
+    assert part["logprobs"][0]["bytes"] == [97]
+
+
+def test_thinking_comes_back_from_what_the_client_kept():
+    [item] = collected([STARTED, ReasoningDelta("Hm."), end()], include=["reasoning.encrypted_content"])["output"]  # fmt: skip
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    assert conversation(sealed).messages[0].reasoning == "Hm."
+    foreign = sealed | {"encrypted_content": "gAAAA"}
+    assert conversation(foreign).messages[0].reasoning is None
+
+
+def test_items_of_a_request_are_listed_in_the_sdks_shape_and_mean_the_same():
+    given = [
+        USER,
+        {"role": "assistant", "content": "So"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+    ]
+    shown = responses.listed(Items.validate_python(given))
+    for item in shown:
+        strictly(ResponseItem, item)
+    assert len({item["id"] for item in shown}) == len(shown)
+    assert conversation(input=shown) == conversation(input=given)
+
+
+words = st.text(max_size=6)
+texts = st.builds(TextDelta, words) | st.builds(ReasoningDelta, words)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Event]:
+    happened: list[Event] = [STARTED, *draw(st.lists(texts, max_size=8))]
+    for index in range(draw(st.integers(0, 3))):
+        happened.append(ToolCallStarted(index, f"call_{index}", draw(words)))
+        happened += [ToolCallDelta(index, piece) for piece in draw(st.lists(words, max_size=3))]
+    return [*happened, end()]
+
+
+@settings(max_examples=50, deadline=None)
+@given(answers())
+def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
+    state: Any = ResponseStreamState(input_tools=[], text_format=omit)
+    final: Any = None
+    for event in streamed(happened):
+        for fired in state.handle_event(strictly(ResponseStreamEvent, event)):
+            final = fired
+    accumulated = Response.model_validate(final.response.model_dump())
+    whole = Response.model_validate(collected(happened))
+    assert nameless(accumulated.model_dump()) == nameless(whole.model_dump())

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_manager.mlx_server.config import ResponseLimits
+from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound
+from mlx_manager.mlx_server.services.response_store import ResponseStore, StoredResponse, saving
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stored(name: str, previous: str | None = None, size: int = 0) -> StoredResponse:
+    response = {
+        "id": name,
+        "previous_response_id": previous,
+        "output": [f"{name}-out" + "x" * size],
+    }
+    return StoredResponse(response, [f"{name}-in"])  # type: ignore[list-item]
+
+
+async def ids(store: ResponseStore, *names: str) -> list[str]:
+    found = []
+    for name in names:
+        with suppress(ResponseNotFound):
+            found.append((await store.find(name)).id)
+    return found
+
+
+async def test_what_is_saved_is_found_until_it_is_deleted():
+    store = ResponseStore(ResponseLimits())
+    await store.save(stored("a"))
+    assert await store.find("a") == stored("a")
+    await store.delete("a")
+    for missing in (store.find("a"), store.delete("a"), store.history("a")):
+        with pytest.raises(ResponseNotFound, match="'a'"):
+            await missing
+    store.close()
+
+
+async def test_a_history_is_the_whole_conversation_in_order():
+    store = ResponseStore(ResponseLimits())
+    for name, previous in (("a", None), ("b", "a"), ("x", "a"), ("c", "b")):
+        await store.save(stored(name, previous))
+    assert await store.history("c") == ["a-in", "a-out", "b-in", "b-out", "c-in", "c-out"]
+    await store.delete("a")
+    with pytest.raises(ResponseNotFound, match="all that it goes on from"):
+        await store.history("c")
+    store.close()
+
+
+async def test_what_nobody_used_for_long_goes_and_use_keeps_what_came_before():
+    clock = Clock()
+    store = ResponseStore(ResponseLimits(max_age=100), clock)
+    for name, previous in (("a", None), ("b", "a"), ("x", None)):
+        await store.save(stored(name, previous))
+    clock.now += 60
+    await store.history("b")
+    clock.now += 60
+    assert await ids(store, "a", "b", "x") == ["a", "b"]
+    store.close()
+
+
+async def test_the_least_recently_used_make_place():
+    clock = Clock()
+    store = ResponseStore(ResponseLimits(max_bytes=3500), clock)
+    for name in "abc":
+        clock.now += 1
+        await store.save(stored(name, size=1000))
+    clock.now += 1
+    await store.history("a")
+    clock.now += 1
+    await store.save(stored("d", size=1000))
+    assert await ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
+    store.close()
+
+
+async def test_a_file_outlives_the_server(tmp_path: Path):
+    limits = ResponseLimits(tmp_path / "responses.db")
+    first = ResponseStore(limits)
+    await first.save(stored("a"))
+    first.close()
+    second = ResponseStore(limits)
+    assert await second.find("a") == stored("a")
+    second.close()
+
+
+def test_a_file_that_cant_be_used_is_named(tmp_path: Path):
+    (tmp_path / "text").write_text("no database at all, " * 100)
+    for path in (tmp_path / "text", tmp_path / "nowhere" / "x.db"):
+        with pytest.raises(MLXManagerError, match=f"RESPONSE_STORE: {path}"):
+            ResponseStore(ResponseLimits(path))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_only_a_complete_answer_is_saved_and_after_its_last_step(complete: bool):
+    seen: list[Any] = []
+
+    async def progress() -> AsyncGenerator[Progress, None]:
+        for row in range(3):
+            yield [(row, [])]
+
+    async def save() -> None:
+        seen.append("saved")
+
+    wrapped = saving(progress(), save)
+    async for step in wrapped:
+        seen.append(step)
+        if not complete:
+            await wrapped.aclose()
+            break
+    assert ("saved" in seen) == complete
+    assert seen[-1] == "saved" if complete else True

@@ -1,0 +1,183 @@
+"""What agents do, with the official SDKs of both houses, against the server and its own model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from live import LiveServer, live_server
+
+MODEL = "mlx-manager/demo"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLAUDE_TOOL: Any = {"name": "get_weather", "description": "Get the weather of a city", "input_schema": SCHEMA}  # fmt: skip
+OPENAI_TOOL: Any = {"type": "function", "name": "get_weather", "description": "Get the weather of a city", "parameters": SCHEMA, "strict": False}  # fmt: skip
+QUESTION = "What is the weather in Rome?"
+RESULT = '{"temperature": 21}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("agents")
+    aliases = f"claude-*={MODEL},gpt-*={MODEL}"
+    with live_server(
+        folder / "log.txt", model_aliases=aliases, response_store=folder / "kept.db"
+    ) as running:
+        yield running
+    log = (folder / "log.txt").read_text()
+    assert "Traceback" not in log, log
+    assert running.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def claude(server: LiveServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def gpt(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def said(message: Any) -> list[Any]:
+    """A message's blocks without the ids of its calls."""
+    return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
+
+
+def test_anthropics_sdk_holds_a_conversation_with_a_tool(claude: anthropic.Anthropic):
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    asked: Any = {
+        "model": "claude-sonnet-9",
+        "max_tokens": 60,
+        "tools": [CLAUDE_TOOL],
+        "extra_body": {"temperature": 0},
+    }
+    whole = claude.messages.create(messages=messages, **asked)
+    with claude.messages.stream(messages=messages, **asked) as stream:
+        streamed = stream.get_final_message()
+    assert said(streamed) == said(whole)
+    assert streamed.stop_reason == whole.stop_reason == "tool_use"
+    [call] = [block for block in streamed.content if block.type == "tool_use"]
+    assert (call.name, call.input) == ("get_weather", {"city": "Rome"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
+    messages += [
+        {"role": "assistant", "content": streamed.content},
+        {"role": "user", "content": [result]},
+    ]
+    answer = claude.messages.create(messages=messages, **asked)
+    assert answer.stop_reason == "end_turn"
+    assert "21" in answer.content[0].text
+    counted = claude.messages.count_tokens(model=MODEL, messages=messages, tools=[CLAUDE_TOOL])
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert usage.cache_read_input_tokens
+
+
+def test_anthropics_sdk_forces_a_tool_stops_and_goes_on(claude: anthropic.Anthropic):
+    hello: Any = [{"role": "user", "content": "Hello!"}]
+    asked: Any = {"model": MODEL, "max_tokens": 60, "messages": hello}
+    forced = claude.messages.create(
+        **asked, tools=[CLAUDE_TOOL], tool_choice={"type": "tool", "name": "get_weather"}
+    )
+    assert [block.type for block in forced.content] == ["tool_use"]
+    greedy = asked | {"extra_body": {"temperature": 0}}
+    text = claude.messages.create(**greedy).content[0].text
+    stop = text[4:9]
+    cut = claude.messages.create(**greedy, stop_sequences=[stop])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == text[: text.index(stop)]
+    begun = [*hello, {"role": "assistant", "content": text[:5]}]
+    more = claude.messages.create(**greedy | {"messages": begun})
+    assert text[:5] + more.content[0].text == text
+
+
+def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
+    asked: Any = {"model": "gpt-9", "tools": [OPENAI_TOOL], "temperature": 0}
+    whole = gpt.responses.create(input=QUESTION, **asked)
+    with gpt.responses.stream(input=QUESTION, **asked) as stream:
+        streamed = stream.until_done().get_final_response()
+    call: Any = streamed.output[0]
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Rome"})
+    assert call.arguments == whole.output[0].arguments  # type: ignore[union-attr]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    going_on = gpt.responses.create(input=[output], previous_response_id=streamed.id, **asked)
+    by_hand = gpt.responses.create(
+        input=[{"role": "user", "content": QUESTION}, *streamed.output, output], **asked
+    )  # fmt: skip
+    assert "21" in going_on.output_text
+    assert by_hand.output_text == going_on.output_text
+    assert by_hand.usage
+    assert going_on.usage
+    assert by_hand.usage.input_tokens == going_on.usage.input_tokens
+    assert gpt.responses.retrieve(going_on.id).output_text == going_on.output_text
+    assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
+    gpt.responses.delete(going_on.id)
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.retrieve(going_on.id)
+
+
+def test_openais_sdk_gets_json_and_is_told_of_a_cut(gpt: openai.OpenAI):
+    schema = SCHEMA | {"additionalProperties": False}
+    told = gpt.responses.create(
+        model=MODEL,
+        input=QUESTION,
+        text={"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}},
+    )
+    assert json.loads(told.output_text).keys() == {"city"}
+    cut = gpt.responses.create(model=MODEL, input=QUESTION, max_output_tokens=2, store=False)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_errors_are_the_sdks_own(claude: anthropic.Anthropic, gpt: openai.OpenAI):
+    asked: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        claude.messages.create(model="other", **asked)
+    assert missing.value.type == "not_found_error"
+    assert missing.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        claude.messages.create(
+            model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "word " * 20_000}]
+        )
+    with pytest.raises(openai.UnprocessableEntityError, match="web_search"):
+        gpt.responses.create(model=MODEL, input="hi", tools=[{"type": "web_search"}])
+
+
+def test_all_protocols_give_the_same_tokens_and_share_one_prefix(server: LiveServer):
+    system = "You help with this very server. " * 4
+    turns = [
+        {"role": "user", "content": "How do I start the server?"},
+        {"role": "assistant", "content": "With one command."},
+        {"role": "user", "content": "And how do I stop it?"},
+    ]
+    limit = {"temperature": 0, "max_tokens": 30}
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+
+        def ask(path: str, **body: Any) -> Any:
+            response = http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        first = {"role": "system", "content": system}
+        chat = ask("/v1/chat/completions", messages=[first, *turns], **limit)
+        message = ask("/v1/messages", system=system, messages=turns, **limit)
+        response = ask(
+            "/v1/responses", instructions=system, input=turns, temperature=0, max_output_tokens=30
+        )
+    text = chat["choices"][0]["message"]["content"]
+    assert text
+    assert message["content"][0]["text"] == text
+    assert response["output"][0]["content"][0]["text"] == text
+    prompt = chat["usage"]["prompt_tokens"]
+    cached = message["usage"]["cache_read_input_tokens"]
+    assert prompt - 16 <= cached < prompt
+    assert cached + message["usage"]["input_tokens"] == prompt
+    assert response["usage"]["input_tokens"] == prompt
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == cached
