@@ -476,7 +476,7 @@ def working_bytes(model: nn.Module, tokens: int, rows: int) -> int:
 
     A layer's results are gone before the next one's: the widest product's, as float32 and with
     what it is made from and into, for each token; the logits and their copies for each row; and
-    the scores that attention works on.
+    the scores of the blocks of attention under way (MLX queues some operations ahead).
     """
     outputs = [
         array.shape[-2]
@@ -485,7 +485,7 @@ def working_bytes(model: nn.Module, tokens: int, rows: int) -> int:
     ]
     vocabulary: int = max(outputs)
     widest: int = max([n for n in outputs if n != vocabulary] or outputs)
-    return 4 * (6 * tokens * widest + 4 * rows * vocabulary + 3 * SCORES)
+    return 4 * (6 * tokens * widest + 4 * rows * vocabulary + 20 * SCORES)
 
 
 def _shape(cache: Any) -> LayerShape | None:

@@ -32,7 +32,7 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 SLICE_TOKENS = 192
 # A chunk's queries are attended in blocks whose scores are at most so many. MLX's CPU backend holds
 # them all at once, and 512 queries of 32 heads over 32 000 keys would be 2 GB.
-SCORES = 1 << 22
+SCORES = 1 << 21
 # More queries than this in a block only compute more that is masked away.
 BLOCK = 128
 # Rows of a gathered group differ in pages by at most this factor: what padding can cost.
