@@ -15,7 +15,7 @@ from pathlib import Path
 
 from checks import check_engine
 from engines import MlxLm, OurEngine, Trace, decode_rate, whole_rate
-from harness import find_model, interleave, parser, print_report, ratio
+from harness import find_model, interleave, parser, print_report, ratio, wanted
 from workload import Row, prompt_of
 
 SHORT, LONG = 64, 2000
@@ -134,19 +134,19 @@ def own(rows: Sequence[Row]) -> list[Row]:
 def main() -> None:
     arguments = parser(__doc__, rounds=5)
     arguments.add_argument("--tokens", type=int, default=128, help="generated a row")
-    arguments.add_argument("--only", default="", help="only scenarios whose name contains this")
+    arguments.add_argument("--only", action="append", default=[], help="a table's line by name")
     chosen = arguments.parse_args()
     check_engine()
     with tempfile.TemporaryDirectory() as scratch:
         model = find_model(chosen.model, Path(scratch))
         comparison = Comparison(model, chosen.tokens, chosen.rounds)
-        lines = [comparison.lengths(s) for s in SCENARIOS if chosen.only in s.name]
+        lines = [comparison.lengths(s) for s in SCENARIOS if wanted(s.name, chosen.only)]
         print_report(
             f"In process against mlx-lm: {chosen.model}, {chosen.tokens} tokens a row, tokens/s",
             ["prompts", "whole: mlx-lm", "ours", "ratio", "decode: mlx-lm", "ours", "ratio"],
             lines,
         )
-        if chosen.only in "sampling":
+        if wanted("sampling", chosen.only):
             print_report(
                 f"{SAMPLED_ROWS} rows that sample: {chosen.model}, decode tokens/s",
                 ["engine", "shared sampling", "each its own", "own ÷ shared"],

@@ -120,10 +120,15 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument(
-        "--model", default=model, help="demo, demo-f32, f32, bf16, 4bit or a folder"
+        "--model", default=model, help="demo, demo-f32, demo-4bit, f32, bf16, 4bit or a folder"
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
+
+
+def wanted(name: str, only: Sequence[str]) -> bool:
+    """Whether `--only` leaves the line `name` in."""
+    return not only or name in only
 
 
 def refuse(reason: str) -> NoReturn:
@@ -134,30 +139,35 @@ def refuse(reason: str) -> NoReturn:
 # --- Models -------------------------------------------------------------------------------------
 
 
-def endless_demo(folder: Path, form: str = "", context: int = 16_384) -> Path:
+def endless_demo(folder: Path, form: str = "bf16", context: int = 16_384) -> Path:
     """The embedded model with end-of-turn rows of the output layer zeroed, and a longer context.
 
     Its greedy answers run to `max_tokens`, so that both sides of a comparison do the same work
-    whichever parameters they offer for ignoring an end of turn. `form` "f32" stores it so.
+    whichever parameters they offer for ignoring an end of turn. `form` is as it is stored: bf16
+    (as shipped), f32, or 4bit (groups of 64, bf16 scales, as mlx-community stores models).
     """
     import json
 
     import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model, quantize_model
 
-    target = folder / f"endless-demo{form}"
+    target = folder / f"endless-demo-{form}"
     if target.exists():
         return target
     shutil.copytree(DEMO, target)
-    config = json.loads((target / "config.json").read_text())
+    model, config = load_model(DEMO)
     config["max_position_embeddings"] = context
-    (target / "config.json").write_text(json.dumps(config))
-    weights = mx.load(str(target / "model.safetensors"))
-    name = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    keep = mx.ones((weights[name].shape[0], 1), dtype=weights[name].dtype)
+    output = model.model.embed_tokens if config["tie_word_embeddings"] else model.lm_head
+    keep = mx.ones((output.weight.shape[0], 1), dtype=output.weight.dtype)
     keep[mx.array(end_tokens(target))] = 0
-    weights[name] = weights[name] * keep
+    output.weight = output.weight * keep
     if form == "f32":
-        weights = {key: value.astype(mx.float32) for key, value in weights.items()}
+        model.set_dtype(mx.float32)
+    if form == "4bit":
+        model, config = quantize_model(model, config, group_size=64, bits=4)
+    (target / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
     return target
 
@@ -228,13 +238,13 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
 
 
 def find_model(name: str, folder: Path) -> Path:
-    """`demo` is the embedded model made endless, `demo-f32` the same stored in float32; f32, bf16
-    and 4bit are synthetic; anything else is a path."""
+    """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
+    f32, bf16 and 4bit are synthetic; anything else is a path."""
     match name:
         case "demo":
             return endless_demo(folder)
-        case "demo-f32":
-            return endless_demo(folder, "f32")
+        case "demo-f32" | "demo-4bit":
+            return endless_demo(folder, name.removeprefix("demo-"))
         case "f32" | "bf16" | "4bit":
             return synthetic_llama(folder, name)
         case _:

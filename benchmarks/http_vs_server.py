@@ -18,7 +18,7 @@ from typing import Any
 
 from checks import check_server
 from engines import OurEngine, whole_rate
-from harness import DEMO, find_model, interleave, parser, print_report, ratio, refuse
+from harness import DEMO, find_model, interleave, parser, print_report, ratio, refuse, wanted
 from load_client import Answer
 from servers import (
     Server,
@@ -155,9 +155,9 @@ class Comparison:
 def main() -> None:
     arguments = parser(__doc__, rounds=5)
     arguments.add_argument("--tokens", type=int, default=128, help="generated a stream")
-    arguments.add_argument("--only", default="", help="only scenarios whose name contains this")
     arguments.add_argument("--as-installed", action="store_true", help="leave the peer as it is")
     arguments.add_argument("--url", action="append", default=[], help="a server's .../v1")
+    arguments.add_argument("--only", action="append", default=[], help="a table's line by name")
     chosen = arguments.parse_args()
     with our_server(DEMO) as server:
         check_server(server)
@@ -169,13 +169,15 @@ def main() -> None:
             *(Server(url, url.rstrip("/"), first_model(url)) for url in chosen.url),
         ]
         comparison = Comparison(model, servers, chosen.tokens, chosen.rounds)
-        lines = [line for s in SCENARIOS if chosen.only in s.name for line in comparison.run(s)]
+        lines = [
+            line for s in SCENARIOS if wanted(s.name, chosen.only) for line in comparison.run(s)
+        ]
         print_report(
             f"Over HTTP: {chosen.model}, {chosen.tokens} tokens a stream",
             ["load", "peer", "its tok/s", "ours", "ratio", "its first token, ms", "ours"],
             lines,
         )
-        if chosen.only in "engine in process":
+        if wanted("in process", chosen.only):
             print_report(
                 f"HTTP against the engine in process: {chosen.model}",
                 ["load", "in process, tok/s", "over HTTP", "ratio"],

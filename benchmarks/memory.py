@@ -89,7 +89,7 @@ def in_a_process(side: str, model: Path, lengths: Sequence[int], number: int) ->
 
 
 def main() -> None:
-    arguments = parser(__doc__, rounds=3, model="f32")
+    arguments = parser(__doc__, rounds=3, model="demo-f32")
     arguments.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
     arguments.add_argument("--side", choices=["ours", "theirs"], help="measure one side, as JSON")
     arguments.add_argument("--lengths", type=json.loads, default=[], help="of --side, as JSON")
