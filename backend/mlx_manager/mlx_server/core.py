@@ -133,6 +133,15 @@ class StopRules:
     min_tokens: int = 0
 
 
+STRING_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uuid", "uri"),
+    }
+)
+"""The `format`s of strings that answers are held to."""
+
+
 @dataclass(frozen=True, slots=True)
 class JsonObject:
     """The answer is a JSON object. `param`, here and below, is the field that asked for it."""
@@ -144,7 +153,7 @@ class JsonObject:
 class JsonSchema:
     """The answer is JSON that fits `schema`, itself JSON text.
 
-    `strict` refuses formats of strings that are not known here; otherwise they are annotations, as
+    `strict` refuses formats that are none of `STRING_FORMATS`; otherwise they are annotations, as
     JSON Schema has it.
     """
 

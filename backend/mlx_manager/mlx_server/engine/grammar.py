@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from mlx_manager.mlx_server.core import (
+    STRING_FORMATS,
     Choice,
     Constraint,
     Grammar,
@@ -41,14 +42,6 @@ MOST_KEPT = 128
 BLANKS = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """Between JSON's tokens: a space or a line break with its indentation. With blanks without end,
 which JSON allows, small models write nothing else."""
-
-FORMATS = frozenset(
-    {
-        *("date-time", "time", "date", "duration", "email", "hostname"),
-        *("ipv4", "ipv6", "uuid", "uri"),
-    }
-)
-"""The `format`s of strings that llguidance enforces."""
 
 _TYPE_ALIASES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
 """Names of types that tools written for Python carry; JSON Schema has none of them."""
@@ -220,7 +213,7 @@ def _without_unknown_formats(schema: Any) -> Any:
         return [_without_unknown_formats(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    unknown = isinstance(schema.get("format"), str) and schema["format"] not in FORMATS
+    unknown = isinstance(schema.get("format"), str) and schema["format"] not in STRING_FORMATS
     return {
         key: value if key in {"enum", "const"} else _without_unknown_formats(value)
         for key, value in schema.items()

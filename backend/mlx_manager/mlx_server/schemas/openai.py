@@ -259,9 +259,6 @@ class GenerationParameters(Wire):
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, or json_schema with the schema the answer fits"
     )
-    thinking_token_budget: int | None = Field(
-        None, ge=0, description="Most tokens of thinking; it is then ended for the model"
-    )
     logits_processors: Any = Field(None, description="Code run on each step's logits")
     use_beam_search: bool | None = Field(None, description="Beam search instead of sampling")
     length_penalty: float | None = Field(None, description="For beam search")
@@ -288,6 +285,9 @@ class ChatCompletionRequest(GenerationParameters):
         None, description="Variables for the chat template, such as enable_thinking"
     )
     reasoning_effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="Most tokens of thinking; it is then ended for the model"
+    )
     enable_thinking: bool | None = Field(None, description="Handed to the chat template")
     reasoning: Reasoning | None = Field(
         None, description="effort, max_tokens (the thinking budget) and enabled in one object"

@@ -1,0 +1,173 @@
+"""`docs/api.md`: every parameter, from the wire types and the tables of what is refused.
+
+Run with `python -m mlx_manager.mlx_server.api.reference > docs/api.md`; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from mlx_manager.mlx_server.core import STRING_FORMATS
+from mlx_manager.mlx_server.protocols import messages, parameters, responses
+from mlx_manager.mlx_server.protocols.parameters import Refusal
+from mlx_manager.mlx_server.protocols.sse import dump
+from mlx_manager.mlx_server.schemas import anthropic, openai
+from mlx_manager.mlx_server.schemas import responses as responses_schemas
+
+INTRODUCTION = """# Parameters
+
+Every field of every request: what it takes, and whether it is honoured, has no effect, or is
+refused. Generated from the types that validate requests (`python -m
+mlx_manager.mlx_server.api.reference`); a test fails when this page and they differ.
+
+- A null means the default, everywhere.
+- A value out of its range is a 422 that names the field.
+- A refused field is a 422 that names it, unless its value asks for nothing ("allowed" below).
+- A field that is in no table is accepted and named in the response header `x-unknown-fields` and
+  in the log; with `MLX_SERVER_STRICT_FIELDS=true` it is refused.
+- Fields marked "no effect" are hints that change nothing about the answer here.
+
+## Forms
+
+`response_format` and its kin hold the content of an answer to a form, token by token, from the end
+of the thinking on. An answer that was cut by the token limit says so (`length`); every other one
+fits. Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance)
+knows it; what it can't hold an answer to (`not`, `if`, `dependencies`, most `oneOf`, look-around
+in patterns) is refused with the reason. Blanks between JSON's tokens are one space, or one or two
+line breaks with up to 20 blanks. The formats of strings that are enforced are {formats}; with
+`strict` any other is refused, without it is an annotation, as JSON Schema has it. Properties come
+in the schema's order. With `tools` the answer may be a call instead.
+
+## Tools
+
+`tool_choice` "required" and a named function are held to likewise: a call, in the model's own
+format, of a function that is offered, with arguments that fit its parameters (a named function is
+called once). Models whose format is not JSON (Qwen3-Coder, GLM-4.5, MiniMax, Gemma and others)
+refuse them by name. With "auto" the model is free, and `strict` functions are not held to their
+parameters. Python's names of types ("dict", "float", "tuple", "any") are understood in parameters.
+
+## Log probabilities
+
+They are the model's own, before temperature, penalties and masks. With `echo` the prompt's tokens
+have them too, the first null, and so has the token that ended the text.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    path: str
+    body: type[BaseModel]
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    no_effect: frozenset[str] = frozenset()
+
+
+ROUTES = (
+    Route(
+        "/v1/chat/completions",
+        openai.ChatCompletionRequest,
+        parameters.UNSUPPORTED_IN_CHAT,
+        openai.NO_EFFECT,
+    ),
+    Route(
+        "/v1/completions",
+        openai.CompletionRequest,
+        parameters.UNSUPPORTED,
+        openai.NO_EFFECT,
+    ),
+    Route(
+        "/v1/responses",
+        responses_schemas.ResponsesRequest,
+        responses.UNSUPPORTED,
+        responses_schemas.NO_EFFECT,
+    ),
+    Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
+    Route("/v1/tokenize", openai.TokenizeRequest),
+    Route("/v1/detokenize", openai.DetokenizeRequest),
+    Route("/v1/apply-template", openai.PromptRequest),
+)
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    names = ", ".join(f"`{name}`" for name in sorted(STRING_FORMATS))
+    parts = [INTRODUCTION.replace("{formats}", names)]
+    for route in ROUTES:
+        parts.append(f"\n## `POST {route.path}`\n\n| Field | Takes | |\n|---|---|---|\n")
+        parts += _rows(route)
+    return "".join(parts)
+
+
+def _rows(route: Route) -> Iterator[str]:
+    schema = route.body.model_json_schema()
+    order = {"honoured": 0, "no effect": 1, "refused": 2}
+    entries = [(_status(name, route), name, found) for name, found in schema["properties"].items()]
+    entries.sort(key=lambda entry: order[entry[0]])
+    required = schema.get("required", ())
+    for status, name, found in entries:
+        needed = " (required)" if name in required else ""
+        takes = "" if status == "no effect" else _takes(found)
+        yield f"| `{name}`{needed} | {takes} | {_meaning(status, name, found, route)} |\n"
+
+
+def _status(name: str, route: Route) -> str:
+    if name in route.refused:
+        return "refused"
+    return "no effect" if name in route.no_effect else "honoured"
+
+
+def _meaning(status: str, name: str, schema: Mapping[str, Any], route: Route) -> str:
+    said = schema.get("description", "").replace("|", "\\|")
+    if status != "refused":
+        return said if said or status == "honoured" else "No effect"
+    refusal = route.refused[name]
+    allowed = ", ".join(f"`{dump(value)}`" for value in refusal.harmless)
+    parts = [
+        "**refused**",
+        f" (allowed: {allowed})" if allowed else "",
+        f": {said}" if said else "",
+    ]
+    instead = f". {refusal.instead}" if refusal.instead else ""
+    return "".join(parts) + instead
+
+
+def _takes(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    match schema:
+        case {"anyOf": branches} | {"oneOf": branches}:
+            named = [_takes(branch) for branch in branches if branch.get("type") != "null"]
+            said = " or ".join(dict.fromkeys(filter(None, named)))
+        case {"$ref": name}:
+            said = f"`{name.rpartition('/')[2]}`"
+        case {"enum": values}:
+            said = ", ".join(f"`{value}`" for value in values)
+        case {"const": value}:
+            said = f"`{value}`"
+        case {"type": "array", "items": items}:
+            most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+            said = f"list of {_takes(items) or 'anything'}{most}"
+        case {"type": kind}:
+            said = f"{kind}{_range(schema)}"
+        case _:
+            said = ""
+    return said
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    parts = [
+        f"≥ {low}" if low is not None else "",
+        f"> {above}" if above is not None else "",
+        f"≤ {high}" if high is not None else "",
+        f"< {below}" if below is not None else "",
+    ]
+    said = ", ".join(filter(None, parts))
+    return f" {said}" if said else ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_manager.mlx_server.api import reference
+
+PAGE = Path(__file__).parents[4] / "docs/api.md"
+
+
+def test_the_page_of_parameters_is_up_to_date():
+    written = PAGE.read_text()
+    assert written == reference.page(), (
+        "run: python -m mlx_manager.mlx_server.api.reference > docs/api.md"
+    )
+
+
+@pytest.mark.parametrize("route", reference.ROUTES, ids=lambda route: route.path)
+def test_every_field_is_in_its_table(route: reference.Route):
+    schema = route.body.model_json_schema()
+    table = reference.page().partition(f"`POST {route.path}`")[2].partition("\n## ")[0]
+    for name in schema["properties"]:
+        assert f"| `{name}`" in table
+    for name in route.refused.keys() & schema["properties"].keys():
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
+        assert "**refused**" in row
+    assert set(route.no_effect) - set(schema["properties"]) <= {"cache_control"}
