@@ -216,7 +216,7 @@ def _conversation(body: ResponsesRequest, items: Sequence[Item]) -> Conversation
     said = [*_system(body), *_messages(items)]
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
-    tools = [_tool(tool, f"tools[{index}].") for index, tool in enumerate(body.tools or ())]
+    tools = list(_tools(body.tools or (), "tools"))
     choice, allowed = _tool_choice(body.tool_choice)
     return Conversation(
         messages=tuple(said),
@@ -234,6 +234,23 @@ def _template_args(reasoning: Reasoning | None) -> Mapping[str, Any]:
         if reasoning.effort == "none":
             args["enable_thinking"] = False
     return MappingProxyType(args)
+
+
+def _tools(
+    tools: Sequence[ResponsesTool], path: str, namespace: str | None = None
+) -> Iterator[Tool]:
+    """The functions, those of namespaces by their full names."""
+    for index, tool in enumerate(tools):
+        if tool.type == "namespace" and namespace is None:
+            yield from _tools(tool.tools or (), f"{path}[{index}].tools", tool.name)
+        else:
+            found = _tool(tool, f"{path}[{index}].")
+            yield replace(found, name=_full_name(namespace, found.name))
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """What a function is called before the model, which knows no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _tool(tool: ResponsesTool, path: str) -> Tool:
@@ -312,7 +329,8 @@ def _piece(item: Item, path: str) -> Message:
             role = "system" if item.role == "developer" else item.role
             return Message(role, _text(item.content, f"{path}.content"))
         case FunctionCallItem():
-            call = ToolCall(item.call_id, item.name, item.arguments)
+            name = _full_name(item.namespace, item.name)
+            call = ToolCall(item.call_id, name, item.arguments)
             return Message("assistant", tool_calls=(call,))
         case FunctionCallOutputItem():
             output = _text(item.output, f"{path}.output")
@@ -394,7 +412,8 @@ def _listed(item: Item) -> JsonItem:
                 "content": [_listed_text(kind, text) for text in parts],
             }
         case FunctionCallItem():
-            return item.model_dump(include={"type", "call_id", "name", "arguments"}) | {
+            kept = {"type", "call_id", "name", "namespace", "arguments"}
+            return item.model_dump(include=kept, exclude_none=True) | {
                 "id": item.id or new_id("fc"),
                 "status": "completed",
             }
@@ -473,6 +492,9 @@ def _shown_choice(body: ResponsesRequest) -> str | JsonItem:
 
 
 def _shown_tool(tool: ResponsesTool) -> JsonItem:
+    if tool.type == "namespace":
+        shown = tool.model_dump(include={"type", "name", "description"})
+        return shown | {"tools": [_shown_tool(each) for each in tool.tools or ()]}
     return {
         "type": tool.type,
         "name": tool.name,
@@ -510,11 +532,12 @@ def _error(error: MLXManagerError) -> JsonItem:
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being written. `call` only of a function call."""
+    """An item that is being written. `call` and `names` only of a function call."""
 
     kind: Literal["message", "reasoning", "function_call"]
     id: str
     call: ToolCallStarted | None = None
+    names: JsonItem = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -548,7 +571,7 @@ class _OpenItem:
                 return {"id": self.id, "type": "reasoning", "status": status, **thought}
             case "function_call":
                 assert self.call is not None
-                called = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+                called = {"call_id": self.call.id, "arguments": self.text, **self.names}
                 return {"id": self.id, "type": "function_call", "status": status, **called}
 
 
@@ -577,6 +600,12 @@ class ResponseStream:
         self._completed: int | None = None
         self._message: _OpenItem | None = None
         self._text_middle = ""
+        self._names = {
+            _full_name(space.name, str(tool.name)): {"name": tool.name, "namespace": space.name}
+            for space in head.body.tools or ()
+            if space.type == "namespace"
+            for tool in space.tools or ()
+        }
 
     def write(self, progress: Progress) -> bytes:
         """The events of one step, ready for the wire."""
@@ -658,7 +687,8 @@ class ResponseStream:
         if self._open is not None and self._open.kind == kind != "function_call":
             return ""
         closed = self._leave("completed")
-        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), call)
+        names = {} if call is None else self._names.get(call.name, {"name": call.name})
+        opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), call, names)
         if kind == "message":
             self._message = opened
             self._text_middle = (

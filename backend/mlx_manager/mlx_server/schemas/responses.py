@@ -100,6 +100,7 @@ class FunctionCallItem(Wire):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     id: str | None = None
     status: str | None = None
@@ -165,9 +166,13 @@ Items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 class ResponsesTool(Wire):
-    """A function the model may call. Other types are hosted tools, refused by name."""
+    """A function the model may call, or a namespace with its `tools`, which are functions.
+
+    Other types are hosted tools, refused by name.
+    """
 
     type: str
+    tools: list[ResponsesTool] | None = None
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None

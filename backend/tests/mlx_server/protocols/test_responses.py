@@ -361,6 +361,20 @@ def test_items_of_a_request_are_listed_in_the_sdks_shape_and_mean_the_same():
     assert conversation(input=shown) == conversation(input=given)
 
 
+def test_functions_of_a_namespace_are_called_by_their_full_names_and_told_by_their_own():
+    space = {"type": "namespace", "name": "agents", "description": "All.", "tools": [WEATHER]}
+    assert [tool.name for tool in conversation(tools=[space]).tools] == ["agents__weather"]
+    happened: list[Event] = [STARTED, ToolCallStarted(0, "a", "agents__weather"), end("tool_calls")]
+    body = collected(happened, tools=[space])
+    [call] = body["output"]
+    assert (call["namespace"], call["name"]) == ("agents", "weather")
+    assert conversation(call).messages[0].tool_calls == (ToolCall("a", "agents__weather", ""),)
+    streamed(happened, tools=[space])
+    nested = space | {"tools": [space]}
+    with pytest.raises(UnsupportedParameter, match=r"tools\[0\].tools\[0\].type"):
+        ask(tools=[nested])
+
+
 words = st.text(max_size=6)
 texts = st.builds(TextDelta, words) | st.builds(ReasoningDelta, words)
 
