@@ -73,6 +73,14 @@ StrictFields = Annotated[
     bool | None,
     option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
 ]
+ReasoningField = Annotated[
+    str | None,
+    option(
+        "Field of chat's answers that holds the thinking",
+        "reasoning_content",
+        "reasoning_content|reasoning",
+    ),
+]
 MemoryLimitGb = Annotated[
     float | None, option("Memory for weights and KV pages; default 0.9 of the device's")
 ]
@@ -139,6 +147,7 @@ def serve(
     max_body_mb: MaxBodyMb = None,
     keepalive_seconds: KeepaliveSeconds = None,
     strict_fields: StrictFields = None,
+    reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,
     response_store_mb: ResponseStoreMb = None,
     response_store_days: ResponseStoreDays = None,

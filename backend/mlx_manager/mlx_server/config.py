@@ -13,6 +13,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 DEMO_MODEL = "mlx-manager/demo"
 
 
+ReasoningField = Literal["reasoning_content", "reasoning"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What one model's engine may take on.
@@ -56,11 +59,12 @@ class CatalogSources:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What the HTTP rim accepts. Sizes in bytes, times in seconds."""
+    """What the HTTP rim accepts, and how it names things. Sizes in bytes, times in seconds."""
 
     max_body: int = 32 * 2**20
     keepalive: float = 10.0
     strict_fields: bool = False
+    reasoning_field: ReasoningField = "reasoning_content"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,9 @@ class MLXServerSettings(BaseSettings):
     strict_fields: bool = Field(
         False, description="Refuse request fields nobody knows, instead of naming them in a header"
     )
+    reasoning_field: ReasoningField = Field(
+        "reasoning_content", description="Field of chat's answers that holds the thinking"
+    )
     response_store: Path | None = Field(
         None, description="File that keeps answers of /v1/responses; default: memory, until the end"
     )
@@ -166,7 +173,12 @@ class MLXServerSettings(BaseSettings):
 
     @cached_property
     def api(self) -> ApiLimits:
-        return ApiLimits(int(self.max_body_mb * 2**20), self.keepalive_seconds, self.strict_fields)
+        return ApiLimits(
+            int(self.max_body_mb * 2**20),
+            self.keepalive_seconds,
+            self.strict_fields,
+            self.reasoning_field,
+        )
 
     @cached_property
     def responses(self) -> ResponseLimits:

@@ -34,6 +34,7 @@ class Head:
     logprobs: int | None = None
     best: int | None = None
     return_ids: bool = False
+    reasoning_field: str = "reasoning_content"
 
 
 def new_id(prefix: str) -> str:

@@ -60,7 +60,9 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------------------------------
 
 
-def head(body: ChatCompletionRequest, model: str) -> Head:
+def head(
+    body: ChatCompletionRequest, model: str, reasoning_field: str = "reasoning_content"
+) -> Head:
     """
     Raises:
         InvalidParameter: `stream_options` without `stream`.
@@ -74,6 +76,7 @@ def head(body: ChatCompletionRequest, model: str) -> Head:
         include_usage=includes_usage(body),
         logprobs=None if not body.logprobs else body.top_logprobs or 0,
         return_ids=body.return_token_ids or False,
+        reasoning_field=reasoning_field,
     )
 
 
@@ -296,7 +299,7 @@ class ChatStream:
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
             case ReasoningDelta(text):
-                return self._choice(row, {"reasoning_content": text})
+                return self._choice(row, {self.head.reasoning_field: text})
             case ToolCallStarted(index, call_id, name):
                 function = {"name": name, "arguments": ""}
                 call = {"index": index, "id": call_id, "type": "function", "function": function}
@@ -356,12 +359,12 @@ class _Choice:
             case Finished():
                 self.finished = event
 
-    def message(self) -> ChatMessage:
+    def message(self, reasoning_field: str) -> ChatMessage:
         text = "".join(self.text)
         absent = not text and (self.calls or self.reasoning)
         optional: dict[str, Any] = {}
         if self.reasoning:
-            optional["reasoning_content"] = "".join(self.reasoning)
+            optional[reasoning_field] = "".join(self.reasoning)
         if self.calls:
             optional["tool_calls"] = self.calls
         content = None if absent else text
@@ -392,7 +395,7 @@ class ChatAnswer:
             choices=[
                 ChatCompletionChoice(
                     index=index,
-                    message=choice.message(),
+                    message=choice.message(self.head.reasoning_field),
                     logprobs=None if asked is None else chat_logprobs(choice.logprobs),
                     finish_reason=end.reason,
                     **({"token_ids": list(end.ids)} if self.head.return_ids else {}),

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.core import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenLogprob,
     Tool,
     ToolCall,
     ToolCallDelta,
@@ -298,3 +299,50 @@ def test_several_answers_count_their_prompt_once():
     assert body.usage is not None
     assert (body.usage.prompt_tokens, body.usage.completion_tokens) == (7, 6)
     check("CreateChatCompletionResponse", body.model_dump(exclude_unset=True))
+
+
+def test_thinking_may_go_by_its_other_name():
+    head = Head(id="c", model=DEMO, created=5, reasoning_field="reasoning")
+    step = [(0, [Started(1), ReasoningDelta("Hm."), TextDelta("Yes"), Finished("stop", USAGE)])]
+    answer = ChatAnswer(head)
+    answer.add(step)
+    message = answer.body().model_dump(exclude_unset=True)["choices"][0]["message"]
+    assert message["reasoning"] == "Hm."
+    assert "reasoning_content" not in message
+    deltas = [c["choices"][0]["delta"] for c in sse.parse(ChatStream(head).write(step))]
+    assert {"reasoning": "Hm."} in deltas
+
+
+def test_scores_of_text_are_written_as_openai_does():
+    head = Head(id="c", model=DEMO, created=5, logprobs=1)
+    token = TokenLogprob(1, b"a", -0.5, ((1, b"a", -0.5),))
+    step = [(0, [Started(1), TextDelta("a", (token,)), Finished("stop", USAGE)])]
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    expected = {"content": [entry | {"top_logprobs": [entry]}], "refusal": None}
+    answer = ChatAnswer(head)
+    answer.add(step)
+    body = answer.body().model_dump(exclude_unset=True)
+    check("CreateChatCompletionResponse", body)
+    assert body["choices"][0]["logprobs"] == expected
+    chunks = list(sse.parse(ChatStream(head).write(step)))
+    for chunk in chunks:
+        check("CreateChatCompletionStreamResponse", chunk)
+    assert chunks[1]["choices"][0]["logprobs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_scores_are_asked_for(fields: dict[str, Any], asked: int | None):
+    assert ask(**fields)[0].logprobs == asked
+
+
+def test_alternatives_are_scored_only_with_the_tokens_themselves():
+    with pytest.raises(InvalidParameter, match="logprobs"):
+        ask(top_logprobs=2)

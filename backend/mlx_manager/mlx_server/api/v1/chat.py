@@ -26,7 +26,8 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
     server = server_of(request)
-    body = await read(request, ChatCompletionRequest, server.settings.api)
-    head = chat.head(body, server.pool.resolve(body.model))
+    limits = server.settings.api
+    body = await read(request, ChatCompletionRequest, limits)
+    head = chat.head(body, server.pool.resolve(body.model), limits.reasoning_field)
     progress = server.inference.generate(chat.requests(body, head))
     return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))
