@@ -196,6 +196,7 @@ class Scheduler:
         if self._reuse and self._comes_shortly(sequence, len(known)):
             return Admission.LATER
         self.pool.retain(known)
+        state = self.pool.attachment(known[-1]) if known else None
         count = self.pool.pages_for(len(sequence.tokens) + 1) - len(known)
         # A page for each running row stays free, or this one would be paused again at once.
         pages = self._take(count) if self._room(count + len(self.running)) else None
@@ -206,7 +207,8 @@ class Scheduler:
         sequence.adopt(known, len(known) * self.pool.page_size, node)
         sequence.table.extend(pages)
         if known and self._restore is not None:
-            self._restore(sequence, self.pool.attachment(known[-1]))
+            self._restore(sequence, state)
+            self.pool.attach(known[-1], state)
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         return Admission.ADMITTED

@@ -114,7 +114,9 @@ class Sequence:
         """Whether `token`, the last one appended, ends the row."""
         if token in self.stop_ids:
             return "stop"
-        return "length" if self.drawn >= self.limit else None
+        # Tokens that are not read yet don't count: they come after this one.
+        known = len(self.tokens) - self.prompt_length
+        return "length" if known >= self.limit else None
 
     @property
     def scores_prompt(self) -> bool:

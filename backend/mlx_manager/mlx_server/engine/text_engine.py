@@ -8,6 +8,7 @@ work of the host. On a GPU the next step is queued even before the last one's to
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -79,7 +80,7 @@ class Step:
     running: int
     prompt_tokens: int
     scores: Scores
-    read: list[tuple[Sequence, int, TokenLogprob | None]] | None = None
+    read: bool = False
 
 
 class TextEngine:
@@ -117,6 +118,7 @@ class TextEngine:
         self._clock = clock
         self._outbox = Outbox()
         self._masks = Masks()
+        self._growing = False
         self._steps = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -144,6 +146,8 @@ class TextEngine:
         )
         self._pace = Pace(self._limits.prefill_chunk, self._limits.page_size)
         self._under_way: Step | None = None
+        # Tokens that have been read and not been handed on yet.
+        self._unrouted: deque[tuple[Sequence, int, TokenLogprob | None]] = deque()
         self._routing: Sequence | None = None
         self._last_read: float | None = None
 
@@ -174,43 +178,60 @@ class TextEngine:
                 f"{self._limits.max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
                 retry_after=2,
             )
+        shortage = self._shortage(sequence)
+        if shortage is None:
+            room = self._attainable_pages() * self._limits.page_size - len(sequence.tokens)
+            sequence.limit = min(sequence.limit, room)
+        return shortage
+
+    def _shortage(self, sequence: Sequence) -> OutOfMemory | None:
+        """Why the sequence's next token could not be drawn even if it were here by itself."""
         needed = self._pool.pages_for(len(sequence.tokens) + 1)
-        if needed > self._attainable_pages():
-            return OutOfMemory(
-                f"The prompt of {len(sequence.tokens)} tokens takes "
-                f"{needed * self.page_bytes:,} bytes of KV pages, and at most "
-                f"{self._attainable_pages() * self.page_bytes:,} can be had.",
-                retry_after=30,
-            )
-        sequence.limit = min(sequence.limit, self._attainable_tokens() - len(sequence.tokens))
-        return None
+        attainable = self._attainable_pages()
+        if needed <= attainable:
+            return None
+        return OutOfMemory(
+            f"The prompt of {len(sequence.tokens)} tokens takes "
+            f"{needed * self.page_bytes:,} bytes of KV pages, and at most "
+            f"{attainable * self.page_bytes:,} can be had.",
+            retry_after=30,
+        )
+
+    def _refuse_stranded(self) -> None:
+        """Fail who waits for memory that others have taken since; no row's end will free it."""
+        if self._scheduler.running or self._scheduler.prefilling:
+            return
+        for sequence in tuple(self._scheduler.waiting):
+            shortage = self._shortage(sequence)
+            if shortage is not None:
+                self._end(sequence)
+                self._outbox.fail(sequence.stream, shortage)
 
     def _attainable_pages(self) -> int:
         """Pages there could be if no other row held any, and nothing was kept for reuse."""
         if not self.page_bytes:
             return 1 << 40
         figures = self._ledger.figures()
-        spare = max(0, figures["available"] + figures["buffer_cache"])
+        kept = figures["buffer_cache"] + figures.get(self._snapshot_line, 0)
+        spare = max(0, figures["available"] + kept)
         return self._pool.size + spare // self.page_bytes
-
-    def _attainable_tokens(self) -> int:
-        return self._attainable_pages() * self._limits.page_size
 
     # -- the loop ------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return self._under_way is not None or self._scheduler.has_work
+        return bool(self._under_way or self._unrouted or self._scheduler.has_work)
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
+        # What a row that failed on its way out has left of the step before.
+        self._route()
         last = self._under_way
         if last is not None and not self._may_look_ahead():
             self._read(last)
         self._under_way = self._launch(last)
-        if last is not None:
-            if last.read is None:
-                self._read(last)
-            self._route(last)
+        if last is not None and not last.read:
+            self._read(last)
+        self._route()
         self._outbox.flush()
         if self._under_way is None:
             self._last_read = None
@@ -233,6 +254,7 @@ class TextEngine:
         schedule = self._scheduler.schedule(self._pace.budget(len(running), prompts))
         running += full
         if not schedule:
+            self._refuse_stranded()
             return None
         decode, rows = self._decode(schedule, last)
         chunks = [_chunk(prefill) for prefill in schedule.prefills]
@@ -266,7 +288,7 @@ class TextEngine:
         given = schedule.rows
         order = self._forward.order([r.key for r in given], [r.computed for r in given])
         rows = [given[i] for i in order]
-        if last is not None and last.read is None:
+        if last is not None and not last.read:
             place = {row.key: i for i, row in enumerate(last.rows)}
             tokens = last.tokens[mx.array([place[row.key] for row in rows])]
         else:
@@ -283,14 +305,14 @@ class TextEngine:
         self._observe(step)
         self._take_snapshots()
         scores = step.scores.read(step.rows, tokens)
-        step.read = []
+        step.read = True
         for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
             row.pending -= 1
             if row.ended or row.outcome is not None:
                 continue
             row.append(token)
             score = scores.get(row.key)
-            step.read.append((row, token, score))
+            self._unrouted.append((row, token, score))
             row.outcome = row.finish_reason(token)
             if row.guide is not None and row.outcome != "stop":
                 row.parse_ahead(token, score)
@@ -298,7 +320,7 @@ class TextEngine:
                 self._scheduler.share(row)
             else:
                 self._release(row)
-        self._guide([row for row, *_ in step.read if row.outcome is None])
+        self._guide([row for row, *_ in self._unrouted if row.outcome is None])
 
     def _guide(self, rows: list[Sequence]) -> None:
         """Find out what may be drawn next where that depends on what was drawn last."""
@@ -314,13 +336,19 @@ class TextEngine:
         for row in self._scheduler.prefilling:
             if row.computed == (len(row.tokens) - 1) // size * size > 0:
                 self._scheduler.share(row)
-                page = int(row.table.pages[row.computed // size - 1])
+                # The pages that are found: where an equal one was known, not the row's own.
+                known = self._pool.match(row.tokens)
                 snapshot = self._forward.snapshot(row.key)
-                if snapshot is not None and self._pool.indexes(page):
-                    self._pool.attach(page, snapshot)
-                    if len(self._pool.attachments) > MOST_SNAPSHOTS:
-                        self._pool.detach_oldest()
-                    self._record_snapshots()
+                if len(known) * size == row.computed and snapshot is not None:
+                    self._keep_snapshot(known[-1], snapshot)
+
+    def _keep_snapshot(self, page: int, snapshot: Snapshot) -> None:
+        if len(self._pool.attachments) >= MOST_SNAPSHOTS:
+            self._pool.detach_oldest()
+            self._record_snapshots()
+        if self._spare(snapshot.nbytes):
+            self._pool.attach(page, snapshot)
+            self._record_snapshots()
 
     def _record_snapshots(self) -> None:
         kept = [s.nbytes for s in self._pool.attachments if isinstance(s, Snapshot)]
@@ -336,9 +364,9 @@ class TextEngine:
             self._pace.observe(now - self._last_read, step.running, step.prompt_tokens)
         self._last_read = now
 
-    def _route(self, step: Step) -> None:
-        assert step.read is not None
-        for row, token, score in step.read:
+    def _route(self) -> None:
+        while self._unrouted:
+            row, token, score = self._unrouted.popleft()
             if row.ended:
                 continue
             self._routing = row
@@ -403,6 +431,7 @@ class TextEngine:
             self._outbox.fail(row.stream, failure)
         else:
             lost = {row.key: row for row in self._scheduler}
+            lost |= {row.key: row for row, *_ in self._unrouted if not row.ended}
             if self._under_way is not None:
                 lost |= {row.key: row for row in self._under_way.rows if not row.ended}
             for row in lost.values():
@@ -429,11 +458,18 @@ class TextEngine:
         """
         for pages in (max(lacking, LEAST_GROWTH, self._pool.size // 2), lacking):
             nbytes = pages * self.page_bytes
-            if (urgent or self._spare(nbytes)) and self._ledger.reserve(self._line, nbytes):
+            if (urgent or self._spare(nbytes)) and self._reserve(nbytes):
                 self._resize(self._pool.size + pages)
                 self._pool.grow(pages)
                 return True
         return False
+
+    def _reserve(self, nbytes: int) -> bool:
+        self._growing = True
+        try:
+            return self._ledger.reserve(self._line, nbytes)
+        finally:
+            self._growing = False
 
     def _spare(self, nbytes: int) -> bool:
         if self._ledger.available() < nbytes:
@@ -442,6 +478,12 @@ class TextEngine:
 
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""
+        if self._growing:
+            # These pages are counted on already: giving them up would only copy the stores twice.
+            while self._pool.detach_oldest() is not None:
+                pass
+            self._record_snapshots()
+            return
         self._pool.drop_cached()
         self._record_snapshots()
         removed = self._pool.shrink()

@@ -65,8 +65,11 @@ class Row:
 class Rig:
     """Owns an MLX thread, a model on it and its engine."""
 
-    def __init__(self, folder: Path, *, memory: int = 1 << 30, **limits: object) -> None:
+    def __init__(
+        self, folder: Path, *, memory: int = 1 << 30, looks_ahead: bool = False, **limits: object
+    ) -> None:
         self.thread = MLXThread()
+        self._looks_ahead = looks_ahead
         self._folder = folder
         # Other tests' freed buffers are none of this one's business.
         self.ledger = Ledger(memory, cache_bytes=lambda: 0)
@@ -86,7 +89,9 @@ class Rig:
         self.tokenizer = load_tokenizer(self._folder)
         self.texts = TokenTexts(self.tokenizer)
         self.forward = choose(self.model, self._limits.page_size)
-        self.engine = TextEngine("tiny", self.forward, self._limits, self.ledger, looks_ahead=False)
+        self.engine = TextEngine(
+            "tiny", self.forward, self._limits, self.ledger, looks_ahead=self._looks_ahead
+        )
         self.thread.attach(self.engine)
 
     def _unload(self) -> None:
@@ -135,3 +140,45 @@ class Rig:
 
     async def on_thread(self, function: Callable[[], object]) -> object:
         return await self.thread.call(function)
+
+
+class HandRig(Rig):
+    """A rig whose engine the test steps itself, so that things happen at exact steps."""
+
+    async def __aenter__(self) -> HandRig:
+        self._submitted: list[Row] = []
+        self._load()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._unload()
+
+    def submit(self, *args: object, **kwargs: object) -> Row:
+        row = self.row(*args, **kwargs)  # type: ignore[arg-type]
+        self.submit_together([row])
+        return row
+
+    def submit_together(self, rows: list[Row]) -> None:
+        self._submitted += rows
+        for row in rows:
+            self.engine.submit(row.sequence)
+
+    def cancel(self, row: Row) -> None:
+        self.engine.cancel(row.sequence)
+
+    def step(self, times: int = 1) -> None:
+        """As the MLX thread does it."""
+        for _ in range(times):
+            if self.engine.has_work():
+                try:
+                    self.engine.step()
+                except Exception as error:  # noqa: BLE001 so does the thread
+                    self.engine.fail(error)
+
+    def run(self, most: int = 3000) -> None:
+        """Step until every row has ended."""
+        for _ in range(most):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert all(row.sequence.ended for row in self._submitted)

@@ -127,7 +127,6 @@ class World:
         for place in range(sequence.computed - tokens, sequence.computed):
             page = int(sequence.table.pages[place // self.page_size])
             assert self.pool.references(page) == 1
-            assert not self.pool.indexes(page)
             self.memory[page, place % self.page_size] = tuple(sequence.tokens[: place + 1])
 
     def read(self, sequence: Sequence) -> None:
@@ -141,9 +140,9 @@ class World:
             last = (len(sequence.tokens) - 1) // self.page_size
             if sequence.computed == last * self.page_size > 0:
                 self.scheduler.share(sequence)
-                page = int(sequence.table.pages[last - 1])
-                if self.pool.indexes(page):
-                    self.pool.attach(page, tuple(sequence.tokens[: sequence.computed]))
+                known = self.pool.match(sequence.tokens)
+                if len(known) == last:
+                    self.pool.attach(known[-1], tuple(sequence.tokens[: sequence.computed]))
 
     def run(self, budget: int = 1000, most: int = 5000) -> int:
         """Step until nothing is left; returns the number of steps."""

@@ -196,14 +196,18 @@ class PagePool:
         return self._index.match(tokens, self.page_size, (len(tokens) - 1) // self.page_size)
 
     def attach(self, page: int, attachment: object) -> None:
-        """Keep `attachment` with an indexed page, until the page is forgotten or `detach`."""
+        """Keep `attachment` with an indexed page, until the page is forgotten or `detach_oldest`.
+
+        Attaching again what is attached already counts as using it.
+        """
+        self._attachments.pop(page, None)
         self._attachments[page] = attachment
 
     def attachment(self, page: int) -> object | None:
         return self._attachments.get(page)
 
     def detach_oldest(self) -> object | None:
-        """Give up the attachment that was made first."""
+        """Give up the attachment that was used least recently, if there is any."""
         for page in self._attachments:
             return self._attachments.pop(page)
         return None
@@ -220,10 +224,6 @@ class PagePool:
         if self._index is None:
             return ROOT
         return self._index.insert(parent, tuple(tokens), page)
-
-    def indexes(self, page: int) -> bool:
-        """Whether this very page, and not an equal one, is what the index knows."""
-        return self._index is not None and self._index.knows(page)
 
     def node(self, page: int) -> Node:
         """The node of an indexed page, as parent for the page that follows it."""

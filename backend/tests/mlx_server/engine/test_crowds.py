@@ -1,0 +1,483 @@
+"""What happens to a crowd when things go wrong at exact steps, and over many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engine.rig import HandRig, Rig, Row
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.core import Finished, TextDelta
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, OutOfMemory
+
+PAGE = 16 * 2 * 2 * 16 * 2 * 4
+"""Bytes of a page of the tiny Llama: tokens, keys and values, heads, dim, layers, float32."""
+AHEAD = pytest.mark.parametrize("looks_ahead", [False, True], ids=["", "ahead"])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "hybrid", "lfm2")
+
+
+def prompt(length: int, salt: int = 1) -> list[int]:
+    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
+
+
+def regret(model: object, given: list[int], drawn: list[int]) -> float:
+    """How far `drawn` are from what the model draws greedily, in deviations of its logits."""
+    cache = make_prompt_cache(model)  # type: ignore[arg-type]
+    logits = model(mx.array([given + drawn[:-1]]), cache=cache)  # type: ignore[operator]
+    logits = logits[0, len(given) - 1 :]
+    chosen = mx.take_along_axis(logits, mx.array(drawn)[:, None], axis=1)[:, 0]
+    return float(((logits.max(axis=1) - chosen) / logits.std(axis=1)).max())
+
+
+def right(rig: Rig, row: Row) -> bool:
+    """Whether every token drawn is the one that the model draws for this row alone."""
+    sequence = row.sequence
+    assert row.tokens == sequence.tokens[sequence.prompt_length :]
+    given = sequence.tokens[: sequence.prompt_length]
+    return not row.tokens or regret(rig.model, given, row.tokens) < 1e-3
+
+
+def nothing_left(rig: Rig) -> bool:
+    s = rig.engine.stats()
+    return (s.running, s.prefilling, s.waiting, s.pages_held) == (0, 0, 0, 0)
+
+
+def stored(rig: Rig) -> int:
+    return sum(store.keys.nbytes + store.values.nbytes for store in rig.forward.stores)
+
+
+# ---------------------------------------------------------------------------------------------
+# Failure of one
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@AHEAD
+async def test_a_row_whose_parser_fails_costs_its_neighbours_nothing(
+    llama: Path, place: int, looks_ahead: bool
+) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead) as rig:
+        # Rows are in order of their length, so this one comes before, between or after.
+        rows = [rig.row(prompt(12 + n, n + 1), 10) for n in range(3)]
+        broken = rows.pop(place)
+        rig.submit_together([*rows, broken])
+        rig.step(4)
+        broken.parser.push = None  # type: ignore[assignment, method-assign]
+        rig.run()
+        with pytest.raises(GenerationFailed):
+            await broken.finished()
+        for row in rows:
+            assert (await row.finished()).usage.completion_tokens == 10
+            assert right(rig, row)
+        assert nothing_left(rig)
+
+
+@AHEAD
+async def test_rows_that_end_in_the_step_in_which_another_fails_are_ended(
+    llama: Path, looks_ahead: bool
+) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead) as rig:
+        broken, last = rig.row(prompt(5), 20), rig.row(prompt(9, 2), 4)
+        rig.submit_together([broken, last])
+        pushes = 0
+
+        def breaks_at_the_fourth(token: int, logprob: object = None) -> list[object]:
+            nonlocal pushes
+            pushes += 1
+            if pushes == 4:
+                raise ValueError("this text can't be parsed")
+            return []
+
+        broken.parser.push = breaks_at_the_fourth  # type: ignore[assignment, method-assign]
+        rig.run()
+        assert (await last.finished()).usage.completion_tokens == 4
+        assert right(rig, last)
+        with pytest.raises(GenerationFailed):
+            await broken.finished()
+        assert nothing_left(rig)
+
+
+async def test_two_rows_may_fail_in_one_step(llama: Path) -> None:
+    async with HandRig(llama) as rig:
+        rows = [rig.row(prompt(8 + n, n + 1), 6) for n in range(4)]
+        for row in (rows[0], rows[2]):
+            row.parser.push = None  # type: ignore[assignment, method-assign]
+        rig.submit_together(rows)
+        rig.run()
+        outcomes = await asyncio.gather(*(r.finished() for r in rows), return_exceptions=True)
+        assert [type(o) for o in outcomes] == [GenerationFailed, Finished] * 2
+        assert nothing_left(rig)
+
+
+# ---------------------------------------------------------------------------------------------
+# Failure of all
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="needs an operation that a CPU lacks")
+async def test_a_result_that_cannot_be_computed_fails_its_rows_and_no_more(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        first = rig.submit(prompt(20), 40)
+        await first.started()
+
+        def spoil() -> None:
+            # A CPU has no such product, which shows when the step is evaluated, and each time.
+            half = mx.ones((2, 1, 2, 2), mx.bfloat16)
+            missing = mx.gather_mm(half, half, rhs_indices=mx.array([0, 1]))
+            store = rig.forward.stores[0]
+            store.keys = store.keys + missing.sum().astype(mx.float32)
+
+        await rig.thread.call(spoil)
+        with pytest.raises(GenerationFailed):
+            await first.events()
+        assert stored(rig) == 0
+        second = rig.submit(prompt(20), 10)
+        await second.finished()
+        assert await rig.thread.call(partial(right, rig, second))
+        assert rig.ledger.figures()["pages:tiny"] == stored(rig)
+
+
+@AHEAD
+async def test_a_failed_step_fails_everybody_who_was_there(llama: Path, looks_ahead: bool) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead, max_rows=2, prefill_chunk=32) as rig:
+        running = rig.submit(prompt(5), 30)
+        rig.step(3)
+        prefilling = rig.submit(prompt(300, 2), 5)
+        waiting = rig.submit(prompt(7, 3), 5)
+        rig.step(2)
+        next_token = prefilling.sequence.computed
+        prefilling.sequence.tokens[next_token] = "no token"  # type: ignore[call-overload]
+        rig.run()
+        for row in (running, prefilling, waiting):
+            with pytest.raises(GenerationFailed):
+                await row.events()
+        assert nothing_left(rig)
+        again = rig.submit(prompt(7, 3), 5)
+        rig.run()
+        assert (await again.finished()).usage.completion_tokens == 5
+        assert right(rig, again)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends that come while the next step is under way
+# ---------------------------------------------------------------------------------------------
+
+
+@AHEAD
+async def test_a_stop_string_ends_a_row_whose_next_step_is_under_way(
+    llama: Path, looks_ahead: bool
+) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead) as rig:
+        plain = rig.submit(prompt(30), 20)
+        rig.run()
+        events = await plain.events()
+        text = "".join(e.text for e in events if isinstance(e, TextDelta))
+        stop = text[6:9]
+        rows = [
+            rig.row(prompt(30), 20, stop=(stop,)),
+            rig.row(prompt(31, 2), 20),
+            rig.row(prompt(30), 20),
+        ]
+        rig.submit_together(rows)
+        rig.run()
+        events = await rows[0].events()
+        assert "".join(e.text for e in events if isinstance(e, TextDelta)) == text.split(stop)[0]
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert (finished.reason, finished.stop_sequence) == ("stop", stop)
+        for row in rows[1:]:
+            assert (await row.finished()).usage.completion_tokens == 20
+            assert right(rig, row)
+        assert nothing_left(rig)
+        # What it had computed until then is found, and right.
+        again = rig.submit(plain.sequence.tokens[:40] + prompt(5, 4), 5)
+        rig.run()
+        await again.finished()
+        assert right(rig, again)
+
+
+@AHEAD
+async def test_a_row_may_be_cancelled_at_any_step_of_its_life(
+    llama: Path, looks_ahead: bool
+) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead, prefill_chunk=16) as rig:
+        for step in range(12):
+            others = [rig.submit(prompt(40, 2), 6), rig.submit(prompt(9, 3), 9)]
+            victim = rig.submit(prompt(60, step + 10), 5)
+            rig.step(step)
+            rig.cancel(victim)
+            rig.cancel(victim)
+            rig.run()
+            assert nothing_left(rig)
+            for row in others:
+                await row.finished()
+                assert right(rig, row)
+
+
+@AHEAD
+async def test_who_waits_for_a_cancelled_prompt_goes_on_from_where_it_was(
+    llama: Path, looks_ahead: bool
+) -> None:
+    for step in range(7):
+        async with HandRig(llama, looks_ahead=looks_ahead, prefill_chunk=16) as rig:
+            rows = [rig.submit(prompt(90), 5) for _ in range(3)]
+            rig.step(step)
+            rig.cancel(rows[0])
+            rig.run()
+            cached = [(await row.finished()).usage.cached_tokens for row in rows[1:]]
+            assert cached[1] == 80
+            # What the first had computed, which the second need not.
+            assert cached[0] == min(16 * step, 80)
+            assert all(right(rig, row) for row in rows[1:])
+            assert nothing_left(rig)
+
+
+@AHEAD
+async def test_equal_prompts_are_processed_once(llama: Path, looks_ahead: bool) -> None:
+    async with HandRig(llama, looks_ahead=looks_ahead, prefill_chunk=32) as rig:
+        rows = [rig.submit(prompt(100), 8) for _ in range(4)]
+        rig.run()
+        assert [(await row.finished()).usage.cached_tokens for row in rows] == [0, 96, 96, 96]
+        assert all(right(rig, row) for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@AHEAD
+async def test_rows_that_are_paused_come_back_and_answer_right(
+    llama: Path, prefix_cache: bool, looks_ahead: bool
+) -> None:
+    async with HandRig(
+        llama, memory=14 * PAGE, prefix_cache=prefix_cache, looks_ahead=looks_ahead
+    ) as rig:
+        assert rig.engine.page_bytes == PAGE
+        rows = [rig.submit(prompt(60 - n, n + 1), 40) for n in range(5)]
+        paused = 0
+        while rig.engine.has_work():
+            before = rig.engine.stats().running
+            rig.step()
+            paused += rig.engine.stats().waiting > 0 and rig.engine.stats().running < before
+        assert paused
+        for row in rows:
+            assert (await row.finished()).usage.completion_tokens == 40
+            assert right(rig, row)
+        assert nothing_left(rig)
+        assert rig.ledger.figures()["pages:tiny"] == stored(rig)
+
+
+async def test_a_prompt_that_waits_for_room_does_not_shake_the_pages_of_others(
+    llama: Path,
+) -> None:
+    async with HandRig(llama, memory=20 * PAGE, prefix_cache=False) as rig:
+        rig.submit(prompt(100), 150)
+        rig.step(3)
+        big = rig.submit(prompt(250, 2), 4)
+        sizes = []
+        while rig.engine.stats().waiting:
+            rig.step()
+            s = rig.engine.stats()
+            sizes.append(s.pages_free + s.pages_held + s.pages_cached)
+        # Stores that shrink and grow again are copied each time.
+        assert sizes == sorted(sizes)
+        rig.run()
+        assert right(rig, big)
+
+
+async def test_a_row_whose_memory_others_have_taken_is_told_so(llama: Path) -> None:
+    async with HandRig(llama, memory=40 * PAGE) as rig:
+        row = rig.submit(prompt(60), 400)
+        rig.step(4)
+        waiting = rig.submit(prompt(30, 2), 5)
+        assert rig.ledger.reserve("weights:other", rig.ledger.available())
+        rig.run()
+        with pytest.raises(OutOfMemory) as failure:
+            await row.events()
+        assert failure.value.retry_after
+        outcome = (await asyncio.gather(waiting.finished(), return_exceptions=True))[0]
+        assert isinstance(outcome, Finished | OutOfMemory)
+        assert nothing_left(rig)
+        rig.ledger.record("weights:other", 0)
+        again = rig.submit(prompt(60), 10)
+        rig.run()
+        assert right(rig, again)
+
+
+async def test_cached_pages_are_given_to_whoever_reserves_memory(llama: Path) -> None:
+    async with HandRig(llama, memory=100 * PAGE) as rig:
+        row = rig.submit(prompt(200), 4)
+        rig.run()
+        await row.finished()
+        assert rig.engine.stats().pages_cached == 12
+        assert rig.ledger.reserve("weights:other", 95 * PAGE)
+        assert rig.engine.stats().pages_cached == 0
+        assert stored(rig) == rig.ledger.figures().get("pages:tiny", 0) <= 5 * PAGE
+
+
+# ---------------------------------------------------------------------------------------------
+# Recurrent layers
+# ---------------------------------------------------------------------------------------------
+
+
+async def test_states_of_more_conversations_than_are_kept_do_no_harm(hybrid: Path) -> None:
+    async with HandRig(hybrid) as rig:
+        assert rig.forward.prefixes == "snapshot"
+        for turn in range(2):
+            for n in range(20):
+                row = rig.submit(prompt(40 + 20 * turn, n + 1), 3)
+                rig.run()
+                await row.finished()
+                assert right(rig, row)
+        figures = rig.ledger.figures()
+        assert figures["snapshots:tiny"] > 0
+        rig.engine.drop_prefixes()
+        assert "snapshots:tiny" not in rig.ledger.figures()
+
+
+async def test_a_state_that_was_given_up_is_kept_again_when_its_prompt_returns(
+    hybrid: Path,
+) -> None:
+    async with HandRig(hybrid) as rig:
+        for n in range(30):
+            row = rig.submit(prompt(40, n + 1), 2)
+            rig.run()
+        cached = []
+        for _ in range(3):
+            row = rig.submit(prompt(40, 1), 2)
+            rig.run()
+            cached.append((await row.finished()).usage.cached_tokens)
+            assert right(rig, row)
+        assert cached == [0, 32, 32]
+
+
+async def test_the_state_of_a_conversation_in_use_outlives_those_of_others(hybrid: Path) -> None:
+    async with HandRig(hybrid) as rig:
+        cached = []
+        for n in range(40):
+            row = rig.submit(prompt(40, 1), 2)
+            rig.run()
+            cached.append((await row.finished()).usage.cached_tokens)
+            other = rig.submit(prompt(40, n + 2), 2)
+            rig.run()
+            await other.finished()
+        assert cached == [0] + [32] * 39
+
+
+# ---------------------------------------------------------------------------------------------
+# Long runs
+# ---------------------------------------------------------------------------------------------
+
+
+async def check_all(rig: Rig, rows: list[Row], cancelled: set[int]) -> None:
+    for row in rows:
+        if row.sequence.key in cancelled:
+            assert right(rig, row)
+            continue
+        events = await row.events()
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert finished.usage.completion_tokens == row.sequence.limit
+        assert right(rig, row)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@AHEAD
+async def test_three_hundred_steps_of_anything(llama: Path, seed: int, looks_ahead: bool) -> None:
+    chance = random.Random(seed)
+    async with HandRig(
+        llama,
+        memory=chance.choice([24, 40, 10_000]) * PAGE,
+        looks_ahead=looks_ahead,
+        max_rows=chance.choice([3, 8]),
+        prefill_chunk=chance.choice([16, 48, 512]),
+        prefix_cache=chance.random() < 0.8,
+    ) as rig:
+        rows: list[Row] = []
+        cancelled: set[int] = set()
+        for _ in range(300):
+            if chance.random() < 0.25:
+                given = prompt(chance.choice([1, 5, 16, 17, 40, 90]), chance.randint(1, 4))
+                if rows and chance.random() < 0.4:
+                    given = (chance.choice(rows).sequence.tokens + given)[:200]
+                rows.append(rig.submit(given, chance.choice([1, 2, 15, 40])))
+            if rows and chance.random() < 0.05:
+                victim = chance.choice(rows)
+                if not victim.sequence.ended:
+                    rig.cancel(victim)
+                    cancelled.add(victim.sequence.key)
+            if chance.random() < 0.01:
+                rig.engine.drop_prefixes()
+            rig.step()
+            assert rig.ledger.figures().get("pages:tiny", 0) == stored(rig)
+            assert rig.ledger.available() >= 0
+        rig.run()
+        await check_all(rig, rows, cancelled)
+        assert nothing_left(rig)
+        assert rig.ledger.figures().get("pages:tiny", 0) == stored(rig)
+    assert set(rig.ledger.figures()) == {"buffer_cache", "limit", "available"}
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "lfm2", "llama4"])
+async def test_a_hundred_steps_of_anything_for_other_kinds_of_layers(
+    tmp_path: Path, family: str
+) -> None:
+    chance = random.Random(7)
+    async with HandRig(make_tiny_model(tmp_path / "m", family), prefill_chunk=48) as rig:
+        rows: list[Row] = []
+        cancelled: set[int] = set()
+        for _ in range(100):
+            if chance.random() < 0.2:
+                given = prompt(chance.choice([1, 16, 17, 40, 90]), chance.randint(1, 3))
+                rows.append(rig.submit(given, chance.choice([1, 5, 20])))
+            if rows and chance.random() < 0.05:
+                victim = chance.choice(rows)
+                if not victim.sequence.ended:
+                    rig.cancel(victim)
+                    cancelled.add(victim.sequence.key)
+            rig.step()
+        rig.run()
+        await check_all(rig, rows, cancelled)
+        assert nothing_left(rig)
+
+
+async def test_rows_submitted_and_cancelled_from_outside_while_it_runs(llama: Path) -> None:
+    chance = random.Random(4)
+    async with Rig(llama, memory=60 * PAGE, max_rows=6, prefill_chunk=32) as rig:
+        rows: list[Row] = []
+        cancelled: set[int] = set()
+        for _ in range(40):
+            rows.append(rig.submit(prompt(chance.choice([3, 30, 70]), chance.randint(1, 9)), 12))
+            if chance.random() < 0.3:
+                victim = chance.choice(rows)
+                rig.cancel(victim)
+                cancelled.add(victim.sequence.key)
+            await asyncio.sleep(0)
+        for row in rows:
+            if row.sequence.key not in cancelled:
+                try:
+                    assert (await row.finished()).usage.completion_tokens == 12
+                except MLXManagerError as error:  # pragma: no cover
+                    pytest.fail(str(error))
+        await rig.thread.call(lambda: None)
+        for row in rows:
+            if row.sequence.key not in cancelled:
+                assert await rig.thread.call(partial(right, rig, row))
+        assert nothing_left(rig)
