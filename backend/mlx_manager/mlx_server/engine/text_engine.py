@@ -464,7 +464,14 @@ class TextEngine:
                 return True
         return False
 
+    def _give_back(self, pages: int) -> None:
+        # Models without keys and values on pages have pages of no bytes, and no line.
+        if self.page_bytes:
+            self._ledger.release(self._line, pages * self.page_bytes)
+
     def _reserve(self, nbytes: int) -> bool:
+        if not nbytes:
+            return True
         self._growing = True
         try:
             return self._ledger.reserve(self._line, nbytes)
@@ -489,13 +496,13 @@ class TextEngine:
         removed = self._pool.shrink()
         if removed:
             self._resize(self._pool.size)
-            self._ledger.release(self._line, removed * self.page_bytes)
+            self._give_back(removed)
 
     def _drop_pages(self) -> None:
         self._ledger.record(self._snapshot_line, 0)
         if self._pool.size:
             self._resize(0)
-            self._ledger.release(self._line, self._pool.size * self.page_bytes)
+            self._give_back(self._pool.size)
 
     def _resize(self, pages: int) -> None:
         for store in self._forward.stores:

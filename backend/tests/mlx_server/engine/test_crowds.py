@@ -332,6 +332,25 @@ async def test_cached_pages_are_given_to_whoever_reserves_memory(llama: Path) ->
         assert stored(rig) == rig.ledger.figures().get("pages:tiny", 0) <= 5 * PAGE
 
 
+@pytest.mark.parametrize("family", ["mamba2", "llama4"])
+async def test_a_model_without_pages_has_none_to_give(tmp_path: Path, family: str) -> None:
+    async with HandRig(make_tiny_model(tmp_path / "m", family)) as rig:
+        assert rig.engine.page_bytes == 0
+        for _ in range(3):
+            row = rig.submit(prompt(50), 4)
+            rig.run()
+            assert right(rig, row)
+            assert not rig.ledger.reserve("weights:other", 1 << 40)
+            assert "pages:tiny" not in rig.ledger.figures()
+        overdrawn = rig.ledger.limit + 1
+        rig.ledger.record("weights:other", overdrawn)
+        row = rig.submit(prompt(50, 2), 4)
+        rig.run()
+        assert right(rig, row)
+        assert (await row.finished()).reason == "length"
+    assert set(rig.ledger.figures()) == {"weights:other", "buffer_cache", "limit", "available"}
+
+
 # ---------------------------------------------------------------------------------------------
 # Recurrent layers
 # ---------------------------------------------------------------------------------------------
