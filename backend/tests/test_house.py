@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +131,11 @@ def test_the_readme_lists_every_setting_as_it_is() -> None:
     found = re.search(r"<!-- settings: .*? -->\n(.*?)\n<!-- end of settings -->", readme, re.DOTALL)
     assert found is not None
     assert found[1] == settings_table(), f"the table should be:\n{settings_table()}"
+
+
+def test_every_dependency_is_pinned_to_what_the_tests_ran_on() -> None:
+    project = tomllib.loads((BACKEND / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.split(r"[\[<>=;~! ]", wanted)[0] for group in groups for wanted in group}
+    constraints = (BACKEND.parent / "constraints.txt").read_text()
+    assert names <= set(re.findall(r"^([a-z0-9-]+)==", constraints, re.MULTILINE))
