@@ -83,6 +83,10 @@ class Step:
     read: bool = False
 
 
+Read = tuple[Sequence, int, TokenLogprob | None]
+"""A row, the token that has been drawn for it, and how likely that was, if it wants to know."""
+
+
 class TextEngine:
     """Serves the sequences of one model.
 
@@ -146,9 +150,12 @@ class TextEngine:
         )
         self._pace = Pace(self._limits.prefill_chunk, self._limits.page_size)
         self._under_way: Step | None = None
-        # Tokens that have been read and not been handed on yet.
-        self._unrouted: deque[tuple[Sequence, int, TokenLogprob | None]] = deque()
-        self._routing: Sequence | None = None
+        # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
+        # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
+        self._unsettled: deque[Read] = deque()
+        self._unrouted: deque[Read] = deque()
+        # The row whose own output is being worked on, and whose failure is nobody else's.
+        self._at_fault: Sequence | None = None
         self._last_read: float | None = None
 
     # -- requests ------------------------------------------------------------------------------
@@ -219,14 +226,16 @@ class TextEngine:
     # -- the loop ------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._under_way or self._unrouted or self._scheduler.has_work)
+        left = self._unsettled or self._unrouted
+        return bool(left or self._under_way or self._scheduler.has_work)
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
-        # What a row that failed on its way out has left of the step before.
+        # What a row that failed has left of the step before.
+        self._settle()
         self._route()
         last = self._under_way
-        if last is not None and not self._may_look_ahead():
+        if last is not None and not last.read and not self._may_look_ahead():
             self._read(last)
         self._under_way = self._launch(last)
         if last is not None and not last.read:
@@ -311,16 +320,26 @@ class TextEngine:
             if row.ended or row.outcome is not None:
                 continue
             row.append(token)
-            score = scores.get(row.key)
-            self._unrouted.append((row, token, score))
             row.outcome = row.finish_reason(token)
+            self._unsettled.append((row, token, scores.get(row.key)))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Find out which rows go on; the others give up their pages."""
+        while self._unsettled:
+            row, token, score = read = self._unsettled.popleft()
+            if row.ended:
+                continue
+            self._at_fault = row
             if row.guide is not None and row.outcome != "stop":
                 row.parse_ahead(token, score)
+            self._at_fault = None
             if row.outcome is None:
                 self._scheduler.share(row)
             else:
                 self._release(row)
-        self._guide([row for row, *_ in self._unrouted if row.outcome is None])
+            self._unrouted.append(read)
+        self._guide([row for row, *_ in self._unrouted if row.outcome is None and not row.ended])
 
     def _guide(self, rows: list[Sequence]) -> None:
         """Find out what may be drawn next where that depends on what was drawn last."""
@@ -369,13 +388,13 @@ class TextEngine:
             row, token, score = self._unrouted.popleft()
             if row.ended:
                 continue
-            self._routing = row
+            self._at_fault = row
             if row.failure is not None:
                 self._end(row)
                 self._outbox.fail(row.stream, row.failure)
             else:
                 self._outbox.put(row.stream, self._events(row, token, score))
-        self._routing = None
+        self._at_fault = None
 
     def _events(self, row: Sequence, token: int, score: TokenLogprob | None) -> list[Event]:
         events: list[Event] = []
@@ -419,19 +438,20 @@ class TextEngine:
     # -- failure -------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
-        """Fail the row that was being routed, or all of them and start over with fresh pages."""
+        """Fail the row that is at fault, or all of them and start over with fresh pages."""
         failure = (
             error
             if isinstance(error, MLXManagerError)
             else GenerationFailed("The model failed while generating. The request can be retried.")
         )
-        if self._routing is not None:
-            row, self._routing = self._routing, None
+        if self._at_fault is not None:
+            row, self._at_fault = self._at_fault, None
             self._end(row)
             self._outbox.fail(row.stream, failure)
         else:
             lost = {row.key: row for row in self._scheduler}
-            lost |= {row.key: row for row, *_ in self._unrouted if not row.ended}
+            read = [*self._unsettled, *self._unrouted]
+            lost |= {row.key: row for row, *_ in read if not row.ended}
             if self._under_way is not None:
                 lost |= {row.key: row for row in self._under_way.rows if not row.ended}
             for row in lost.values():
@@ -444,7 +464,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Fail what is left and give all memory back."""
-        self._routing = None
+        self._at_fault = None
         self._ledger.remove_relief(self._relieve)
         self._ledger.record(self._working_line, 0)
         self.fail(GenerationFailed("The model is being unloaded."))

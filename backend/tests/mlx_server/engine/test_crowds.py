@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, TextDelta
+from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, OutOfMemory
 
 PAGE = 16 * 2 * 2 * 16 * 2 * 4
@@ -121,6 +122,35 @@ async def test_two_rows_may_fail_in_one_step(llama: Path) -> None:
         rig.run()
         outcomes = await asyncio.gather(*(r.finished() for r in rows), return_exceptions=True)
         assert [type(o) for o in outcomes] == [GenerationFailed, Finished] * 2
+        assert nothing_left(rig)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@AHEAD
+async def test_a_row_whose_grammar_fails_costs_its_neighbours_nothing(
+    llama: Path, place: int, looks_ahead: bool
+) -> None:
+    class Broken(Guide):
+        observed = 0
+
+        def observe(self, *about: object) -> None:
+            self.observed += 1
+            if self.observed == 3:
+                raise ValueError("this grammar can't be followed")
+
+    async with HandRig(llama, looks_ahead=looks_ahead) as rig:
+        rows = [rig.row(prompt(12 + n, n + 1), 8) for n in range(3)]
+        broken = rows.pop(place)
+        broken.sequence.guide = Broken("content", None, None, 9)
+        guided = rows[0]
+        guided.sequence.guide = Guide("content", None, None, 9)
+        rig.submit_together([*rows, broken])
+        rig.run()
+        with pytest.raises(GenerationFailed):
+            await broken.finished()
+        for row in rows:
+            assert (await row.finished()).usage.completion_tokens == 8
+            assert right(rig, row)
         assert nothing_left(rig)
 
 
