@@ -447,7 +447,7 @@ async def check_all(rig: Rig, rows: list[Row], cancelled: set[int]) -> None:
         assert right(rig, row)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 @AHEAD
 async def test_three_hundred_steps_of_anything(llama: Path, seed: int, looks_ahead: bool) -> None:
     chance = random.Random(seed)
@@ -485,11 +485,13 @@ async def test_three_hundred_steps_of_anything(llama: Path, seed: int, looks_ahe
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "lfm2", "llama4"])
+@AHEAD
 async def test_a_hundred_steps_of_anything_for_other_kinds_of_layers(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, looks_ahead: bool
 ) -> None:
     chance = random.Random(7)
-    async with HandRig(make_tiny_model(tmp_path / "m", family), prefill_chunk=48) as rig:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with HandRig(folder, looks_ahead=looks_ahead, prefill_chunk=48) as rig:
         rows: list[Row] = []
         cancelled: set[int] = set()
         for _ in range(100):

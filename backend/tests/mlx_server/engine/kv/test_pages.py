@@ -379,6 +379,27 @@ def test_a_cached_page_at_the_end_keeps_the_pool_from_shrinking() -> None:
     assert pool.shrink() == 2
 
 
+def test_an_attachment_goes_with_its_page() -> None:
+    pool = PagePool(2, 2)
+    pages = fill(pool, [1, 2, 3, 4])
+    pool.attach(pages[1], "state")
+    pool.release(pages)
+    assert pool.attachment(pages[1]) == "state"
+    assert pool.allocate(1) == [pages[1]]
+    assert pool.attachment(pages[1]) is None
+    assert pool.attachments == []
+
+
+def test_the_attachment_used_least_recently_is_given_up_first() -> None:
+    pool = PagePool(1, 3)
+    fill(pool, [1, 2, 3])
+    for page in range(3):
+        pool.attach(page, f"state {page}")
+    pool.attach(0, "state 0")
+    given_up = [pool.detach_oldest() for _ in range(4)]
+    assert given_up == ["state 1", "state 2", "state 0", None]
+
+
 @pytest.mark.parametrize(
     ("pages", "neighbours"),
     [
