@@ -174,7 +174,7 @@ async def test_an_engine_without_work_is_not_stepped_and_the_thread_blocks(
     before = asked
     # Work that leaves the interpreter free: a polling thread would ask many times over.
     await asyncio.to_thread(hashlib.sha256, bytes(32 << 20))
-    assert asked - before <= 1
+    assert asked - before <= 4
     assert (idle.done, idle.idle_steps) == (0, 0)
     thread.post(lambda: idle.add(3))
     await done(idle)
