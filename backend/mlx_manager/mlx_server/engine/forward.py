@@ -140,12 +140,14 @@ class RaggedForward:
     kind: ClassVar[str] = "ragged"
     prefixes: Prefixes = "pages"
 
-    def __init__(self, model: nn.Module, page_size: int) -> None:
+    def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
         self._model = model
         self._page_size = page_size
         self._pass = Pass()
         self._selection = HiddenSelection(model)
-        self._caches = _paged(make_prompt_cache(model), probe(model), page_size, self._pass)
+        self._caches = _paged(
+            make_prompt_cache(model), probe(model), page_size, self._pass, reading
+        )
         self.stores = [layer.store for layer in _layers(self._caches)]
         if len(self.stores) < len(self._caches):
             raise NotApplicable("some layers keep another kind of state than keys and values")
@@ -358,7 +360,8 @@ def choose(model: nn.Module, page_size: int) -> Forward:
     except WRONG as error:
         raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
     ways: list[Callable[[], Forward]] = [
-        lambda: RaggedForward(model, page_size),
+        lambda: RaggedForward(model, page_size, Reading.PAGES),
+        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
         lambda: SeparateForward(model, page_size, Reading.PAGES),
         lambda: SeparateForward(model, page_size, Reading.GATHERED),
         lambda: SeparateForward(model, page_size, Reading.GROUPED),
@@ -509,7 +512,7 @@ def _paged(
     shapes: Sequence[LayerShape | None],
     page_size: int,
     current: Pass,
-    reading: Reading = Reading.PAGES,
+    reading: Reading,
 ) -> list[Any]:
     """`caches` with pages in place of keys and values."""
     remaining = iter(shapes)

@@ -30,6 +30,7 @@ KINDS = {
     "gemma3_text": RAGGED,
     "gemma3n": RAGGED,
     "gemma4_text": RAGGED,
+    "gemma4_text, keys shared": RAGGED,
     "phi": RAGGED,
     "phi3": RAGGED,
     "phimoe": RAGGED,
@@ -58,9 +59,8 @@ KINDS = {
     "stablelm": RAGGED,
     "internlm2": RAGGED,
     "hunyuan_v1_dense": RAGGED,
-    # These compute attention themselves: soft caps, latent attention, keys handed between layers.
+    # These compute attention themselves: soft caps, latent attention.
     "gemma2": SEPARATE,
-    "gemma4_text, keys shared": SEPARATE,
     "deepseek_v3": SEPARATE,
     "longcat_flash": SEPARATE,
     # These keep a state of another kind, all of it or beside keys and values.
@@ -84,7 +84,7 @@ KINDS = {
     "deepseek_v32": ALONE,
     "gpt_bigcode": ALONE,
 }
-PAGES_ALONE = {"gemma2", "gemma4_text, keys shared", "deepseek_v3", "longcat_flash"}
+PAGES_ALONE = {"gemma2", "deepseek_v3", "longcat_flash"}
 """Those of the separate ones whose pages are all there is to a prefix."""
 
 PAGE = 16

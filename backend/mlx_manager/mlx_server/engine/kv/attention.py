@@ -211,12 +211,15 @@ class StepPlan:
 class Reading(Enum):
     """How a module gets at its keys and values.
 
-    PAGES: it attends through mlx-lm's function, which reads pages. GATHERED: it is given padded
-    arrays and a mask (rows, 1, queries, keys). GROUPED: the same, with a mask for scores that have
-    an axis of query groups (rows, 1, 1, queries, keys), as Gemma 2's have.
+    PAGES: it attends through mlx-lm's function, which reads pages. HANDED_ON: the same, and in
+    place of keys and values it is given the layer, which it hands on to layers without a cache of
+    their own (Gemma 4). GATHERED: it is given padded arrays and a mask (rows, 1, queries, keys).
+    GROUPED: the same, with a mask for scores that have an axis of query groups (rows, 1, 1,
+    queries, keys), as Gemma 2's have.
     """
 
     PAGES = "pages"
+    HANDED_ON = "handed on"
     GATHERED = "gathered"
     GROUPED = "grouped"
 
@@ -258,14 +261,14 @@ class PagedLayer:
     ) -> mx.array | Window | None:
         window = self.store.shape.window if window_size is None else window_size
         match self.reading:
-            case Reading.PAGES:
+            case Reading.PAGES | Reading.HANDED_ON:
                 return None if window is None else Window(window)
             case Reading.GATHERED:
                 return self.plan.dense_mask(window)
             case Reading.GROUPED:
                 return self.plan.dense_mask(window)[:, None]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
         if self.chunk:
             self.store.write(keys[0], values[0], self.plan.slots)
@@ -275,11 +278,15 @@ class PagedLayer:
             )
         return (keys, values) if self.reading is Reading.PAGES else self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> KeysAndValues:
         """What later layers attend to that share this one's keys and values (Gemma 3n)."""
-        if self.reading is Reading.PAGES:
-            return self.store.keys, self.store.values
-        return self.store.gather(self.plan.table())
+        match self.reading:
+            case Reading.PAGES:
+                return self.store.keys, self.store.values
+            case Reading.HANDED_ON:
+                return self, self
+            case _:
+                return self.store.gather(self.plan.table())
 
     def attend(
         self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None
@@ -348,6 +355,9 @@ def _attend_chunk(
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
+KeysAndValues = tuple[mx.array, mx.array] | tuple[PagedLayer, PagedLayer]
+
+
 def route(model: nn.Module) -> None:
     """Make the attention function of `model`'s modules honour `PagedLayer`.
 
@@ -371,17 +381,18 @@ class _Routed:
     def __call__(  # noqa: PLR0917 mlx-lm's signature
         self,
         queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        keys: mx.array | PagedLayer,
+        values: mx.array | PagedLayer,
         cache: Any,
         scale: float,
         mask: Any,
         sinks: mx.array | None = None,
     ) -> Any:
-        if isinstance(cache, PagedLayer) and cache.reading is Reading.PAGES:
+        layer = keys if isinstance(keys, PagedLayer) else cache
+        if isinstance(layer, PagedLayer) and layer.reading in (Reading.PAGES, Reading.HANDED_ON):
             if mask is not None and not isinstance(mask, Window):
                 raise TypeError("this module brings a mask of its own; pages cannot honour it")
-            return cache.attend(queries, scale, mask, sinks)
+            return layer.attend(queries, scale, mask, sinks)
         return self._original(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
         )
