@@ -39,6 +39,7 @@ from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     OutOfMemory,
     Overloaded,
+    ServerNotReady,
 )
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
 
@@ -123,6 +124,7 @@ class TextEngine:
         self._outbox = Outbox()
         self._masks = Masks()
         self._growing = False
+        self._closed = False
         self._steps = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -176,6 +178,8 @@ class TextEngine:
             self._end(sequence)
 
     def _refusal(self, sequence: Sequence) -> MLXManagerError | None:
+        if self._closed:
+            return ServerNotReady("The model has just been unloaded. Try again.")
         scheduler = self._scheduler
         waiting = len(scheduler.waiting)
         rows = self._limits.max_rows - len(scheduler.running) - len(scheduler.prefilling)
@@ -464,6 +468,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Fail what is left and give all memory back."""
+        self._closed = True
         self._at_fault = None
         self._ledger.remove_relief(self._relieve)
         self._ledger.record(self._working_line, 0)

@@ -15,7 +15,12 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, TextDelta
 from mlx_manager.mlx_server.engine.guide import Guide
-from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, OutOfMemory
+from mlx_manager.mlx_server.errors import (
+    GenerationFailed,
+    MLXManagerError,
+    OutOfMemory,
+    ServerNotReady,
+)
 
 PAGE = 16 * 2 * 2 * 16 * 2 * 4
 """Bytes of a page of the tiny Llama: tokens, keys and values, heads, dim, layers, float32."""
@@ -201,6 +206,19 @@ async def test_a_failed_step_fails_everybody_who_was_there(llama: Path, looks_ah
         rig.run()
         assert (await again.finished()).usage.completion_tokens == 5
         assert right(rig, again)
+
+
+async def test_closing_ends_every_stream_and_later_ones_are_refused(llama: Path) -> None:
+    async with HandRig(llama, max_rows=2, prefill_chunk=32) as rig:
+        rows = [rig.submit(prompt(n, n), 50) for n in (5, 300, 9)]
+        rig.step(3)
+        rig.engine.close()
+        late = rig.submit(prompt(5), 5)
+        outcomes = await asyncio.gather(*(r.events() for r in rows), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {GenerationFailed}
+        with pytest.raises(ServerNotReady):
+            await late.events()
+        assert set(rig.ledger.figures()) == {"buffer_cache", "limit", "available"}
 
 
 # ---------------------------------------------------------------------------------------------
