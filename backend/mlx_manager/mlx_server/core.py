@@ -191,6 +191,15 @@ Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the name of the API key that came with the request ("" without one), and the
+    protocol it came by (chat, completions, responses, messages; "" from a script)."""
+
+    key: str = ""
+    protocol: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One row of work, whatever protocol it came by.
 
@@ -213,6 +222,7 @@ class GenerationRequest:
     priority: int = 0
     return_ids: bool = False
     request_id: str = ""
+    caller: Caller = Caller()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)
     if server.settings.logfire_enabled:
-        server.tracer = start_tracing(app)
+        server.observers.append(start_tracing(app))
     return app
 
 

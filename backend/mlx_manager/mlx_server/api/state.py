@@ -8,10 +8,18 @@ import time
 from fastapi import Request
 
 from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
-from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
+from mlx_manager.mlx_server.observability.observer import Observer
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
+
+PROTOCOLS = {
+    "/chat/completions": "chat",
+    "/completions": "completions",
+    "/messages": "messages",
+    "/responses": "responses",
+}
 
 
 class Server:
@@ -21,7 +29,7 @@ class Server:
         self.settings = settings
         self.created = int(time.time())
         self.responses = ResponseStore(settings.responses)
-        self.tracer: Tracer = Untraced()
+        self.observers: list[Observer] = []
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
         self._pool: ModelPool | None = None
@@ -36,15 +44,16 @@ class Server:
             raise ServerNotReady("The server is starting.")
         return self._pool
 
-    @property
-    def inference(self) -> Inference:
-        """
+    def inference(self, request: Request) -> Inference:
+        """The way to the models for who sent `request`.
+
         Raises:
             ServerNotReady: start-up has not finished.
         """
         if not self.started.is_set():
             raise ServerNotReady("The server is starting: its default model is being loaded.")
-        return Inference(self.pool, self.tracer)
+        protocol = PROTOCOLS.get(request.url.path.removeprefix("/v1"), "")
+        return Inference(self.pool, self.observers, Caller(protocol=protocol))
 
     def open(self, pool: ModelPool) -> None:
         """Models can be listed from now on."""

@@ -9,40 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from mlx_manager.mlx_server.core import Finished, GenerationRequest, Progress, Started
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.observability.observer import Observation, Observer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from opentelemetry.trace import Span
 
 
-class Observation(Protocol):
-    """Watches one call from its start to the end of its last row."""
-
-    def add(self, step: Progress) -> None: ...
-
-
-class Tracer(Protocol):
-    def observe(
-        self, requests: Sequence[GenerationRequest]
-    ) -> AbstractContextManager[Observation]: ...
-
-
-class Untraced:
-    """Watches nothing."""
-
-    def observe(self, requests: Sequence[GenerationRequest]) -> AbstractContextManager[Observation]:
-        return nullcontext(self)
-
-    def add(self, step: Progress) -> None:
-        pass
-
-
-def start_tracing(app: FastAPI) -> Tracer:
+def start_tracing(app: FastAPI) -> Observer:
     """Configure LogFire and instrument `app`. Works with no token and no network.
 
     Raises:

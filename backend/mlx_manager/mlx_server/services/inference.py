@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from mlx_manager.mlx_server.core import (
     Backend,
+    Caller,
     Conversation,
     Event,
     GenerationRequest,
@@ -22,7 +24,7 @@ from mlx_manager.mlx_server.core import (
     Prompt,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.observability.tracing import Tracer, Untraced
+from mlx_manager.mlx_server.observability.observer import Observer, observe_all
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 
@@ -105,12 +107,18 @@ class ModelPool(Protocol):
         ...
 
 
-class Inference:
-    """Answers requests with the models of a pool."""
+NOBODY = Caller()
 
-    def __init__(self, pool: ModelPool, tracer: Tracer | None = None) -> None:
+
+class Inference:
+    """Answers a caller's requests with the models of a pool, while the observers watch."""
+
+    def __init__(
+        self, pool: ModelPool, observers: Sequence[Observer] = (), caller: Caller = NOBODY
+    ) -> None:
         self.pool = pool
-        self.tracer = tracer or Untraced()
+        self.observers = observers
+        self.caller = caller
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -122,13 +130,15 @@ class Inference:
         Raises:
             MLXManagerError: one row's failure ends them all.
         """
-        with self.tracer.observe(requests) as observation:
+        requests = [replace(request, caller=self.caller) for request in requests]
+        with observe_all(self.observers, requests) as observations:
             async with (
                 self.pool.lease(requests[0].model) as lease,
                 aclosing(rows(lease.backend, requests)) as progress,
             ):
                 async for step in progress:
-                    observation.add(step)
+                    for observation in observations:
+                        observation.add(step)
                     yield step
 
     async def count_tokens(self, request: GenerationRequest) -> int:

@@ -130,7 +130,7 @@ async def test_a_cancelled_request_says_so():
 
     spans = capture()
     pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
-    progress = Inference(pool, SpanTracer()).generate([GenerationRequest(MODEL, Text("x"))])
+    progress = Inference(pool, [SpanTracer()]).generate([GenerationRequest(MODEL, Text("x"))])
     await anext(progress)
     await progress.aclose()
     assert spans.one()["mlx_manager.cancelled"] is True

@@ -37,7 +37,7 @@ async def create_message(request: Request) -> Response:
         request_id=request.state.request_id,
         max_tokens=body.max_tokens,
     )
-    progress = server.inference.generate([messages.request(body, head)])
+    progress = server.inference(request).generate([messages.request(body, head)])
     return await respond(
         request, body, progress, messages.MessageStream(head), messages.MessageAnswer(head)
     )
@@ -55,5 +55,5 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     response.headers.update(unknown_header(body))
     asked = messages.counted(body, server.pool.resolve(body.model))
     async with UntilHangup(request.receive):
-        count = await server.inference.count_tokens(asked)
+        count = await server.inference(request).count_tokens(asked)
     return TokenCount(input_tokens=count)

@@ -27,7 +27,7 @@ async def tokenize(request: Request, response: Response) -> TokenizeResponse:
     body = await read(request, TokenizeRequest, server.settings.api)
     response.headers.update(unknown_header(body))
     asked = tokenizing(body)
-    found = await server.inference.ask(
+    found = await server.inference(request).ask(
         server.pool.resolve(body.model), lambda model: model.tokenize(asked.prompt, asked.special)
     )
     answer = TokenizeResponse(
@@ -44,7 +44,7 @@ async def detokenize(request: Request, response: Response) -> TextResponse:
     server = server_of(request)
     body = await read(request, DetokenizeRequest, server.settings.api)
     response.headers.update(unknown_header(body))
-    text = await server.inference.ask(
+    text = await server.inference(request).ask(
         server.pool.resolve(body.model), lambda model: model.detokenize(body.tokens)
     )
     return TextResponse(prompt=text, content=text)
@@ -57,7 +57,7 @@ async def apply_template(request: Request, response: Response) -> TextResponse:
     body = await read(request, PromptRequest, server.settings.api)
     response.headers.update(unknown_header(body))
     asked = rendered(body.messages, body)
-    text = await server.inference.ask(
+    text = await server.inference(request).ask(
         server.pool.resolve(body.model), lambda model: model.render(asked)
     )
     return TextResponse(prompt=text, content=text)

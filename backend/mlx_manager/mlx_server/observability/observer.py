@@ -1,0 +1,36 @@
+"""Who watches the calls: spans, metrics, an audit log; each sees every call from start to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+from mlx_manager.mlx_server.core import GenerationRequest, Progress
+
+
+class Observation(Protocol):
+    """Watches one call from its start to the end of its last row."""
+
+    def add(self, step: Progress) -> None: ...
+
+
+class Observer(Protocol):
+    """Watches all calls.
+
+    The context is left with the exception that ended the call: an MLXManagerError, or GeneratorExit
+    or CancelledError when the caller went away.
+    """
+
+    def observe(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AbstractContextManager[Observation]: ...
+
+
+@contextmanager
+def observe_all(
+    observers: Sequence[Observer], requests: Sequence[GenerationRequest]
+) -> Iterator[list[Observation]]:
+    """One observation by each observer, which end in the reverse order."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(observer.observe(requests)) for observer in observers]
