@@ -1,30 +1,17 @@
-"""The command line. What a command needs is imported when it runs, so that `--help` is instant."""
+"""`mlx-manager serve`, and every setting of the server as an option."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager import __version__
+from mlx_manager.cli.terminal import ExitCode, complain, fail
 
 if TYPE_CHECKING:
-    from mlx_manager.doctor import Finding
     from mlx_manager.mlx_server.config import MLXServerSettings
-    from mlx_manager.mlx_server.models.catalog import ModelSource
-
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def option(text: str, default: str | None = None, metavar: str | None = None) -> Any:
@@ -109,29 +96,7 @@ ResponseStoreDays = Annotated[float | None, option("Days without use after which
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
 LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 
-
-def show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mlx-manager {__version__}")
-        raise typer.Exit
-
-
-Version = Annotated[
-    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version")
-]
-
-
-@app.callback()
-def mlx_manager(version: Version = False) -> None:
-    """An inference server on MLX for any OpenAI or Anthropic client.
-
-    "mlx-manager serve" starts it with a small embedded model; nothing is downloaded.
-    """
-
-
-@app.command()
 def serve(
     context: typer.Context,
     *,
@@ -180,81 +145,6 @@ def serve(
     run(settings)
 
 
-@app.command("list")
-def list_models(
-    context: typer.Context,
-    *,
-    model: Model = None,
-    available_models: AvailableModels = None,
-    models_dir: ModelsDir = None,
-    hf_cache: HfCache = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the models that serve would offer.
-
-    \b
-    Example:
-      mlx-manager list --models-dir ~/models --json
-    """
-    settings = parse_settings(without(context.params, "as_json"))
-    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from mlx_manager.mlx_server.models.catalog import Catalog
-
-    models = Catalog(settings.catalog).models()
-    if as_json:
-        found = [asdict(model) | {"path": model.path and str(model.path)} for model in models]
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        print_models(models)
-
-
-@app.command()
-def doctor(
-    context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
-) -> None:
-    """Check this machine: Python, MLX, device, memory, BLAS, models, port.
-
-    The exit code is 0 when `serve` can start, 1 when something is in its way.
-    """
-    settings = parse_settings(without(context.params, "as_json"))
-    from mlx_manager.doctor import examine
-
-    findings = examine(settings)
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        print_findings(findings)
-    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
-
-
-def print_models(models: Sequence[ModelSource]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("model", "family", "context", "size", "from", box=box.SIMPLE)
-    for model in models:
-        context = f"{model.context_length:,}" if model.context_length else ""
-        size = f"{model.nbytes / 1e6:,.0f} MB" if model.nbytes else ""
-        origin = model.origin if model.path else f"{model.origin}, not downloaded"
-        table.add_row(model.id, model.family if model.path else "", context, size, origin)
-    Console().print(table)
-
-
-def print_findings(findings: list[Finding]) -> None:
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        typer.secho(f"{finding.name:>{width}}  ", nl=False, bold=True)
-        typer.secho(finding.value, fg=None if finding.ok else "red")
-        if finding.advice:
-            typer.secho(f"{'':{width}}  {finding.advice}", fg="yellow")
-
-
-def without(params: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key != name}
-
-
 def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
     """The settings of the environment with what was `given` (not None) on the command line.
 
@@ -270,7 +160,7 @@ def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
         for problem in error.errors():
             name = str(problem["loc"][0])
             complain(f"--{name.replace('_', '-')} (MLX_SERVER_{name.upper()}): {problem['msg']}")
-        raise typer.Exit(2) from None
+        raise typer.Exit(ExitCode.USAGE) from None
 
 
 def require_mlx() -> None:
@@ -280,13 +170,4 @@ def require_mlx() -> None:
     except ImportError as error:
         from mlx_manager.doctor import INSTALL_MLX
 
-        complain(f"MLX can't be imported: {error}. {INSTALL_MLX}")
-        raise typer.Exit(1) from None
-
-
-def complain(message: str) -> None:
-    typer.secho(f"mlx-manager: {message}", err=True, fg="red")
-
-
-def main() -> None:
-    app()
+        fail(f"MLX can't be imported: {error}. {INSTALL_MLX}")

@@ -1,0 +1,49 @@
+"""The command line, one command a file. What a command needs is imported when it runs, so that
+`--help` is instant.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mlx_manager import __version__
+from mlx_manager.cli.doctor import doctor
+from mlx_manager.cli.list import list_models
+from mlx_manager.cli.serve import serve
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mlx-manager {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version")
+]
+
+
+@app.callback()
+def mlx_manager(version: Version = False) -> None:
+    """An inference server on MLX for any OpenAI or Anthropic client.
+
+    "mlx-manager serve" starts it with a small embedded model; nothing is downloaded.
+    """
+
+
+app.command()(serve)
+app.command("list")(list_models)
+app.command()(doctor)
+
+
+def main() -> None:
+    app()

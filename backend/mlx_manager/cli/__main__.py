@@ -1,0 +1,3 @@
+from mlx_manager.cli import main
+
+main()

@@ -1,0 +1,43 @@
+"""`mlx-manager doctor`: what is in the way of serving, and what would make it faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlx_manager.cli.serve import Host, Port, parse_settings
+from mlx_manager.cli.terminal import AsJson, ExitCode
+
+if TYPE_CHECKING:
+    from mlx_manager.doctor import Finding
+
+
+def doctor(
+    context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
+) -> None:
+    """Check this machine: Python, MLX, device, memory, BLAS, models, port.
+
+    The exit code is 0 when `serve` can start, 1 when something is in its way.
+    """
+    settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
+    from mlx_manager.doctor import examine
+
+    findings = examine(settings)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print_findings(findings)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def print_findings(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        typer.secho(f"{finding.name:>{width}}  ", nl=False, bold=True)
+        typer.secho(finding.value, fg=None if finding.ok else "red")
+        if finding.advice:
+            typer.secho(f"{'':{width}}  {finding.advice}", fg="yellow")

@@ -1,0 +1,55 @@
+"""`mlx-manager list`: the models that can be served."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlx_manager.cli.serve import AvailableModels, HfCache, Model, ModelsDir, parse_settings
+from mlx_manager.cli.terminal import AsJson, show, size, table
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.catalog import ModelSource
+
+
+def list_models(
+    context: typer.Context,
+    *,
+    model: Model = None,
+    available_models: AvailableModels = None,
+    models_dir: ModelsDir = None,
+    hf_cache: HfCache = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models that serve would offer.
+
+    \b
+    Example:
+      mlx-manager list --models-dir ~/models --json
+    """
+    settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
+    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlx_manager.mlx_server.models.catalog import Catalog
+
+    models = Catalog(settings.catalog).models()
+    if as_json:
+        found = [asdict(model) | {"path": model.path and str(model.path)} for model in models]
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_models(models)
+
+
+def print_models(models: Sequence[ModelSource]) -> None:
+    shown = table("model", "family", "context", "size", "from", right=("context", "size"))
+    for model in models:
+        context = f"{model.context_length:,}" if model.context_length else ""
+        origin = model.origin if model.path else f"{model.origin}, not downloaded"
+        nbytes = size(model.nbytes) if model.nbytes else ""
+        shown.add_row(model.id, model.family if model.path else "", context, nbytes, origin)
+    show(shown)

@@ -1,0 +1,81 @@
+"""What all commands print alike: failures on stderr with an exit code, tables, sizes, times."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
+
+
+WIDE = 250
+"""Columns of a table that is not printed on a terminal."""
+
+
+class ExitCode(IntEnum):
+    """What the program ends with; docs/cli.md and `mlx-manager --help` say the same."""
+
+    FAILED = 1
+    USAGE = 2
+    NO_SERVER = 3
+    NOT_FOUND = 4
+    REFUSED = 5
+    INTERRUPTED = 130
+
+
+def complain(message: str) -> None:
+    typer.secho(f"mlx-manager: {message}", err=True, fg="red")
+
+
+def note(message: str) -> None:
+    """On stderr, so that what is piped on stays clean."""
+    typer.secho(message, err=True, dim=True)
+
+
+def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
+    """End the program with `code`; `message` says what to do."""
+    complain(message)
+    raise typer.Exit(code)
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table whose columns named in `right` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        made.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column in right
+        )
+    return made
+
+
+def show(made: Table) -> None:
+    """On a terminal within its width; in a pipe as wide as it needs to be, for grep and awk."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(made)
+
+
+def size(nbytes: float) -> str:
+    """`12 kB`, `345 MB`, `6.7 GB`: powers of 1000, as disks and downloads count."""
+    if nbytes < 1e6:
+        return f"{nbytes / 1e3:,.0f} kB"
+    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min`, `5 h`, `2 d`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
