@@ -178,9 +178,9 @@ class PagedKernels(Protocol):
 @cache
 def source(*paths: Path) -> str:
     """The text of source files, one after another, without comments and indentation: MLX copies
-    it at every call."""
+    it at every call. Ends with a line of its own, since MLX goes on right behind it."""
     lines = (line.strip() for path in paths for line in path.read_text().splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//"))
+    return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
 
 
 def flag(value: bool) -> str:
