@@ -256,11 +256,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for."""
+    """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
+
+    queued, prefill: seconds before the first of the prompt was processed, and from then on.
+    """
 
     prompt_tokens: int
     cached_tokens: int = 0
     ids: tuple[int, ...] = ()
+    queued: float = field(default=0.0, compare=False)
+    prefill: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

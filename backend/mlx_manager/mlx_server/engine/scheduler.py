@@ -88,6 +88,7 @@ class Scheduler:
         self._reuse = reuse
         self._restore = restore
         self._steps = 0
+        self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
         self._joining: list[Sequence] = []
 
@@ -255,6 +256,7 @@ class Scheduler:
 
     def _pause(self, sequence: Sequence) -> None:
         """Take a sequence's pages away; it will be recomputed when there is room."""
+        self.pauses += 1
         (self.running if sequence in self.running else self.prefilling).remove(sequence)
         self._vacate(sequence)
         self.waiting.append(sequence)

@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.meter import Distribution, Meter
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import sample
 from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
@@ -55,7 +56,12 @@ STEPS_BETWEEN_CLEARS = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing. Bytes are those of all layers together."""
+    """What an engine is doing. Bytes are those of all layers together.
+
+    pages_attainable: as many as there could be. Counted since it was made: steps, prompt_tokens
+    and generated_tokens of all rows, prefix_queries and prefix_hits in tokens, pauses. host_time,
+    token_gaps: see `Meter`.
+    """
 
     forward: str
     running: int
@@ -64,12 +70,18 @@ class EngineStats:
     pages_held: int
     pages_cached: int
     pages_free: int
+    pages_attainable: int
     page_size: int
     page_bytes: int
     tokens_live: int
     steps: int
+    prompt_tokens: int
+    generated_tokens: int
     prefix_queries: int
     prefix_hits: int
+    pauses: int
+    host_time: Distribution
+    token_gaps: Distribution
 
 
 @dataclass(slots=True)
@@ -125,7 +137,12 @@ class TextEngine:
         self._masks = Masks()
         self._growing = False
         self._closed = False
+        self._meter = Meter()
+        self._waited = 0.0
         self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._pauses = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
         self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
@@ -164,6 +181,7 @@ class TextEngine:
 
     def submit(self, sequence: Sequence) -> None:
         """Take a sequence on, or fail its stream with the reason."""
+        sequence.queued_at = self._clock()
         refusal = self._refusal(sequence)
         if refusal is None:
             self._scheduler.submit(sequence)
@@ -235,6 +253,7 @@ class TextEngine:
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
+        began, self._waited = self._clock(), 0.0
         # What a row that failed has left of the step before.
         self._settle()
         self._route()
@@ -246,6 +265,7 @@ class TextEngine:
             self._read(last)
         self._route()
         self._outbox.flush()
+        self._meter.host.add(self._clock() - began - self._waited)
         if self._under_way is None:
             self._last_read = None
             if not self._scheduler.has_work:
@@ -314,18 +334,26 @@ class TextEngine:
         Rows that had ended already (cancelled, or run one step too far by the lookahead) are
         left out.
         """
+        asked = self._clock()
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
-        self._observe(step)
+        now = self._clock()
+        self._waited += now - asked
+        self._observe(step, now)
         self._take_snapshots()
         scores = step.scores.read(step.rows, tokens)
         step.read = True
+        before: list[float] = []
         for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
             row.pending -= 1
             if row.ended or row.outcome is not None:
                 continue
             row.append(token)
+            before.append(row.read_at)
+            row.read_at = now
             row.outcome = row.finish_reason(token)
             self._unsettled.append((row, token, scores.get(row.key)))
+        self._generated_tokens += len(before)
+        self._meter.read(now, before)
         self._settle()
 
     def _settle(self) -> None:
@@ -381,8 +409,7 @@ class TextEngine:
         assert isinstance(snapshot, Snapshot)
         self._forward.restore(sequence.key, snapshot)
 
-    def _observe(self, step: Step) -> None:
-        now = self._clock()
+    def _observe(self, step: Step, now: float) -> None:
         if self._last_read is not None:
             self._pace.observe(now - self._last_read, step.running, step.prompt_tokens)
         self._last_read = now
@@ -404,7 +431,10 @@ class TextEngine:
         events: list[Event] = []
         if not row.started:
             row.started = True
-            events.append(Started(row.prompt_length, row.cached or 0))
+            queued, prefill = row.admitted_at - row.queued_at, row.read_at - row.admitted_at
+            events.append(
+                Started(row.prompt_length, row.cached or 0, queued=queued, prefill=prefill)
+            )
         if row.guide is not None:
             events += row.parsed
             row.parsed = []
@@ -435,9 +465,13 @@ class TextEngine:
         if self._steps % STEPS_BETWEEN_CLEARS == 0:
             clear_cache()
         for prefill in schedule.prefills:
-            if prefill.final and not prefill.sequence.started:
-                self._prefix_queries += prefill.sequence.prompt_length
-                self._prefix_hits += prefill.sequence.cached or 0
+            row = prefill.sequence
+            row.admitted_at = row.admitted_at or self._clock()
+            if prefill.final and not row.started:
+                self._prompt_tokens += row.prompt_length
+                if self._limits.prefix_cache:
+                    self._prefix_queries += row.prompt_length
+                    self._prefix_hits += row.cached or 0
 
     # -- failure -------------------------------------------------------------------------------
 
@@ -463,6 +497,7 @@ class TextEngine:
                 self._forward.forget(row.key)
                 self._outbox.fail(row.stream, failure)
             self._drop_pages()
+            self._pauses += self._scheduler.pauses
             self._start_over()
         self._outbox.flush()
 
@@ -551,12 +586,18 @@ class TextEngine:
             pages_held=self._pool.held,
             pages_cached=self._pool.cached,
             pages_free=self._pool.free,
+            pages_attainable=self._attainable_pages(),
             page_size=self._pool.page_size,
             page_bytes=self.page_bytes,
             tokens_live=sum(row.computed for row in rows),
             steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            pauses=self._pauses + s.pauses,
+            host_time=self._meter.host.distribution(),
+            token_gaps=self._meter.gaps.distribution(),
         )
 
 

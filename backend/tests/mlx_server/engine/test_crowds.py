@@ -325,6 +325,7 @@ async def test_rows_that_are_paused_come_back_and_answer_right(
             rig.step()
             paused += rig.engine.stats().waiting > 0 and rig.engine.stats().running < before
         assert paused
+        assert rig.engine.stats().pauses
         for row in rows:
             assert (await row.finished()).usage.completion_tokens == 40
             assert right(rig, row)

@@ -1,0 +1,64 @@
+"""How long things take in an engine, counted by size so that a token costs next to nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+HOST_BOUNDS = (
+    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+GAP_BOUNDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Durations by size. `counts[i]` of them are at most `bounds[i]` and more than the bound
+    before, the last count is of those beyond all bounds; `total` is their sum. In seconds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Durations:
+    """Counts durations by size. One thread adds; any may take a `distribution`."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._total += seconds * times
+
+    def distribution(self) -> Distribution:
+        return Distribution(self._bounds, tuple(self._counts), self._total)
+
+
+class Meter:
+    """What one engine's steps and tokens take.
+
+    host: of each step, what it took less the wait for the device.
+    gaps: between a row's tokens, as the host reads them.
+    """
+
+    def __init__(self) -> None:
+        self.host = Durations(HOST_BOUNDS)
+        self.gaps = Durations(GAP_BOUNDS)
+
+    def read(self, now: float, before: Iterable[float]) -> None:
+        """A token was read of each row, whose last one was read at that time; 0: it is its first.
+
+        All rows that were in the last step share one time, and are counted at once.
+        """
+        for earlier, rows in Counter(before).items():
+            if earlier:
+                self.gaps.add(now - earlier, rows)
