@@ -83,7 +83,9 @@ Weights = Annotated[
 MaxRows = Annotated[int | None, option("Sequences decoded together, per model", "128")]
 MaxWaiting = Annotated[int | None, option("Requests waiting, per model, before 429", "1024")]
 PageSize = Annotated[int | None, option("Tokens in a KV page", "16")]
-PrefillChunk = Annotated[int | None, option("Most prompt tokens processed in one step", "512")]
+PrefillChunk = Annotated[
+    int | None, option("Most prompt tokens in one step; default 512, on a GPU 2048")
+]
 PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
 ResponseStore = Annotated[
     Path | None,

@@ -21,14 +21,15 @@ class EngineLimits:
     """What one model's engine may take on.
 
     max_rows: sequences decoded together. max_waiting: requests queued beyond those.
-    page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step.
+    page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step (None: by
+    the device).
     prefix_cache: whether unreferenced pages stay for reuse.
     """
 
     max_rows: int = 128
     max_waiting: int = 1024
     page_size: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     prefix_cache: bool = True
 
 
@@ -110,7 +111,9 @@ class MLXServerSettings(BaseSettings):
     max_rows: int = Field(128, ge=1, description="Sequences decoded together, per model")
     max_waiting: int = Field(1024, ge=0, description="Requests waiting, per model, before 429")
     page_size: int = Field(16, ge=1, le=256, description="Tokens in a KV page")
-    prefill_chunk: int = Field(512, ge=16, description="Most prompt tokens processed in one step")
+    prefill_chunk: int | None = Field(
+        None, ge=16, description="Most prompt tokens in one step; default 512, on a GPU 2048"
+    )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
     max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
     keepalive_seconds: float = Field(

@@ -22,15 +22,16 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
+from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import choose, working_bytes
+from mlx_manager.mlx_server.engine.forward import working_bytes
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
-from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
+from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine, chunk_of
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
@@ -81,13 +82,14 @@ class TextBackend:
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         longest = max(map(len, loaded.tokenizer.get_vocab()))
         self._most_characters = SHRINKAGE * longest * loaded.context_length
+        forward = choose(loaded.model, limits.page_size)
         self._engine = TextEngine(
             loaded.id,
-            choose(loaded.model, limits.page_size),
+            forward,
             limits,
             ledger,
-            looks_ahead=False,
-            working_bytes=working_bytes(loaded.model, limits.prefill_chunk, limits.max_rows),
+            looks_ahead=forward.looks_ahead,
+            working_bytes=working_bytes(loaded.model, chunk_of(limits), limits.max_rows),
         )
         thread.attach(self._engine)
 

@@ -8,13 +8,12 @@
   state is in mlx-lm's own batch caches.
 * `AloneForward`: each row by itself over mlx-lm's own caches. For everything else.
 
-Which one is right is not looked up in a list of families but found out when a model is loaded:
-`choose` compares each with the model's own forward pass, by logits.
+Which one is right is not looked up in a list of families but found out when a model is loaded, by
+`choice.choose`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -39,15 +38,9 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     StepPlan,
     route,
 )
-from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.rotary import share_rotations
-from mlx_manager.mlx_server.errors import ModelNotSupported
-
-log = logging.getLogger(__name__)
-
-# What an architecture makes of caches it was not written for shows in many ways.
-WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +85,21 @@ class Forward(Protocol):
     """Runs steps of one model.
 
     Attributes:
-        kind: "ragged", "separate" or "alone".
+        kind: "fused", "ragged", "separate" or "alone".
         stores: the layers' pages; empty when the rows keep mlx-lm's own caches.
         prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
             layers' state, or "none" can be reused.
+        looks_ahead: whether a step may be queued before the last one's tokens have been read: not
+            where the pages would be copied, since the step under way holds them.
+        horizon: tokens that the rows' pages are wanted to reach ahead, so that the tables need not
+            be sent to the device at every step.
     """
 
     kind: ClassVar[str]
     stores: list[LayerStore]
     prefixes: Prefixes
+    looks_ahead: bool
+    horizon: int
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Indices that put decoding rows in the order `run` wants them."""
@@ -135,27 +134,45 @@ class NotApplicable(Exception):
 
 
 class RaggedForward:
-    """All tokens of a step in one pass, (tokens, 1)."""
+    """All tokens of a step in one pass, (tokens, 1).
+
+    kernels: what writes to the pages and reads them for running rows, on a GPU.
+    """
 
     kind: ClassVar[str] = "ragged"
     prefixes: Prefixes = "pages"
+    horizon: int = 0
 
-    def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        page_size: int,
+        reading: Reading,
+        kernels: KernelSet | None = None,
+    ) -> None:
         self._model = model
         self._page_size = page_size
         self._pass = Pass()
         self._selection = HiddenSelection(model)
+        self.looks_ahead = kernels is not None
         self._caches = _paged(
-            make_prompt_cache(model), probe(model), page_size, self._pass, reading
+            make_prompt_cache(model),
+            probe(model),
+            lambda shape: LayerStore(shape, page_size, kernels),
+            self._pass,
+            reading,
         )
         self.stores = [layer.store for layer in _layers(self._caches)]
         if len(self.stores) < len(self._caches):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         route(model)
-        if mx.default_device() == mx.cpu:
+        if kernels is None and mx.default_device() == mx.cpu:
             share_rotations(model, self.stores[0].shape.key_dim)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        # Kernels divide the work by themselves; without them, rows of like length are gathered.
+        if self.looks_ahead:
+            return list(range(len(lengths)))
         return sorted(range(len(lengths)), key=lengths.__getitem__)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
@@ -194,6 +211,8 @@ class SeparateForward:
     """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
 
     kind: ClassVar[str] = "separate"
+    looks_ahead: bool = False
+    horizon: int = 0
 
     def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
         self._model = model
@@ -202,7 +221,11 @@ class SeparateForward:
         self._shapes = probe(model)
         self._reading = reading
         self._shared = _paged(
-            make_prompt_cache(model), self._shapes, page_size, self._pass, reading
+            make_prompt_cache(model),
+            self._shapes,
+            lambda shape: LayerStore(shape, page_size),
+            self._pass,
+            reading,
         )
         self._selection = HiddenSelection(model)
         self.stores = [layer.store for layer in _layers(self._shared)]
@@ -301,6 +324,8 @@ class AloneForward:
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "none"
+    looks_ahead: bool = False
+    horizon: int = 0
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -341,122 +366,6 @@ class AloneForward:
             own = self._own[key] = make_prompt_cache(self._model)
         logits: mx.array = self._model(tokens, cache=own)[0]
         return logits
-
-
-# ---------------------------------------------------------------------------------------------
-# Choosing
-# ---------------------------------------------------------------------------------------------
-
-
-def choose(model: nn.Module, page_size: int) -> Forward:
-    """The first way of running `model` whose logits are those of its own forward pass.
-
-    Raises:
-        ModelNotSupported: that pass itself fails on this machine.
-    """
-    texts = _texts(page_size)
-    try:
-        expected = [_alone(model, text, n) for text, n in texts]
-    except WRONG as error:
-        raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
-    ways: list[Callable[[], Forward]] = [
-        lambda: RaggedForward(model, page_size, Reading.PAGES),
-        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
-        lambda: SeparateForward(model, page_size, Reading.PAGES),
-        lambda: SeparateForward(model, page_size, Reading.GATHERED),
-        lambda: SeparateForward(model, page_size, Reading.GROUPED),
-    ]
-    for way in ways:
-        try:
-            forward = way()
-            disagreement = _disagreement(run_both(forward, texts, page_size), expected)
-        except (NotApplicable, *WRONG) as error:
-            log.debug("%s: %s", type(model).__module__, error)
-            continue
-        if disagreement is None:
-            for store in forward.stores:
-                store.resize(0)
-            return forward
-        log.debug("%s forward: %s", forward.kind, disagreement)
-    log.warning(
-        "%s cannot be batched: its requests are served one at a time", type(model).__module__
-    )
-    return AloneForward(model)
-
-
-def _texts(page_size: int) -> list[tuple[list[int], int]]:
-    """Two sequences to compare by, each with the length of its prompt."""
-    prompts = (page_size + 5, page_size // 2 + 3)
-    return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
-
-
-def run_both(
-    forward: Forward, both: list[tuple[list[int], int]], page_size: int
-) -> list[list[mx.array]]:
-    """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
-    texts = [text for text, _ in both]
-    lengths = [prompt for _, prompt in both]
-    pages = [-(-len(text) // page_size) for text in texts]
-    for store in forward.stores:
-        store.resize(sum(pages))
-    # Interleaved, so that no table is a plain slice; the second one runs backwards.
-    order = list(range(sum(pages)))[::-1]
-    tables = [PageTable(order[: pages[0]]), PageTable(order[pages[0] :])]
-    a, b = lengths
-    got: list[list[mx.array]] = [[], []]
-    half = max(1, page_size // 2)
-    forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
-    mx.eval(forward.state())
-    first = forward.run(
-        None,
-        [
-            Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
-            Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
-        ],
-    )
-    mx.eval(first, forward.state())
-    for row in (0, 1):
-        got[row].append(first[row])
-    for step in range(3):
-        # The second row leaves before the last step.
-        rows = [0, 1] if step < 2 else [0]
-        keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
-        tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
-        spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
-        logits = forward.run(Decode(keys, spans, tokens), [])
-        mx.eval(logits, forward.state())
-        for i, k in enumerate(keys):
-            got[k].append(logits[i])
-        if step == 1:
-            forward.forget(1)
-    forward.forget(0)
-    return got
-
-
-def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
-    caches = make_prompt_cache(model)
-    logits = [model(mx.array([text[:prompt]], mx.int32), cache=caches)[0, -1]]
-    for token in text[prompt:]:
-        logits.append(model(mx.array([[token]], mx.int32), cache=caches)[0, -1])
-        mx.eval(logits[-1])
-    return logits
-
-
-def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:
-    errors = []
-    for mine, theirs in zip(got, expected, strict=True):
-        for x, y in zip(mine, theirs, strict=False):
-            wide = y.astype(mx.float32)
-            distance = mx.linalg.norm(x.astype(mx.float32) - wide) / mx.linalg.norm(wide)
-            errors.append(float(distance))
-    exact = expected[0][0].dtype == mx.float32
-    # Half precision rounds differently in products of different shapes.
-    allowed = 2e-3 if exact else 5e-2
-    # Not by their maximum, which need not be NaN when one of them is.
-    if all(error <= allowed for error in errors):
-        return None
-    worst = max(errors)
-    return f"its logits differ from the model's own by {worst:.2g} (relative; allowed {allowed})"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -510,7 +419,7 @@ def _shape(cache: Any) -> LayerShape | None:
 def _paged(
     caches: Sequence[Any],
     shapes: Sequence[LayerShape | None],
-    page_size: int,
+    make_store: Callable[[LayerShape], LayerStore],
     current: Pass,
     reading: Reading,
 ) -> list[Any]:
@@ -523,7 +432,7 @@ def _paged(
         shape = next(remaining)
         if shape is None:
             return entry
-        return PagedLayer(LayerStore(shape, page_size), reading, current)
+        return PagedLayer(make_store(shape), reading, current)
 
     return [replace(entry) for entry in caches]
 

@@ -32,6 +32,7 @@ from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
+    BuildKernels,
     PagedKernels,
     Rotary,
     Splits,
@@ -40,7 +41,6 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKernels
 
-BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 

@@ -66,6 +66,8 @@ class Scheduler:
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
             attached to the last page of its prefix. Prefixes then end where something is
             attached, and prompts are cut at their last page border so that something can be.
+        horizon: tokens ahead that running rows get pages for, all of them at once, where there is
+            plenty: their tables then change in few steps.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Scheduler:
         forget: Callable[[Sequence], None],
         reuse: bool,
         restore: Callable[[Sequence, object], None] | None = None,
+        horizon: int = 0,
     ) -> None:
         self.pool = pool
         self.waiting: list[Sequence] = []
@@ -87,6 +90,7 @@ class Scheduler:
         self._forget = forget
         self._reuse = reuse
         self._restore = restore
+        self._horizon = horizon
         self._steps = 0
         self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
@@ -134,6 +138,8 @@ class Scheduler:
             self.share(sequence)
         self._joining = []
         chosen = Schedule()
+        if self._horizon:
+            self._reach_ahead()
         for row in list(self.running):
             if row in self.running and self._continue(row):
                 chosen.rows.append(row)
@@ -171,6 +177,23 @@ class Scheduler:
                 sequence.committed(self.pool.commit(sequence.node, tokens, page))
 
     # -- pages ---------------------------------------------------------------------------------
+
+    def _reach_ahead(self) -> None:
+        """As soon as one running row needs a page, give all of them what they need shortly."""
+
+        def lacking(row: Sequence, tokens: int) -> int:
+            end = min(row.computed + tokens, row.prompt_length + row.limit)
+            return max(self.pool.pages_for(end) - len(row.table), 0)
+
+        if not any(lacking(row, 1) for row in self.running):
+            return
+        wanted = {row.key: lacking(row, 1 + self._horizon) for row in self.running}
+        total = sum(wanted.values())
+        if total > self.pool.free and not self._grow(total - self.pool.free, urgent=False):
+            return
+        for row in self.running:
+            if wanted[row.key]:
+                row.table.extend(self.pool.allocate(wanted[row.key]) or ())
 
     def _continue(self, row: Sequence) -> bool:
         """Make room for one more token of a running row, at the cost of the newest if need be."""

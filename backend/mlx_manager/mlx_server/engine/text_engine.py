@@ -46,6 +46,9 @@ from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
 
 log = logging.getLogger(__name__)
 
+# An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
+CHUNK_ON_CPU = 512
+CHUNK_ON_GPU = 2048
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
@@ -166,8 +169,9 @@ class TextEngine:
             forget=lambda sequence: self._forward.forget(sequence.key),
             reuse=reuse,
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
+            horizon=self._forward.horizon,
         )
-        self._pace = Pace(self._limits.prefill_chunk, self._limits.page_size)
+        self._pace = Pace(chunk_of(self._limits), self._limits.page_size)
         self._under_way: Step | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
         # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
@@ -323,7 +327,9 @@ class TextEngine:
         rows = [given[i] for i in order]
         if last is not None and not last.read:
             place = {row.key: i for i, row in enumerate(last.rows)}
-            tokens = last.tokens[mx.array([place[row.key] for row in rows])]
+            places = [place[row.key] for row in rows]
+            same = places == list(range(len(last.rows)))
+            tokens = last.tokens if same else last.tokens[mx.array(places)]
         else:
             tokens = mx.array([row.tokens[-1] for row in rows], mx.int32)
         return Decode([r.key for r in rows], [r.span() for r in rows], tokens), rows
@@ -599,6 +605,11 @@ class TextEngine:
             host_time=self._meter.host.distribution(),
             token_gaps=self._meter.gaps.distribution(),
         )
+
+
+def chunk_of(limits: EngineLimits) -> int:
+    """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
+    return limits.prefill_chunk or (CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK_ON_GPU)
 
 
 def _chunk(prefill: Prefill) -> Chunk:

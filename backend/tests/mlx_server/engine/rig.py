@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mlx import nn
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Event, Finished, Sampling, Started
+from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import choose
+from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -66,11 +68,18 @@ class Rig:
     """Owns an MLX thread, a model on it and its engine."""
 
     def __init__(
-        self, folder: Path, *, memory: int = 1 << 30, looks_ahead: bool = False, **limits: object
+        self,
+        folder: Path,
+        *,
+        memory: int = 1 << 30,
+        looks_ahead: bool = False,
+        choose: Callable[[nn.Module, int], Forward] = choose,
+        **limits: object,
     ) -> None:
         self.thread = MLXThread()
         self._looks_ahead = looks_ahead
         self._folder = folder
+        self._choose = choose
         # Other tests' freed buffers are none of this one's business.
         self.ledger = Ledger(memory, cache_bytes=lambda: 0)
         self._limits = EngineLimits(**limits)  # type: ignore[arg-type]
@@ -88,10 +97,9 @@ class Rig:
         self.model, _ = load_model(self._folder)
         self.tokenizer = load_tokenizer(self._folder)
         self.texts = TokenTexts(self.tokenizer)
-        self.forward = choose(self.model, self._limits.page_size)
-        self.engine = TextEngine(
-            "tiny", self.forward, self._limits, self.ledger, looks_ahead=self._looks_ahead
-        )
+        self.forward = self._choose(self.model, self._limits.page_size)
+        ahead = self._looks_ahead or self.forward.looks_ahead
+        self.engine = TextEngine("tiny", self.forward, self._limits, self.ledger, looks_ahead=ahead)
         self.thread.attach(self.engine)
 
     def _unload(self) -> None:

@@ -14,7 +14,8 @@ from engine.rig import Rig, Row
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
-from mlx_manager.mlx_server.engine.forward import AloneForward, choose
+from mlx_manager.mlx_server.engine.choice import choose
+from mlx_manager.mlx_server.engine.forward import AloneForward
 from mlx_manager.mlx_server.errors import ModelNotSupported
 
 RAGGED, SEPARATE, ALONE = "ragged", "separate", "alone"

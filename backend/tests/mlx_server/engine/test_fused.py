@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.portable import Portable, plainly
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -13,65 +14,6 @@ from mlx_manager.mlx_server.engine.fused import FusedDecoder
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits, Unsupported
 
 PAGE = 16
-
-
-class Portable:
-    """`PagedKernels` in MLX operations: what a kernel must do, the slow way."""
-
-    def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
-
-    def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
-        return Splits(items=mx.zeros((1, 8), mx.int32), divided=False)
-
-    def attend_fused(
-        self, qkv, rotation, norms, k_pool, v_pool, table, lengths, *,
-        rotary, scale, splits, window=None, softcap=None, sinks=None,
-    ):  # fmt: skip
-        of = self.shape
-        heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
-        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
-        if norms is not None:
-            q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
-            k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
-        q, k = turned(q, rotation, rotary), turned(k, rotation, rotary)
-        rows = []
-        for row, length in enumerate(lengths.tolist()):
-            if length == 0:
-                rows.append(mx.zeros_like(q[row]))
-                continue
-            places = np.arange(length)
-            slots = np.array(table)[row, places // PAGE] * PAGE + places % PAGE
-            k_pool[:, int(slots[-1])] = k[row]
-            v_pool[:, int(slots[-1])] = v[row]
-            seen = mx.array(slots[-window:] if window else slots)
-            out = mx.fast.scaled_dot_product_attention(
-                q[row][None, :, None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale
-            )
-            rows.append(out[0, :, 0])
-        return mx.stack(rows).reshape(qkv.shape[0], -1)
-
-
-def plainly(function):
-    """In place of `mx.compile`, which `Portable`'s loops over rows can't go through."""
-    return function
-
-
-def turned(x, rotation, rotary):
-    dims, turn = rotary.dims, rotation[:, None]
-    part = x[..., :dims].astype(mx.float32)
-    if rotary.traditional:
-        a, b, cosine, sine = part[..., ::2], part[..., 1::2], turn[..., ::2], turn[..., 1::2]
-    else:
-        a, b = mx.split(part, 2, axis=-1)
-        cosine, sine = mx.split(turn, 2, axis=-1)
-    pair = a * cosine - b * sine, a * sine + b * cosine
-    joined = (
-        mx.stack(pair, axis=-1).reshape(part.shape)
-        if rotary.traditional
-        else mx.concatenate(pair, axis=-1)
-    )
-    return mx.concatenate([joined.astype(x.dtype), x[..., dims:]], axis=-1)
 
 
 class PortableProducts:

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +26,7 @@ import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, PagedKernels, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 
@@ -79,6 +82,44 @@ class Group:
         return store.gather(self.source)
 
 
+class Decoding:
+    """Spans of one query, for the kernels.
+
+    Attributes:
+        rows: how many there are.
+        table: (rows, pages) int32, padded to the longest. lengths: (rows,) int32.
+    """
+
+    def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int32]) -> None:
+        self.rows = len(lengths)
+        self.table = mx.array(table)
+        self.lengths = mx.array(lengths)
+        self._lengths = lengths
+        self._splits: dict[tuple[AttentionShape, int | None], Splits] = {}
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], page_size: int) -> Decoding:
+        """Those of `spans` that come before the first of several queries."""
+        mine = list(takewhile(lambda span: span.queries == 1, spans))
+        lengths = np.array([span.length for span in mine], np.int32)
+        return cls(padded_table(mine, page_size), lengths)
+
+    def splits(self, kernels: PagedKernels, window: int | None) -> Splits:
+        kind = (kernels.shape, window)
+        if kind not in self._splits:
+            self._splits[kind] = kernels.plan(self._lengths, window=window)
+        return self._splits[kind]
+
+
+def padded_table(spans: Sequence[Span], page_size: int) -> NDArray[np.int32]:
+    """(spans, n) the pages that each span reads, padded to the longest."""
+    used = [span.table.pages[: -(-span.length // page_size)] for span in spans]
+    table = np.zeros((len(spans), max(map(len, used), default=0)), np.int32)
+    for row, pages in enumerate(used):
+        table[row, : len(pages)] = pages
+    return table
+
+
 class StepPlan:
     """Everything the layers of one forward pass need to know.
 
@@ -103,7 +144,9 @@ class StepPlan:
         self.slots: mx.array | slice = (
             slice(first, first + len(slots)) if neighbours else mx.array(slots)
         )
+        self._slots = slots
         self._groups: dict[int | None, list[Group]] = {}
+        self._decoding: Decoding | None = None
         self._table: mx.array | None = None
 
     @property
@@ -111,15 +154,31 @@ class StepPlan:
         """Where a lone span begins; what modules that want one offset for a chunk are given."""
         return self.spans[0].length - self.spans[0].queries
 
-    def groups(self, window: int | None) -> list[Group]:
-        """How to read the pages, for layers that see `window` tokens back (None: all)."""
+    @cached_property
+    def slot_array(self) -> mx.array:
+        """`slots` as an array, whatever they are."""
+        return self.slots if isinstance(self.slots, mx.array) else mx.array(self._slots)
+
+    @property
+    def decoding(self) -> Decoding:
+        """The spans of one query that the step begins with, as the kernels take them."""
+        if self._decoding is None:
+            self._decoding = Decoding.of(self.spans, self.page_size)
+        return self._decoding
+
+    def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
+        """How to read the pages, for layers that see `window` tokens back (None: all).
+
+        Without `decoding`, only of the spans that are not in there.
+        """
         if window not in self._groups:
-            self._groups[window] = list(self._make_groups(window))
+            skipped = 0 if decoding else self.decoding.rows
+            self._groups[window] = list(self._make_groups(window, skipped))
         return self._groups[window]
 
-    def _make_groups(self, window: int | None) -> list[Group]:
+    def _make_groups(self, window: int | None, skipped: int) -> list[Group]:
         groups: list[Group] = []
-        start, i = 0, 0
+        start, i = skipped, skipped
         while i < len(self.spans):
             span = self.spans[i]
             taken = [span] if span.queries > 1 else self._alike(i)
@@ -187,12 +246,7 @@ class StepPlan:
     def table(self) -> mx.array:
         """(rows, n) int32 page table of all spans, padded to the longest."""
         if self._table is None:
-            longest = max(-(-s.length // self.page_size) for s in self.spans)
-            table = np.zeros((len(self.spans), longest), np.int32)
-            for row, span in enumerate(self.spans):
-                used = span.table.pages[: -(-span.length // self.page_size)]
-                table[row, : len(used)] = used
-            self._table = mx.array(table)
+            self._table = mx.array(padded_table(self.spans, self.page_size))
         return self._table
 
     def dense_mask(self, window: int | None) -> mx.array:
@@ -270,12 +324,11 @@ class PagedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
+        slots = self.plan.slots if self.store.kernels is None else self.plan.slot_array
         if self.chunk:
-            self.store.write(keys[0], values[0], self.plan.slots)
+            self.store.write(keys[0], values[0], slots)
         else:
-            self.store.write(
-                keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), self.plan.slots
-            )
+            self.store.write(keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), slots)
         return (keys, values) if self.reading is Reading.PAGES else self.keys_and_values()
 
     def keys_and_values(self) -> KeysAndValues:
@@ -301,11 +354,38 @@ class PagedLayer:
             An array of the queries' shape, with the values' dim.
         """
         window = self.store.shape.window if mask is None else mask.size
-        groups = self.plan.groups(window)
         if self.chunk:
-            return _attend_chunk(queries, groups[0], self.store, scale, sinks)
+            group = self.plan.groups(window)[0]
+            return _attend_chunk(queries, group, self.store, scale, sinks)
+        kernels = self.store.kernels
+        groups = self.plan.groups(window, decoding=kernels is None)
         parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
+        if kernels is not None and self.plan.decoding.rows:
+            reader = kernels[self.store.attention(queries.shape[1])]
+            parts.insert(0, self._decode(reader, queries, scale, window, sinks))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def _decode(
+        self,
+        kernels: PagedKernels,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        decoding = self.plan.decoding
+        return kernels.attend(
+            queries[: decoding.rows],
+            self.store.keys,
+            self.store.values,
+            decoding.table,
+            decoding.lengths,
+            self.store.written,
+            scale=scale,
+            splits=decoding.splits(kernels, window),
+            window=window,
+            sinks=sinks,
+        )
 
 
 def _attend_group(

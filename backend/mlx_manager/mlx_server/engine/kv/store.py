@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -28,11 +30,19 @@ class LayerStore:
     `keys` is (kv_heads, slots, key_dim) and `values` (kv_heads, slots, value_dim); page `p` is
     the slots `p * page_size` to `(p + 1) * page_size`. Heads come first so that a gathered row is
     (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice.
+
+    kernels: what writes to the pages, and may read them, on a GPU; None for MLX's own operations.
+
+    Raises:
+        RuntimeError: no kernel serves this shape here.
     """
 
-    def __init__(self, shape: LayerShape, page_size: int) -> None:
+    def __init__(self, shape: LayerShape, page_size: int, kernels: KernelSet | None = None) -> None:
         self.shape = shape
         self.page_size = page_size
+        self.kernels = kernels
+        self._writer = None if kernels is None else kernels[self.attention(shape.kv_heads)]
+        self.written = mx.zeros((1,), mx.int32)
         self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
         self.values = mx.zeros((shape.kv_heads, 0, shape.value_dim), shape.dtype)
 
@@ -46,13 +56,31 @@ class LayerStore:
         self.values = _resized(self.values, slots)
         mx.eval(self.keys, self.values)
 
+    def attention(self, q_heads: int) -> AttentionShape:
+        """What kernels for so many query heads are compiled for.
+
+        Raises:
+            RuntimeError: no kernel reads keys and values of different sizes.
+        """
+        of = self.shape
+        if of.key_dim != of.value_dim:
+            raise RuntimeError(f"keys of {of.key_dim} elements and values of {of.value_dim}")
+        return AttentionShape(q_heads, of.kv_heads, of.key_dim, self.page_size, of.dtype)
+
     def write(self, keys: mx.array, values: mx.array, slots: mx.array | slice) -> None:
         """Put `keys` and `values`, (kv_heads, tokens, dim), into `slots`, (tokens,) or a slice.
 
-        In place once evaluated, as long as nothing else holds the arrays.
+        In place: with kernels always, and otherwise once evaluated, as long as nothing else holds
+        the arrays. Kernels want `slots` as an array.
         """
-        self.keys[:, slots] = keys
-        self.values[:, slots] = values
+        if self._writer is None:
+            self.keys[:, slots] = keys
+            self.values[:, slots] = values
+            return
+        assert isinstance(slots, mx.array)
+        self.written = self._writer.write(self.keys, self.values, keys[None], values[None], slots)
+        # Whoever reads the pages from now on does so after the kernel has written to them.
+        self.keys, self.values = mx.depends([self.keys, self.values], [self.written])
 
     def gather(self, table: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""

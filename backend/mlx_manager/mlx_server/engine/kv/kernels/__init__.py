@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
@@ -17,6 +19,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 __all__ = [
     "AttentionShape",
     "Features",
+    "KernelSet",
     "PagedKernels",
     "Rotary",
     "Splits",
@@ -24,6 +27,8 @@ __all__ = [
     "build",
     "self_check",
 ]
+
+BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -37,3 +42,27 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
+
+
+class KernelSet:
+    """The kernels of one model: layers of the same shape share them."""
+
+    def __init__(self, build: BuildKernels = build) -> None:
+        self._build = build
+        self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
+
+    def find(self, shape: AttentionShape) -> PagedKernels | Unsupported:
+        if shape not in self._built:
+            self._built[shape] = self._build(shape)
+        return self._built[shape]
+
+    def __getitem__(self, shape: AttentionShape) -> PagedKernels:
+        """
+        Raises:
+            RuntimeError: there are none for this shape; says why.
+        """
+        match self.find(shape):
+            case Unsupported(reason):
+                raise RuntimeError(reason)
+            case kernels:
+                return kernels

@@ -1,0 +1,198 @@
+"""Which way of running a model is right on this machine: found out by comparing logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_manager.mlx_server.engine.forward import (
+    AloneForward,
+    Chunk,
+    Decode,
+    Forward,
+    NotApplicable,
+    RaggedForward,
+    SeparateForward,
+)
+from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, check
+from mlx_manager.mlx_server.engine.fused_forward import FusedForward
+from mlx_manager.mlx_server.engine.kv import kernels as gpu
+from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
+from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.errors import ModelNotSupported
+
+log = logging.getLogger(__name__)
+
+# What an architecture makes of caches it was not written for shows in many ways.
+WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Two sequences, each with the length of its prompt, and the model's own logits for them."""
+
+    page_size: int
+    texts: list[tuple[list[int], int]]
+    logits: list[list[mx.array]]
+
+    @classmethod
+    def of(cls, model: nn.Module, page_size: int) -> Reference:
+        texts = _texts(page_size)
+        try:
+            logits = [_alone(model, text, n) for text, n in texts]
+        except WRONG as error:
+            raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
+        return cls(page_size, texts, logits)
+
+    def disagreement(self, forward: Forward) -> str | None:
+        """How `forward` differs, if it does."""
+        return _disagreement(run_both(forward, self.texts, self.page_size), self.logits)
+
+
+def choose(
+    model: nn.Module,
+    page_size: int,
+    kernels: BuildKernels = gpu.build,
+    compile: Compile = mx.compile,
+) -> Forward:
+    """The first way of running `model` whose logits are those of its own forward pass.
+
+    kernels: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
+
+    Raises:
+        ModelNotSupported: that pass itself fails on this machine.
+    """
+    reference = Reference.of(model, page_size)
+    built = KernelSet(kernels)
+    ways: list[Callable[[], Forward]] = [
+        lambda: RaggedForward(model, page_size, Reading.PAGES, built),
+        lambda: RaggedForward(model, page_size, Reading.PAGES),
+        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
+        lambda: SeparateForward(model, page_size, Reading.PAGES),
+        lambda: SeparateForward(model, page_size, Reading.GATHERED),
+        lambda: SeparateForward(model, page_size, Reading.GROUPED),
+    ]
+    for way in ways:
+        try:
+            forward = way()
+            disagreement = reference.disagreement(forward)
+        except (NotApplicable, *WRONG) as error:
+            log.debug("%s: %s", type(model).__module__, error)
+            continue
+        if disagreement is None:
+            if isinstance(forward, RaggedForward) and forward.looks_ahead:
+                forward = _fused(forward, model, built, compile, reference)
+            for store in forward.stores:
+                store.resize(0)
+            return forward
+        log.debug("%s forward: %s", forward.kind, disagreement)
+    log.warning(
+        "%s cannot be batched: its requests are served one at a time", type(model).__module__
+    )
+    return AloneForward(model)
+
+
+def _fused(
+    ragged: RaggedForward,
+    model: nn.Module,
+    kernels: KernelSet,
+    compile: Compile,
+    reference: Reference,
+) -> Forward:
+    """`ragged` with a fused decoder for its decode steps, if there is one and it is right."""
+    name = type(model).__module__
+    decoder = FusedDecoder.build(model, reference.page_size, kernels.find, compile=compile)
+    if isinstance(decoder, Unsupported):
+        log.info("%s: decode steps are not fused: %s", name, decoder.reason)
+        return ragged
+    fused = FusedForward(ragged, decoder, reference.page_size)
+    try:
+        wrong = check(decoder, model, reference.page_size) or reference.disagreement(fused)
+    except WRONG as error:
+        wrong = str(error)
+    if wrong is not None:
+        log.warning("%s: the fused decoder is not used: %s", name, wrong)
+        return ragged
+    fused.warm()
+    return fused
+
+
+def _texts(page_size: int) -> list[tuple[list[int], int]]:
+    """Two sequences to compare by, each with the length of its prompt."""
+    prompts = (page_size + 5, page_size // 2 + 3)
+    return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
+
+
+def run_both(
+    forward: Forward, both: list[tuple[list[int], int]], page_size: int
+) -> list[list[mx.array]]:
+    """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
+    texts = [text for text, _ in both]
+    lengths = [prompt for _, prompt in both]
+    pages = [-(-len(text) // page_size) for text in texts]
+    for store in forward.stores:
+        store.resize(sum(pages))
+    # Interleaved, so that no table is a plain slice; the second one runs backwards.
+    order = list(range(sum(pages)))[::-1]
+    tables = [PageTable(order[: pages[0]]), PageTable(order[pages[0] :])]
+    a, b = lengths
+    got: list[list[mx.array]] = [[], []]
+    half = max(1, page_size // 2)
+    forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
+    mx.eval(forward.state())
+    first = forward.run(
+        None,
+        [
+            Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
+            Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
+        ],
+    )
+    mx.eval(first, forward.state())
+    for row in (0, 1):
+        got[row].append(first[row])
+    for step in range(3):
+        # The second row leaves before the last step.
+        rows = [0, 1] if step < 2 else [0]
+        keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
+        tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
+        spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
+        logits = forward.run(Decode(keys, spans, tokens), [])
+        mx.eval(logits, forward.state())
+        for i, k in enumerate(keys):
+            got[k].append(logits[i])
+        if step == 1:
+            forward.forget(1)
+    forward.forget(0)
+    return got
+
+
+def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
+    caches = make_prompt_cache(model)
+    logits = [model(mx.array([text[:prompt]], mx.int32), cache=caches)[0, -1]]
+    for token in text[prompt:]:
+        logits.append(model(mx.array([[token]], mx.int32), cache=caches)[0, -1])
+        mx.eval(logits[-1])
+    return logits
+
+
+def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:
+    errors = []
+    for mine, theirs in zip(got, expected, strict=True):
+        for x, y in zip(mine, theirs, strict=False):
+            wide = y.astype(mx.float32)
+            distance = mx.linalg.norm(x.astype(mx.float32) - wide) / mx.linalg.norm(wide)
+            errors.append(float(distance))
+    exact = expected[0][0].dtype == mx.float32
+    # Half precision rounds differently in products of different shapes.
+    allowed = 2e-3 if exact else 5e-2
+    # Not by their maximum, which need not be NaN when one of them is.
+    if all(error <= allowed for error in errors):
+        return None
+    worst = max(errors)
+    return f"its logits differ from the model's own by {worst:.2g} (relative; allowed {allowed})"

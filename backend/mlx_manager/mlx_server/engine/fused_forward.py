@@ -1,0 +1,161 @@
+"""A model on a GPU: decode steps by its fused decoder, everything else by its module.
+
+What changes little from step to step stays on the device: the page tables are sent again when some
+row has new pages, which is every `HORIZON` steps since the rows get them together, and lengths
+advance there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.engine.forward import (
+    Chunk,
+    Decode,
+    Prefixes,
+    RaggedForward,
+    Snapshot,
+)
+from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+from mlx_manager.mlx_server.engine.kv.attention import Span
+from mlx_manager.mlx_server.engine.kv.kernels import Splits
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+
+# Steps after which the attention's work is divided anew, and for which rows get pages ahead.
+HORIZON = 16
+# Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# A context that is divided among blocks, so that the kernels for that are compiled, too.
+LONG = 4096
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of the last step, as they are on the device.
+
+    Attributes:
+        keys: of the rows, in order. lengths: (padded rows,) of the last step; 0 for padding.
+        pages: how many the rows had in all when `table` was made.
+        table: (padded rows, n). on_device: `lengths`. splits: of windows; `fresh` steps old.
+    """
+
+    keys: list[int]
+    lengths: NDArray[np.int32]
+    pages: int
+    table: mx.array
+    on_device: mx.array
+    splits: Mapping[int | None, Splits]
+    age: int = 0
+
+
+class FusedForward:
+    """Steps of running rows alone through `decoder`; prompts, and rows beside them, ragged."""
+
+    kind: ClassVar[str] = "fused"
+    prefixes: Prefixes = "pages"
+    looks_ahead: bool = True
+    horizon: int = HORIZON
+
+    def __init__(self, ragged: RaggedForward, decoder: FusedDecoder, page_size: int) -> None:
+        self._ragged = ragged
+        self._decoder = decoder
+        self._page_size = page_size
+        self._batch: Batch | None = None
+        self.stores: list[LayerStore] = ragged.stores
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """Rows that were in the last step stay where they were; the others follow."""
+        before = [] if self._batch is None else self._batch.keys
+        place = {key: i for i, key in enumerate(before)}
+        return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        if decode is None or chunks:
+            self._batch = None
+            return self._ragged.run(decode, chunks)
+        rows = len(decode.keys)
+        batch = self._batch = self._next(decode)
+        tokens, padded = decode.tokens.astype(mx.uint32), len(batch.lengths)
+        if rows < padded:
+            tokens = mx.pad(tokens, (0, padded - rows))
+        pools = [(store.keys, store.values) for store in self.stores]
+        logits = self._decoder.run(Step(tokens, batch.on_device, batch.table, pools, batch.splits))
+        return logits[:rows] if rows < padded else logits
+
+    def forget(self, key: int) -> None:
+        pass
+
+    def state(self) -> list[mx.array]:
+        pools = self._ragged.state()
+        return pools if self._batch is None else [*pools, self._batch.on_device]
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        return None
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        pass
+
+    def warm(self) -> None:
+        """Compile the kernels that long contexts take, which would hold up whoever comes first.
+
+        Writes to the first page; call before there is anything in it.
+        """
+        table = mx.zeros((1, LONG // self._page_size), mx.int32)
+        pools = [(store.keys, store.values) for store in self.stores]
+        lengths = np.array([LONG], np.int32)
+        step = Step(
+            mx.zeros((1,), mx.uint32), mx.array(lengths), table, pools, self._decoder.plan(lengths)
+        )
+        mx.eval(self._decoder.run(step))
+
+    def _next(self, decode: Decode) -> Batch:
+        last, spans = self._batch, decode.spans
+        rows = len(spans)
+        lengths = np.zeros(_padded(rows), np.int32)
+        lengths[:rows] = [span.length for span in spans]
+        if (
+            last is None
+            or last.keys != decode.keys
+            or not np.array_equal(lengths[:rows], last.lengths[:rows] + 1)
+        ):
+            return self._begin(decode, lengths)
+        pages = sum(len(span.table) for span in spans)
+        if pages != last.pages:
+            last.pages, last.table = pages, self._table(spans, len(lengths))
+        if last.age >= HORIZON:
+            last.age, last.splits = 0, self._decoder.plan(lengths)
+        last.age += 1
+        last.lengths = lengths
+        # Padding stays at 0: it must not write anywhere.
+        last.on_device = mx.where(last.on_device > 0, last.on_device + 1, 0)
+        return last
+
+    def _begin(self, decode: Decode, lengths: NDArray[np.int32]) -> Batch:
+        return Batch(
+            list(decode.keys),
+            lengths,
+            sum(len(span.table) for span in decode.spans),
+            self._table(decode.spans, len(lengths)),
+            # The result of an operation lies in the device's memory, an array from the host in
+            # memory that the device has to fetch.
+            mx.array(lengths) + 0,
+            self._decoder.plan(lengths),
+        )
+
+    def _table(self, spans: Sequence[Span], rows: int) -> mx.array:
+        """All the pages that the rows have, also those that they will grow into."""
+        longest = max(len(span.table) for span in spans)
+        table = np.zeros((rows, 1 << (longest - 1).bit_length()), np.int32)
+        for row, span in enumerate(spans):
+            table[row, : len(span.table)] = span.table.pages
+        return mx.array(table) + 0
+
+
+def _padded(rows: int) -> int:
+    return next((size for size in ROWS if size >= rows), -(-rows // ROWS[-1]) * ROWS[-1])

@@ -1,0 +1,92 @@
+"""`PagedKernels` in MLX operations: what a GPU's kernels must do, the slow way, on any device."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
+
+
+class Portable:
+    """`PagedKernels`, as `kernels.build` would give them."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
+        return Splits(items=mx.zeros((1, 8), mx.int32), divided=False)
+
+    def write(self, k_pool, v_pool, k, v, slots):
+        # Pools are written in place, so that whoever holds them sees it.
+        k_pool[:, slots] = k.transpose(1, 0, 2, 3).reshape(k.shape[1], -1, k.shape[3])
+        v_pool[:, slots] = v.transpose(1, 0, 2, 3).reshape(v.shape[1], -1, v.shape[3])
+        return mx.zeros((1,), mx.int32)
+
+    def attend(
+        self, q, k_pool, v_pool, table, lengths, dep, *,
+        scale, splits, window=None, softcap=None, sinks=None,
+    ):  # fmt: skip
+        rows = [
+            self._row(q[row], k_pool, v_pool, np.array(table)[row], length, scale, window, sinks)
+            for row, length in enumerate(lengths.tolist())
+        ]
+        return mx.stack(rows)
+
+    def attend_fused(
+        self, qkv, rotation, norms, k_pool, v_pool, table, lengths, *,
+        rotary, scale, splits, window=None, softcap=None, sinks=None,
+    ):  # fmt: skip
+        of = self.shape
+        heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
+        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        if norms is not None:
+            q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
+            k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
+        q, k = turned(q, rotation, rotary), turned(k, rotation, rotary)
+        rows = []
+        for row, length in enumerate(lengths.tolist()):
+            pages = np.array(table)[row]
+            if length:
+                slot = int(self._slots(pages, length)[-1])
+                k_pool[:, slot] = k[row]
+                v_pool[:, slot] = v[row]
+            own = q[row][:, None]
+            rows.append(self._row(own, k_pool, v_pool, pages, length, scale, window, sinks))
+        return mx.stack(rows).reshape(qkv.shape[0], -1)
+
+    def _slots(self, pages, length):
+        places, size = np.arange(length), self.shape.page_size
+        return pages[places // size] * size + places % size
+
+    def _row(self, q, k_pool, v_pool, pages, length, scale, window, sinks):
+        """Attention of one query, (heads, 1, dim)."""
+        if length == 0:
+            return mx.zeros_like(q)
+        slots = self._slots(pages, length)
+        seen = mx.array(slots[-window:] if window else slots)
+        return mx.fast.scaled_dot_product_attention(
+            q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
+        )[0]
+
+
+def plainly(function):
+    """In place of `mx.compile`, which `Portable`'s loops over rows can't go through."""
+    return function
+
+
+def turned(x, rotation, rotary):
+    dims, turn = rotary.dims, rotation[:, None]
+    part = x[..., :dims].astype(mx.float32)
+    if rotary.traditional:
+        a, b, cosine, sine = part[..., ::2], part[..., 1::2], turn[..., ::2], turn[..., 1::2]
+    else:
+        a, b = mx.split(part, 2, axis=-1)
+        cosine, sine = mx.split(turn, 2, axis=-1)
+    pair = a * cosine - b * sine, a * sine + b * cosine
+    joined = (
+        mx.stack(pair, axis=-1).reshape(part.shape)
+        if rotary.traditional
+        else mx.concatenate(pair, axis=-1)
+    )
+    return mx.concatenate([joined.astype(x.dtype), x[..., dims:]], axis=-1)

@@ -1,0 +1,132 @@
+"""The engine as it runs on a GPU (lookahead, kernels, fused steps), with portable kernels."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from engine.portable import Portable, plainly
+from engine.rig import HandRig
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.engine.choice import choose
+from mlx_manager.mlx_server.engine.fused_forward import ROWS, FusedForward
+from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
+
+PAGE = 16
+on_kernels = partial(choose, kernels=Portable, compile=plainly)
+
+
+def prompt(length: int, salt: int = 1) -> list[int]:
+    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
+
+
+def alone(model: object, tokens: list[int], limit: int) -> list[int]:
+    cache = make_prompt_cache(model)  # type: ignore[arg-type]
+    drawn: list[int] = []
+    given = tokens
+    for _ in range(limit):
+        logits = model(mx.array([given]), cache=cache)  # type: ignore[operator]
+        given = [int(mx.argmax(logits[0, -1]).item())]
+        drawn += given
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "fused"),
+        ("qwen3", "fused"),
+        ("mistral", "fused"),
+        ("phi3", "fused"),
+        # Other modules run over the kernels: windows and sinks among them.
+        ("gpt_oss", "ragged"),
+        ("gemma3_text", "ragged"),
+        ("qwen3_moe", "ragged"),
+    ],
+)
+async def test_rows_that_join_and_leave_draw_what_each_draws_alone(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with HandRig(folder, choose=on_kernels, prefill_chunk=48) as rig:
+        assert (rig.forward.kind, rig.forward.looks_ahead) == (kind, True)
+        rows = []
+        for i, length in enumerate([3, 40, 17, 130, 16, 33]):
+            rows.append((prompt(length, i + 1), 6 + 9 * i))
+            rig.submit(*rows[-1])
+            rig.step(3)
+        rig.run()
+        for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
+            assert row.tokens == alone(rig.model, tokens, limit)
+        assert rig.engine.stats().pages_held == 0
+
+
+async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama")
+    chance = random.Random(7)
+    async with HandRig(folder, choose=on_kernels, prefill_chunk=32, max_rows=6) as rig:
+        rig.ledger.limit = rig.ledger.limit - rig.ledger.available() + 30 * rig.engine.page_bytes
+        wanted = []
+        for i in range(14):
+            tokens, limit = prompt(chance.randint(1, 90), i + 1), chance.randint(1, 40)
+            row = rig.submit(tokens, limit, sampling=Sampling(temperature=0.0))
+            wanted.append((row, tokens, limit))
+            rig.step(chance.randint(0, 6))
+            if i % 5 == 4:
+                rig.cancel(row)
+        rig.run()
+        for i, (row, tokens, limit) in enumerate(wanted):
+            expected = alone(rig.model, tokens, limit)
+            assert row.tokens == (expected[: len(row.tokens)] if i % 5 == 4 else expected)
+        assert rig.engine.stats().pages_held == 0
+
+
+async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama")
+    shapes = set()
+
+    class Watching(Portable):
+        def attend_fused(self, qkv, rotation, norms, k_pool, v_pool, table, lengths, **how):
+            shapes.add((table.shape, lengths.shape))
+            return super().attend_fused(qkv, rotation, norms, k_pool, v_pool, table, lengths, **how)
+
+    watching = partial(choose, kernels=Watching, compile=plainly)
+    async with HandRig(folder, choose=watching) as rig:
+        assert isinstance(rig.forward, FusedForward)
+        shapes.clear()
+        for i in range(13):
+            rig.submit(prompt(20 + 5 * i, i + 1), 8 + 2 * i)
+        rig.run()
+    assert {rows for (rows, _), _ in shapes} <= set(ROWS)
+    assert all(width & (width - 1) == 0 for (_, width), _ in shapes)
+    assert len(shapes) <= 14
+
+
+async def test_a_kernel_that_is_wrong_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama")
+
+    class Wrong(Portable):
+        def attend_fused(self, *args, **how):
+            return super().attend_fused(*args, **how) * 1.5
+
+    async with HandRig(folder, choose=partial(choose, kernels=Wrong, compile=plainly)) as rig:
+        assert rig.forward.kind == "ragged"
+        row = rig.submit(prompt(20), 5)
+        rig.run()
+        assert row.tokens == alone(rig.model, prompt(20), 5)
+    assert "the fused decoder is not used" in caplog.text
+
+
+async def test_without_kernels_nothing_looks_ahead(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama")
+    without = partial(choose, kernels=lambda shape: Unsupported("no GPU"))
+    async with HandRig(folder, choose=without) as rig:
+        assert (rig.forward.kind, rig.forward.looks_ahead) == ("ragged", False)
