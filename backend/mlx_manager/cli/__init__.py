@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mlx_manager import __version__
+from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.list import list_models
 from mlx_manager.cli.serve import serve
@@ -41,6 +42,7 @@ def mlx_manager(version: Version = False) -> None:
 
 
 app.command()(serve)
+app.command()(chat)
 app.command("list")(list_models)
 app.command()(doctor)
 

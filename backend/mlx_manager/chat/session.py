@@ -1,0 +1,237 @@
+"""A chat at the terminal: questions, commands, answers, until the person leaves."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer, Completion
+from prompt_toolkit.completion.base import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import HTML
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from mlx_manager.chat.answer import Answer, collect
+from mlx_manager.chat.commands import HELP, KEYS, NAMES, Command, parse
+from mlx_manager.chat.conversation import Conversation
+from mlx_manager.chat.display import display_for, without_echo
+from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+
+
+@dataclass(slots=True)
+class Chat:
+    """The state of one session. `parameters`: what each request carries besides the messages.
+
+    markdown: answers are drawn as Markdown. reasoning: thinking is shown.
+    """
+
+    client: ServerClient
+    model: str
+    console: Console
+    parameters: Mapping[str, Any]
+    markdown: bool = True
+    reasoning: bool = True
+    conversation: Conversation = field(default_factory=Conversation)
+
+    def run(self, history: History) -> None:
+        """Until /exit or Ctrl-D. Failures of a question are shown, and the session goes on."""
+        prompt = make_prompt(self._model_ids, history)
+        self.console.print(
+            f"[bold]{escape(self.model)}[/] [dim]at {self.client.url} · /help lists the commands, "
+            "Ctrl-D leaves[/]",
+            highlight=False,
+        )
+        while True:
+            self.console.print()
+            try:
+                line = prompt.prompt(HTML("<ansigreen><b>&gt; </b></ansigreen>"))
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            match parse(line):
+                case Command("/exit" | "/quit"):
+                    return
+                case Command() as command:
+                    self._obey(command)
+                case "":
+                    continue
+                case question:
+                    self._ask(question)
+
+    def _ask(self, question: str) -> None:
+        self.conversation.ask(question)
+        self.console.print()
+        try:
+            answer = self._stream()
+        except (ServerRefused, ServerUnreachable) as error:
+            self.conversation.take_back()
+            self._warn(str(error))
+            return
+        if answer.text or answer.reasoning:
+            self.conversation.answer(answer.text, answer.reasoning)
+        else:
+            self.conversation.take_back()
+        self._say(answer.figures() or "no answer")
+
+    def _stream(self) -> Answer:
+        body = {
+            "model": self.model,
+            "messages": self.conversation.messages(),
+            **self.parameters,
+        }
+        display = display_for(self.console, self.markdown, self.reasoning)
+        try:
+            with without_echo(), closing(self.client.chat(body)) as chunks:
+                return collect(chunks, display.show)
+        finally:
+            display.end()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Command("/help"):
+                self._help()
+            case Command("/clear"):
+                self.conversation.clear()
+                self._say("forgotten")
+            case Command("/system", ""):
+                self._say(self.conversation.system or "There is no system prompt.")
+            case Command("/system", text):
+                self.conversation.system = "" if text == "none" else text
+                self._say("From the next question on." if text != "none" else "removed")
+            case Command("/model", ""):
+                self._list_models()
+            case Command("/model", model):
+                self._switch(model)
+            case Command("/retry"):
+                self._retry()
+            case Command("/undo"):
+                question = self.conversation.take_back()
+                self._say("There is nothing to take back." if question is None else "taken back")
+            case Command("/save", file):
+                self._save(Path(file or time.strftime("chat-%Y%m%d-%H%M%S.md")))
+            case Command(name):
+                close = difflib.get_close_matches(name, NAMES, 1)
+                meant = f"; did you mean {close[0]}?" if close else ". /help lists the commands."
+                self._warn(f"There is no command {name}{meant}")
+
+    def _help(self) -> None:
+        width = max(map(len, (*HELP, *KEYS)))
+        for name, text in (HELP | KEYS).items():
+            self.console.print(Text.assemble("  ", (f"{name:<{width}}", "bold"), "  ", text))
+
+    def _list_models(self) -> None:
+        for model in self._model_ids():
+            mark = "*" if model == self.model else " "
+            self.console.print(f"{mark} {escape(model)}", highlight=False)
+
+    def _switch(self, model: str) -> None:
+        offered = self._model_ids()
+        if model in offered:
+            self.model = model
+            self._say(f"{model} answers from now on.")
+        elif offered:
+            close = difflib.get_close_matches(model, offered, 1)
+            meant = f" Did you mean {close[0]}?" if close else " /model lists those that are."
+            self._warn(f"{model} is not offered.{meant}")
+
+    def _retry(self) -> None:
+        question = self.conversation.take_back()
+        if question is None:
+            self._warn("There is no question yet.")
+        else:
+            self._ask(question)
+
+    def _save(self, file: Path) -> None:
+        try:
+            self.conversation.save(file, self.model)
+        except OSError as error:
+            self._warn(f"{file} can't be written: {error.strerror}.")
+        else:
+            self._say(f"saved in {file}")
+
+    def _model_ids(self) -> list[str]:
+        try:
+            return [model["id"] for model in self.client.models()]
+        except (ServerRefused, ServerUnreachable) as error:
+            self._warn(str(error))
+            return []
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False)
+
+    def _warn(self, text: str) -> None:
+        self.console.print(text, style="red", markup=False, highlight=False)
+
+
+class CommandCompleter(Completer):
+    """Commands after a slash, and models after `/model`."""
+
+    def __init__(self, models: Callable[[], list[str]]) -> None:
+        self._models = models
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
+        line = document.text_before_cursor
+        name, space, begun = line.partition(" ")
+        if name == "/model" and space:
+            offered: Iterable[str] = self._models()
+        elif not space and line.startswith("/"):
+            offered, begun = NAMES, line
+        else:
+            return
+        for word in offered:
+            if word.startswith(begun):
+                yield Completion(word, -len(begun))
+
+
+def make_prompt(models: Callable[[], list[str]], history: History) -> PromptSession[str]:
+    """Enter sends, Alt-Enter begins a new line; Tab completes commands."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        history=history,
+        completer=CommandCompleter(models),
+        complete_while_typing=False,
+        key_bindings=keys,
+        multiline=True,
+        prompt_continuation="  ",
+    )
+
+
+def history_file() -> Path:
+    """Where questions are remembered, for their owner's eyes only."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "mlx-manager" / "chat_history"
+
+
+def open_history(file: Path | None) -> History:
+    """Kept in memory where there is no `file`, or it can't be written."""
+    if file is None:
+        return InMemoryHistory()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(file))

@@ -1,0 +1,208 @@
+"""`mlx-manager chat`: a chat in the terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_manager.cli.connection import ApiKey, Url, connected, default_url
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
+
+if TYPE_CHECKING:
+    from mlx_manager.client import ServerClient
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="ID", help="Who answers; default: the server's model"),
+]
+System = Annotated[
+    str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt")
+]
+Once = Annotated[
+    str | None,
+    typer.Option("--once", metavar="QUESTION", help="Print the answer to one question and end"),
+]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer")]
+Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0 is the likeliest answer")]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Share of likely tokens to draw of")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer")]
+Markdown = Annotated[
+    bool,
+    typer.Option(
+        "--markdown/--plain", show_default=False, help="Draw Markdown on a terminal [markdown]"
+    ),
+]
+Reasoning = Annotated[
+    bool | None,
+    typer.Option(
+        "--show-reasoning/--hide-reasoning", help="Show the thinking [on a terminal: show]"
+    ),
+]
+KeepHistory = Annotated[
+    bool,
+    typer.Option(
+        "--history/--no-history",
+        show_default=False,
+        help="Remember questions for the next chat [on]",
+    ),
+]
+
+
+def chat(
+    *,
+    model: Model = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    system: System = None,
+    once: Once = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    markdown: Markdown = True,
+    reasoning: Reasoning = None,
+    history: KeepHistory = True,
+    as_json: AsJson = False,
+) -> None:
+    """Chat with a model in the terminal.
+
+    Talks to the server that runs on this machine, or to that of --url; where none runs, one is
+    started for the session. Piped text is the question, or comes after that of --once.
+
+    \b
+    Examples:
+      mlx-manager chat
+      mlx-manager chat --model mlx-community/Llama-3.2-3B-Instruct-4bit
+      mlx-manager chat --once "What is a KV cache?"
+      git diff | mlx-manager chat --once "Write a commit message for this" --plain
+    """
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    question = asked(once)
+    if as_json and question is None:
+        fail("--json needs a question: --once, or piped text.", ExitCode.USAGE)
+    with serving(url, api_key, model) as (client, chosen):
+        if question is None:
+            view = {"markdown": markdown, "reasoning": reasoning is not False}
+            talk(client, chosen, system or "", parameters, history=history, **view)
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": question})
+            body = {"model": chosen, "messages": messages, **parameters}
+            answer_once(client, body, markdown, reasoning, as_json)
+
+
+def asked(once: str | None) -> str | None:
+    """The one question: that of --once and what is piped in; None for a session."""
+    if sys.stdin.isatty():
+        if once is None and not sys.stdout.isatty():
+            fail(
+                "A session needs a terminal; ask with --once or pipe the question.", ExitCode.USAGE
+            )
+        return once
+    piped = sys.stdin.read().strip()
+    question = "\n\n".join(part for part in (once, piped) if part)
+    if not question.strip():
+        fail("There is no question: the input is empty.", ExitCode.USAGE)
+    return question
+
+
+@contextmanager
+def serving(
+    url: str | None, key: str | None, model: str | None
+) -> Iterator[tuple[ServerClient, str]]:
+    """The server and the model to ask; a server that is started for the session ends with it."""
+    from mlx_manager.embedded import StartFailed, embedded_server
+
+    if url is None and not answers(default_url()):
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGHUP, leave)
+        note("No server runs here; starting one for this chat.")
+        try:
+            with embedded_server(model) as address, connected(address, None) as client:
+                yield client, client.models()[0]["id"]
+        except StartFailed as error:
+            fail(f"The server could not start: {error}")
+        return
+    with connected(url, key) as client:
+        yield client, model or client.models()[0]["id"]
+
+
+def answers(url: str) -> bool:
+    """Whether anybody listens there."""
+    import socket
+    from urllib.parse import urlsplit
+
+    place = urlsplit(url)
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 80), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def leave(signum: int, frame: object) -> None:
+    """End by the normal way, so that the server of the session ends too."""
+    raise SystemExit(128 + signum)
+
+
+def talk(
+    client: ServerClient,
+    model: str,
+    system: str,
+    parameters: dict[str, Any],
+    *,
+    markdown: bool,
+    reasoning: bool,
+    history: bool,
+) -> None:
+    from rich.console import Console
+
+    from mlx_manager.chat.conversation import Conversation
+    from mlx_manager.chat.display import THEME
+    from mlx_manager.chat.session import Chat, history_file, open_history
+
+    session = Chat(
+        client,
+        model,
+        Console(theme=THEME),
+        parameters,
+        markdown=markdown,
+        reasoning=reasoning,
+        conversation=Conversation(system),
+    )
+    session.run(open_history(history_file() if history else None))
+
+
+def answer_once(
+    client: ServerClient,
+    body: dict[str, Any],
+    markdown: bool,
+    reasoning: bool | None,
+    as_json: bool,
+) -> None:
+    """Figures go to stderr, so that stdout has the answer and nothing else."""
+    from rich.console import Console
+
+    from mlx_manager.chat.answer import collect
+    from mlx_manager.chat.display import THEME, Silent, display_for, without_echo
+
+    shown = sys.stdout.isatty() if reasoning is None else reasoning
+    display = Silent() if as_json else display_for(Console(theme=THEME), markdown, shown)
+    try:
+        with without_echo(), closing(client.chat(body)) as chunks:
+            answer = collect(chunks, display.show)
+    finally:
+        display.end()
+    if as_json:
+        typer.echo(json.dumps({"model": body["model"], **answer.document()}, indent=2))
+    else:
+        note(answer.figures())
+    if answer.stopped:
+        raise typer.Exit(ExitCode.INTERRUPTED)

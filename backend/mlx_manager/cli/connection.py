@@ -1,0 +1,89 @@
+"""How a command finds its server, and what it ends with when the server does not do as asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_manager.cli.terminal import ExitCode, fail
+
+if TYPE_CHECKING:
+    from mlx_manager.client import ServerClient, ServerRefused
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="MLX_MANAGER_URL",
+        show_envvar=False,
+        metavar="URL",
+        help="The server (MLX_MANAGER_URL) [http://MLX_SERVER_HOST:MLX_SERVER_PORT]",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="MLX_MANAGER_API_KEY",
+        show_envvar=False,
+        metavar="KEY",
+        help="Key that the server asks for; others see it here, not in MLX_MANAGER_API_KEY",
+    ),
+]
+AdminToken = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-token",
+        envvar="MLX_SERVER_ADMIN_TOKEN",
+        show_envvar=False,
+        metavar="TOKEN",
+        help="The server's admin token; better in MLX_SERVER_ADMIN_TOKEN",
+    ),
+]
+
+
+def default_url() -> str:
+    """Where `serve` listens on this machine by the same environment."""
+    host = os.environ.get("MLX_SERVER_HOST") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    port = os.environ.get("MLX_SERVER_PORT") or "8000"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def connected(url: str | None, key: str | None) -> Iterator[ServerClient]:
+    """A client of the server; what it raises ends the program with an exit code and a message."""
+    from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+
+    client = ServerClient(url or default_url(), key)
+    try:
+        yield client
+    except ServerUnreachable as error:
+        fail(
+            f"{error}. Start one with `mlx-manager serve`, or say where it is with --url.",
+            ExitCode.NO_SERVER,
+        )
+    except ServerRefused as error:
+        fail(advice(error), exit_code(error))
+    finally:
+        client.close()
+
+
+def exit_code(error: ServerRefused) -> ExitCode:
+    match error.status:
+        case 404:
+            return ExitCode.NOT_FOUND
+        case 401 | 403 | 409:
+            return ExitCode.REFUSED
+        case _:
+            return ExitCode.FAILED
+
+
+def advice(error: ServerRefused) -> str:
+    if error.status == 401:
+        return f"{error.message} Give the key with MLX_MANAGER_API_KEY or --api-key."
+    return error.message

@@ -1,0 +1,94 @@
+"""One line of a chat completion's stream, of any server with OpenAI's shapes, as a value."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, as the server counted them. `cached`: how many of the prompt's it had already."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one event carried; the parts it did not carry are empty."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: str = ""
+
+    @property
+    def carries_output(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
+
+
+def read_line(line: str) -> Chunk | None:
+    """The chunk in a line of the stream; None for comments, blank lines and `[DONE]`.
+
+    A line that is not JSON, or has another shape, is a chunk with an `error`.
+    """
+    if not line.startswith("data:"):
+        return None
+    data = line[5:].strip()
+    if data in {"", "[DONE]"}:
+        return None
+    try:
+        return read_chunk(json.loads(data))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return Chunk(error=f"the server sent what is no chat completion chunk: {data[:200]}")
+
+
+def read_chunk(body: Any) -> Chunk:
+    """Servers differ in which keys they leave out and which they send as null."""
+    if error := body.get("error"):
+        return Chunk(error=error_message(body, str(error)))
+    usage = read_usage(body.get("usage"))
+    choices = body.get("choices") or []
+    if not choices:
+        return Chunk(usage=usage)
+    choice = choices[0]
+    delta = choice.get("delta") or choice.get("message") or {}
+    calls = delta.get("tool_calls") or []
+    return Chunk(
+        text=delta.get("content") or "",
+        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        tool_calls="".join(call_text(call) for call in calls),
+        finish_reason=choice.get("finish_reason"),
+        usage=usage,
+    )
+
+
+def call_text(call: Any) -> str:
+    function = call.get("function") or {}
+    return (function.get("name") or "") + (function.get("arguments") or "")
+
+
+def read_usage(usage: Any) -> Usage | None:
+    if not usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or 0,
+        details.get("cached_tokens") or 0,
+    )
+
+
+def error_message(body: Any, otherwise: str) -> str:
+    """What an error body says, in OpenAI's shape, in FastAPI's, or as it is."""
+    match body:
+        case {"error": {"message": str(message)}} | {"error": str(message)}:
+            return message
+        case {"detail": str(message)} | {"message": str(message)}:
+            return message
+    return otherwise

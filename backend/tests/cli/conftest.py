@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live import live_server
+from other_server import OtherServer, other_server
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server with the embedded model."""
+    with live_server(tmp_path_factory.mktemp("server") / "log") as live:
+        yield live.url
+
+
+@pytest.fixture
+def other() -> Iterator[OtherServer]:
+    with other_server() as server:
+        yield server
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A person's, with nothing of ours in it yet."""
+    own = {
+        "HOME": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TERM": "xterm-256color",
+        # The prompt need not ask a terminal that nobody draws where its cursor is.
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        "MLX_SERVER_PORT": "1",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MLX_", "HF_"))}
+    return inherited | own
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """The program in a process of its own, with nothing to read unless there is `input`."""
+
+    def run(*arguments: str, input: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "mlx_manager.cli", *arguments],
+            input=input,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    return run

@@ -1,0 +1,258 @@
+"""The chat, by its own terminal: what a person sees, and what a script gets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from other_server import OtherServer
+
+from mlx_manager.chat.commands import Command, parse
+from mlx_manager.chat.display import split_blocks
+from mlx_manager.completion_stream import Chunk, Usage, read_line
+
+QUESTION = "How do I change the port?"
+PROMPT = "> "
+Chat = Callable[..., pexpect.spawn]
+
+
+@pytest.fixture
+def chat(environment: dict[str, str]) -> Iterator[Chat]:
+    """Starts the chat on a terminal of its own."""
+    open_chats: list[pexpect.spawn] = []
+
+    def start(*arguments: str) -> pexpect.spawn:
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "mlx_manager.cli", "chat", *arguments],
+            env=environment,
+            encoding="utf-8",
+            dimensions=(40, 120),
+            timeout=60,
+        )
+        open_chats.append(child)
+        return child
+
+    yield start
+    for child in open_chats:
+        child.close(force=True)
+
+
+def ask(child: pexpect.spawn, line: str) -> None:
+    child.expect_exact(PROMPT)
+    child.send(line + "\r")
+
+
+def test_a_question_is_answered_with_counts_and_speed(chat: Chat, server: str) -> None:
+    child = chat("--url", server, "--temperature", "0")
+    ask(child, QUESTION)
+    child.expect_exact("--port 9000")
+    child.expect(r"\d+ tokens · [\d.,]+ tok/s · first after [\d.]+ s · prompt \d+")
+    child.expect_exact(PROMPT)
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, other: OtherServer) -> None:
+    other.endless = True
+    child = chat("--url", other.url)
+    ask(child, "tell me everything")
+    child.expect_exact("more more")
+    child.sendintr()
+    child.expect_exact("stopped")
+    assert other.left.wait(30)
+    other.endless = False
+    ask(child, "and now?")
+    child.expect_exact("7 tokens")
+    said = other.bodies[-1]["messages"]
+    assert [message["role"] for message in said] == ["user", "assistant", "user"]
+    assert said[1]["content"].startswith("# A title")
+    ask(child, "/exit")
+    child.expect(pexpect.EOF)
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line(chat: Chat, other: OtherServer) -> None:
+    child = chat("--url", other.url)
+    child.expect_exact(PROMPT)
+    child.send("nonsense")
+    child.expect_exact("nonsense")
+    child.sendintr()
+    ask(child, "/exit")
+    child.expect(pexpect.EOF)
+    assert other.bodies == []
+
+
+def test_commands_change_the_conversation(chat: Chat, other: OtherServer, tmp_path: Path) -> None:
+    child = chat("--url", other.url, "--system", "Be brief.")
+    ask(child, "one")
+    child.expect_exact("7 tokens")
+    ask(child, "/undo")
+    child.expect_exact("taken back")
+    ask(child, "/system Be long.")
+    child.expect_exact("next question")
+    ask(child, "/model other/two")
+    child.expect_exact("answers from now on")
+    ask(child, "two")
+    child.expect_exact("7 tokens")
+    ask(child, "/retry")
+    child.expect_exact("7 tokens")
+    assert other.bodies[-1]["model"] == "other/two"
+    assert other.bodies[-1] == other.bodies[-2]
+    assert other.bodies[-1]["messages"] == [
+        {"role": "system", "content": "Be long."},
+        {"role": "user", "content": "two"},
+    ]
+    ask(child, f"/save {tmp_path}/said.json")
+    child.expect_exact("saved in")
+    saved = json.loads((tmp_path / "said.json").read_text())
+    assert saved["messages"][-1]["reasoning_content"] == "Let me think."
+    ask(child, "/clear")
+    child.expect_exact("forgotten")
+    ask(child, "/modle other/one")
+    child.expect_exact("did you mean /model")
+
+
+def test_a_refusal_is_shown_and_the_question_forgotten(chat: Chat, other: OtherServer) -> None:
+    child = chat("--url", other.url)
+    other.status = 500
+    ask(child, "one")
+    child.expect_exact("no such luck")
+    other.status = 200
+    ask(child, "two")
+    child.expect_exact("7 tokens")
+    assert [message["content"] for message in other.bodies[-1]["messages"]] == ["two"]
+
+
+def test_pasted_lines_are_one_question_and_history_survives(
+    chat: Chat, other: OtherServer, tmp_path: Path
+) -> None:
+    child = chat("--url", other.url)
+    ask(child, "\x1b[200~first line\nsecond line\x1b[201~")
+    child.expect_exact("7 tokens")
+    assert other.bodies[-1]["messages"][0]["content"] == "first line\nsecond line"
+    history = tmp_path / "state" / "mlx-manager" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    ask(child, "/exit")
+    child.expect(pexpect.EOF)
+    again = chat("--url", other.url)
+    again.expect_exact(PROMPT)
+    again.send("\x1b[A\x1b[A\r")
+    again.expect_exact("7 tokens")
+    assert other.bodies[-1]["messages"][0]["content"] == "first line\nsecond line"
+
+
+def test_without_a_server_one_runs_for_the_session(run) -> None:
+    done = run("chat", "--once", QUESTION, "--temperature", "0")
+    assert "--port 9000" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert "starting one for this chat" in done.stderr
+    assert "tok/s" in done.stderr
+
+
+def test_once_prints_the_answer_alone(run, other: OtherServer) -> None:
+    done = run("chat", "--url", other.url, "--once", "why?", input="because\n")
+    assert done.stdout == "# A title\n\nSome *text*, a `word`.\n\n- one\n- two\n"
+    assert other.bodies[0]["messages"] == [{"role": "user", "content": "why?\n\nbecause"}]
+    assert "7 tokens" in done.stderr
+
+
+def test_piped_text_is_the_question_and_json_the_answer(run, other: OtherServer) -> None:
+    done = run("chat", "--json", "--max-tokens", "9", input="why?\n", MLX_MANAGER_URL=other.url)
+    answer = json.loads(done.stdout)
+    assert answer["reasoning"] == "Let me think."
+    assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 7, "cached_tokens": 0}
+    assert other.bodies[0]["max_tokens"] == 9
+
+
+def test_the_key_is_sent_from_the_environment(run, other: OtherServer) -> None:
+    run("chat", "--url", other.url + "/v1", "--once", "why?", MLX_MANAGER_API_KEY="sesame")
+    assert other.headers[0]["authorization"] == "Bearer sesame"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--url", "http://127.0.0.1:1", "--once", "x"), 3, "mlx-manager serve"),
+        (("--url", "ftp://nowhere", "--once", "x"), 3, "ftp"),
+        ((), 2, "no question"),
+    ],
+)
+def test_failures_say_what_to_do(run, arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = run("chat", *arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_model_is_refused_with_those_on_offer(run, server: str) -> None:
+    done = run("chat", "--url", server, "--model", "no/such", "--once", "x")
+    assert done.returncode == 4
+    assert "mlx-manager/demo" in done.stderr
+
+
+def test_a_model_that_cannot_be_had_is_told_without_a_server(run) -> None:
+    done = run("chat", "--model", "no/such", "--once", "x")
+    assert done.returncode == 1
+    assert "no/such" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@given(st.text(alphabet="#-`*1.| \n\r\x0b\u2028ab>", max_size=60), st.integers(0, 60))
+def test_blocks_come_whole_wherever_the_stream_is_cut(text: str, cut: int) -> None:
+    finished, pending = split_blocks(text[:cut])
+    assert finished + pending == text[:cut]
+    again, rest = split_blocks(pending + text[cut:])
+    assert finished + again + rest == text
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("/model  a/b ", Command("/model", "a/b")),
+        ("/exit", Command("/exit")),
+        ("//etc is a folder", "/etc is a folder"),
+        ("what is a/b?", "what is a/b?"),
+        ("   ", ""),
+    ],
+)
+def test_lines_are_commands_or_questions(line: str, meant: object) -> None:
+    assert parse(line) == meant
+
+
+@pytest.mark.parametrize(
+    ("line", "chunk"),
+    [
+        ("", None),
+        (": keep-alive", None),
+        ("data: [DONE]", None),
+        ('data:{"choices":[]}', Chunk()),
+        ('data: {"choices": [{"delta": {"content": null}}], "usage": null}', Chunk()),
+        (
+            'data: {"choices": [{"delta": {"tool_calls": [{"function": {"name": "f"}}]}}]}',
+            Chunk(tool_calls="f"),
+        ),
+        (
+            'data: {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}',
+            Chunk(usage=Usage(3, 4)),
+        ),
+        ('data: {"error": {"message": "over"}}', Chunk(error="over")),
+        ('data: {"error": "over"}', Chunk(error="over")),
+    ],
+)
+def test_stream_lines_of_any_server_are_read(line: str, chunk: Chunk | None) -> None:
+    assert read_line(line) == chunk
+
+
+@pytest.mark.parametrize("data", ["{", "[]", "3", '"text"', '{"choices": 3}', '{"choices": [3]}'])
+def test_nonsense_in_a_stream_is_an_error(data: str) -> None:
+    chunk = read_line(f"data: {data}")
+    assert chunk is not None
+    assert "no chat completion chunk" in chunk.error

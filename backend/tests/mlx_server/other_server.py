@@ -1,0 +1,99 @@
+"""Somebody else's server with OpenAI's shapes, and its habits: nulls, no extras, odd endings."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+ANSWER = ["# A title\n\n", "Some *text*", ", a `word`.\n\n", "- one\n", "- two\n"]
+THOUGHT = ["Let me ", "think."]
+USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+
+
+@dataclass
+class OtherServer:
+    """`bodies`: the requests so far. `left` is set when a client hangs up early.
+
+    endless: answers go on until the client leaves. usage: whether streams end with it. status: of
+    every answer to a chat request.
+    """
+
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+    endless: bool = False
+    usage: bool = True
+    status: int = 200
+
+
+@contextmanager
+def other_server() -> Iterator[OtherServer]:
+    state = OtherServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path != "/v1/models":
+                return self.send(404, {"detail": "Not Found"})
+            models = [{"id": "other/one", "object": "model"}, {"id": "other/two"}]
+            self.send(200, {"object": "list", "data": models})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            state.bodies.append(body)
+            state.headers.append({k.lower(): v for k, v in self.headers.items()})
+            if state.status != 200:
+                return self.send(state.status, {"error": {"message": "no such luck", "code": None}})
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.close_connection = True
+            try:
+                self.stream()
+            except OSError:
+                state.left.set()
+
+        def stream(self) -> None:
+            self.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]})
+            for thought in THOUGHT:
+                self.event({"choices": [{"delta": {"reasoning": thought, "content": None}}]})
+            for piece in ANSWER:
+                self.event({"choices": [{"delta": {"content": piece}, "finish_reason": None}]})
+            while state.endless:
+                self.event({"choices": [{"delta": {"content": "more "}}]})
+            self.event({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": None})
+            if state.usage:
+                self.event({"choices": [], "usage": USAGE})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def event(self, body: dict[str, Any]) -> None:
+            self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+        def send(self, status: int, body: dict[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield state
+    finally:
+        state.endless = False
+        server.shutdown()
+        with suppress(OSError):
+            server.server_close()
