@@ -96,6 +96,9 @@ ResponseStore = Annotated[
 ResponseStoreMb = Annotated[float | None, option("Room for them; the oldest make place", "64")]
 ResponseStoreDays = Annotated[float | None, option("Days without use after which they go", "30")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
+MetricsByKey = Annotated[
+    bool | None, option("Count calls and tokens in /metrics by the API key's name, too", "off")
+]
 LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
 
 
@@ -127,6 +130,7 @@ def serve(
     prefill_chunk: PrefillChunk = None,
     prefix_cache: PrefixCache = None,
     log_level: LogLevel = None,
+    metrics_by_key: MetricsByKey = None,
     logfire_enabled: LogfireEnabled = None,
 ) -> None:
     """Serve models over the OpenAI and Anthropic APIs until interrupted.

@@ -133,6 +133,9 @@ class MLXServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What the log shows"
     )
+    metrics_by_key: bool = Field(
+        False, description="Count calls and tokens in /metrics by the API key's name, too"
+    )
     logfire_enabled: bool = Field(False, description="Trace requests with LogFire")
 
     @field_validator("available_models", mode="before")

@@ -192,11 +192,13 @@ Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of the API key that came with the request ("" without one), and the
-    protocol it came by (chat, completions, responses, messages; "" from a script)."""
+    """Who asks: the name of the API key that came with the request ("" without one), the
+    protocol it came by (chat, completions, responses, messages; "" from a script), and the id of
+    the HTTP request."""
 
     key: str = ""
     protocol: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

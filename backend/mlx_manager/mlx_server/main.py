@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import debug, documentation, errors, health
+from mlx_manager.mlx_server.api import access, debug, documentation, errors, health, metrics
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -95,8 +95,10 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app = FastAPI(title="MLX Manager", version=__version__, lifespan=lifespan)
     app.state.server = server
     errors.install(app)
+    access.install(app, server.metrics)
     app.include_router(health.router)
     app.include_router(debug.router)
+    app.include_router(metrics.router)
     app.include_router(v1_router)
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)

@@ -104,7 +104,14 @@ class ScriptedPool:
 
     def figures(self) -> dict[str, Any]:
         engine = {"running": self.backend.running, "waiting": 0}
-        return {"ledger": {"limit": 1}, "mlx": {"active": 1}, "engines": {MODEL: engine}}
+        ledger = {"limit": 1, "available": 1}
+        return {
+            "ledger": ledger,
+            "mlx": {"active": 1},
+            "engines": {MODEL: engine},
+            "loads": {},
+            "unloads": {},
+        }
 
     @asynccontextmanager
     async def lease(self, model_id: str) -> AsyncIterator[ScriptedLease]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from fastapi import Request
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer
+from mlx_manager.mlx_server.observability.records import Recorder
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
 
@@ -29,6 +32,7 @@ class Server:
         self.settings = settings
         self.created = int(time.time())
         self.responses = ResponseStore(settings.responses)
+        self.metrics = Metrics(self.figures, by_key=settings.metrics_by_key)
         self.observers: list[Observer] = []
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
@@ -44,6 +48,14 @@ class Server:
             raise ServerNotReady("The server is starting.")
         return self._pool
 
+    def figures(self) -> dict[str, Any]:
+        """The pool's.
+
+        Raises:
+            ServerNotReady: there is no pool yet.
+        """
+        return self.pool.figures()
+
     def inference(self, request: Request) -> Inference:
         """The way to the models for who sent `request`.
 
@@ -53,7 +65,9 @@ class Server:
         if not self.started.is_set():
             raise ServerNotReady("The server is starting: its default model is being loaded.")
         protocol = PROTOCOLS.get(request.url.path.removeprefix("/v1"), "")
-        return Inference(self.pool, self.observers, Caller(protocol=protocol))
+        caller = Caller(protocol=protocol, request_id=request.state.request_id)
+        recorder = Recorder((self.metrics.count_call, request.state.calls.append))
+        return Inference(self.pool, [recorder, *self.observers], caller)
 
     def open(self, pool: ModelPool) -> None:
         """Models can be listed from now on."""

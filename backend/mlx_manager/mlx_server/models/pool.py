@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -96,6 +97,8 @@ class ModelPoolManager:
         self._make_backend = make_backend
         self._patience = patience
         self._residents = Residents()
+        self._loads_done: Counter[str] = Counter()
+        self._unloads_done: Counter[str] = Counter()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._loading = asyncio.Lock()
         self._returns = Returns()
@@ -145,11 +148,13 @@ class ModelPoolManager:
         return tuple(self._status(source, residents.get(source.id)) for source in sources)
 
     def figures(self) -> dict[str, Any]:
-        """For a debug endpoint: `ledger` and `mlx` in bytes, `engines` by model."""
+        """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
         return {
             "ledger": self.ledger.figures(),
             "mlx": get_memory_usage(),
             "engines": {r.id: asdict(r.backend.stats()) for r in self._residents.all()},
+            "loads": dict(self._loads_done),
+            "unloads": dict(self._unloads_done),
         }
 
     def _status(self, source: ModelSource, resident: Resident | None) -> ModelStatus:
@@ -273,6 +278,7 @@ class ModelPoolManager:
             if backend is None:
                 self.ledger.record(weights_line(loaded.id), 0)
         self._residents.add(Resident(loaded.id, loaded, backend))
+        self._loads_done[loaded.id] += 1
         log.info(
             "%s is loaded: %s bytes, weights %s (%s)",
             loaded.id,
@@ -302,6 +308,7 @@ class ModelPoolManager:
         if resident is None:
             return False
         log.info("%s is unloaded", resident.id)
+        self._unloads_done[resident.id] += 1
         resident.backend.close()
         self.ledger.record(weights_line(resident.id), 0)
         # The last reference, but for those among modules and bound methods of their own.

@@ -12,6 +12,11 @@ from mlx_manager.mlx_server.core import GenerationRequest, Progress
 class Observation(Protocol):
     """Watches one call from its start to the end of its last row."""
 
+    def leased(self) -> None:
+        """The model is there, and the rows are on their way to it. Not told of a call that fails
+        before."""
+        ...
+
     def add(self, step: Progress) -> None: ...
 
 

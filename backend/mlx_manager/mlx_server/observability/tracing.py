@@ -111,6 +111,9 @@ class SpanObservation:
             if row == 0 or request.prompt is not requests[row - 1].prompt
         }
 
+    def leased(self) -> None:
+        self._span.add_event("leased")
+
     def add(self, step: Progress) -> None:
         for row, events in step:
             if self._waits_for_first and type(events[-1]) is not Started:

@@ -136,6 +136,8 @@ class Inference:
                 self.pool.lease(requests[0].model) as lease,
                 aclosing(rows(lease.backend, requests)) as progress,
             ):
+                for observation in observations:
+                    observation.leased()
                 async for step in progress:
                     for observation in observations:
                         observation.add(step)

@@ -36,4 +36,4 @@ async def test_models_are_listed_while_one_loads(serve):
 async def test_memory_is_accounted_for(serve):
     async with serve() as client:
         figures = (await client.get("/debug/memory")).json()
-    assert set(figures) == {"ledger", "mlx", "engines"}
+    assert set(figures) == {"ledger", "mlx", "engines", "loads", "unloads"}

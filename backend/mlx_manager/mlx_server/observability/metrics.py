@@ -1,0 +1,325 @@
+"""Metrics for Prometheus, under vLLM's names with our prefix: a dashboard made for `vllm:` reads
+ours with that replaced by `mlx_manager:`.
+
+What happens in an engine is counted there, a step at a time, and read at each scrape; what a call
+came to is added when it ends. A token costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from mlx_manager.mlx_server.errors import (
+    ModelGated,
+    ModelLoadFailed,
+    ModelNotSupported,
+    ModelTooLarge,
+    OutOfMemory,
+    ServerNotReady,
+)
+from mlx_manager.mlx_server.observability import records
+from mlx_manager.mlx_server.observability.records import CallRecord, RowRecord
+
+PREFIX = "mlx_manager:"
+MODEL = "model_name"
+
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+LATENCY_BUCKETS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_TIME_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+TOKEN_COUNT_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000),
+    *(200_000, 500_000),
+)
+CHOICES_BUCKETS = (1, 2, 5, 10, 20)
+HTTP_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+LOAD_FAILURES = frozenset(
+    error.code
+    for error in (ModelLoadFailed, ModelNotSupported, ModelGated, ModelTooLarge, OutOfMemory)
+)
+"""These are raised of models that exist."""
+
+Figures = Callable[[], Mapping[str, Any]]
+"""The pool's figures; raises ServerNotReady while there is no pool."""
+
+
+class Metrics:
+    """One server's metrics, in a registry of their own. Methods may be called from any thread.
+
+    by_key: also count requests and tokens by the name of the API key.
+    """
+
+    def __init__(self, figures: Figures, *, by_key: bool = False) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(figures))
+        self._by_key = by_key
+        self._success = self._counter(
+            "request_success",
+            "Answers by why they ended; abort: the caller went away",
+            "finished_reason",
+        )
+        self._errors = self._counter("request_errors", "Calls that failed, by code", "code")
+        self._first = self._times("time_to_first_token_seconds", FIRST_TOKEN_BUCKETS)
+        self._whole = self._times("e2e_request_latency_seconds")
+        self._load = self._times("request_load_time_seconds")
+        self._queue = self._times("request_queue_time_seconds")
+        self._prefill = self._times("request_prefill_time_seconds")
+        self._decode = self._times("request_decode_time_seconds")
+        self._inference = self._times("request_inference_time_seconds")
+        self._per_token = self._times("request_time_per_output_token_seconds", TOKEN_TIME_BUCKETS)
+        self._prompt = self._sizes("request_prompt_tokens", "Prompt tokens of a request")
+        self._answer = self._sizes("request_generation_tokens", "Tokens generated for a request")
+        self._most = self._sizes("request_params_max_tokens", "The max_tokens asked for")
+        self._choices = self._sizes("request_params_n", "Answers asked for", CHOICES_BUCKETS)
+        self._key_calls = self._counter("api_key_requests", "Calls by API key", "key", "outcome")
+        self._key_tokens = self._counter("api_key_tokens", "Tokens by API key", "key", "type")
+        self._http = Counter(
+            f"{PREFIX}http_requests",
+            "HTTP answers by route and status",
+            ("handler", "method", "status"),
+            registry=self._registry,
+        )
+        self._http_seconds = Histogram(
+            f"{PREFIX}http_request_duration_seconds",
+            "Time until the last byte of an answer",
+            ("handler", "method"),
+            registry=self._registry,
+            buckets=HTTP_BUCKETS,
+        )
+        self._lost = Counter(
+            f"{PREFIX}audit_records_lost",
+            "Calls that could not be written to the audit log",
+            registry=self._registry,
+        )
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """All metrics, in the form of Prometheus's that `accept` prefers, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def count_call(self, record: CallRecord) -> None:
+        # A name nobody offers must not become a label: anyone could make as many as they like.
+        known = record.load is not None or record.failure in LOAD_FAILURES
+        model = record.model if known else ""
+        match record.failure:
+            case "":
+                pass
+            case records.CANCELLED:
+                left = len(record.rows) - len(record.reasons)
+                self._success.labels(model, "abort").inc(left)
+            case code:
+                self._errors.labels(model, code).inc()
+        if record.load is not None:
+            self._load.labels(model).observe(record.load)
+            self._choices.labels(model).observe(len(record.rows))
+        for row in record.rows:
+            self._count_row(model, row, record.max_tokens)
+        if self._by_key:
+            self._count_key(model, record)
+
+    def _count_row(self, model: str, row: RowRecord, max_tokens: int | None) -> None:
+        if row.started is not None:
+            self._first.labels(model).observe(row.first)
+            self._queue.labels(model).observe(row.started.queued)
+            self._prefill.labels(model).observe(row.started.prefill)
+            self._prompt.labels(model).observe(row.started.prompt_tokens)
+        if row.finished is None or row.started is None:
+            return
+        tokens, decode = row.usage.completion_tokens, row.end - row.first
+        self._success.labels(model, row.finished.reason).inc()
+        self._whole.labels(model).observe(row.end)
+        self._decode.labels(model).observe(decode)
+        self._inference.labels(model).observe(row.started.prefill + decode)
+        self._answer.labels(model).observe(tokens)
+        if tokens > 1:
+            self._per_token.labels(model).observe(decode / (tokens - 1))
+        if max_tokens is not None:
+            self._most.labels(model).observe(max_tokens)
+
+    def _count_key(self, model: str, record: CallRecord) -> None:
+        key, usage = record.caller.key, record.usage
+        self._key_calls.labels(model, key, record.outcome).inc()
+        self._key_tokens.labels(model, key, "prompt").inc(usage.prompt_tokens)
+        self._key_tokens.labels(model, key, "generation").inc(usage.completion_tokens)
+
+    def count_response(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """`handler`: the route's path, "" if there is none, as it may be anything otherwise."""
+        self._http.labels(handler, method, str(status)).inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
+
+    def count_lost_records(self, records: int) -> None:
+        self._lost.inc(records)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}{name}", text, (MODEL, *labels), registry=self._registry)
+
+    def _times(self, name: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+        return Histogram(
+            f"{PREFIX}{name}", TIMES[name], (MODEL,), registry=self._registry, buckets=buckets
+        )
+
+    def _sizes(
+        self, name: str, text: str, buckets: tuple[float, ...] = TOKEN_COUNT_BUCKETS
+    ) -> Histogram:
+        return Histogram(
+            f"{PREFIX}{name}", text, (MODEL,), registry=self._registry, buckets=buckets
+        )
+
+
+TIMES = {
+    "time_to_first_token_seconds": "From the call's arrival to a row's first token",
+    "e2e_request_latency_seconds": "From the call's arrival to the end of a row",
+    "request_load_time_seconds": "From the call's arrival until its model was there",
+    "request_queue_time_seconds": "A row's wait for its turn in the engine",
+    "request_prefill_time_seconds": "From a row's turn to its first token",
+    "request_decode_time_seconds": "From a row's first token to its last",
+    "request_inference_time_seconds": "Prefill and decode together",
+    "request_time_per_output_token_seconds": "A row's mean time between tokens",
+}
+
+ENGINE_GAUGES = {
+    "num_requests_waiting": ("waiting", "Rows that wait for their turn"),
+    "kv_tokens": ("tokens_live", "Tokens whose keys and values are held"),
+    "kv_page_bytes": ("page_bytes", "Size of a KV page, all layers together"),
+    "kv_page_tokens": ("page_size", "Tokens in a KV page"),
+}
+ENGINE_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens, those found in the prefix cache included"),
+    "generation_tokens": ("generated_tokens", "Tokens generated"),
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found there"),
+    "num_preemptions": ("pauses", "Rows that were paused because KV pages ran out"),
+    "engine_steps": ("steps", "Steps of the engine"),
+}
+ENGINE_DISTRIBUTIONS = {
+    "inter_token_latency_seconds": ("token_gaps", "Time between a row's tokens"),
+    "engine_step_host_seconds": (
+        "host_time",
+        "Time of a step less the wait for its tokens; a CPU's computing is in it",
+    ),
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engines, the models and the memory at each scrape. A model that is not loaded has
+    no engine, so its counters end; loaded again they begin at 0, as after a restart."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            figures = self._figures()
+        except ServerNotReady:
+            return
+        yield from _memory(figures["ledger"], figures["mlx"])
+        yield from _models(figures)
+        yield from _engines(
+            {
+                model: engine
+                for model, engine in figures["engines"].items()
+                # Engines of another kind have other figures.
+                if "token_gaps" in engine
+            }
+        )
+
+
+def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
+    running = GaugeMetricFamily(
+        f"{PREFIX}num_requests_running",
+        "Rows being answered, prompts under way included",
+        None,
+        [MODEL],
+    )
+    usage = GaugeMetricFamily(
+        f"{PREFIX}kv_cache_usage_perc",
+        "Share of the KV pages that rows hold, of those there could be; 1 is all",
+        None,
+        [MODEL],
+    )
+    pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "KV pages by state", None, [MODEL, "state"])
+    for model, engine in engines.items():
+        running.add_metric([model], engine["running"] + engine["prefilling"])
+        usage.add_metric([model], engine["pages_held"] / max(1, engine["pages_attainable"]))
+        for state in ("held", "cached", "free", "attainable"):
+            pages.add_metric([model, state], engine[f"pages_{state}"])
+    yield from (running, usage, pages)
+    for name, (field, text) in ENGINE_GAUGES.items():
+        gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, None, [MODEL])
+        for model, engine in engines.items():
+            gauge.add_metric([model], engine[field])
+        yield gauge
+    for name, (field, text) in ENGINE_COUNTERS.items():
+        counter = CounterMetricFamily(f"{PREFIX}{name}", text, None, [MODEL])
+        for model, engine in engines.items():
+            counter.add_metric([model], engine[field])
+        yield counter
+    for name, (field, text) in ENGINE_DISTRIBUTIONS.items():
+        histogram = HistogramMetricFamily(f"{PREFIX}{name}", text, labels=[MODEL])
+        for model, engine in engines.items():
+            histogram.add_metric([model], list(_buckets(engine[field])), engine[field]["total"])
+        yield histogram
+
+
+def _buckets(distribution: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Prometheus's buckets count all that is at most their bound."""
+    total = 0
+    bounds = [*(str(bound) for bound in distribution["bounds"]), "+Inf"]
+    for bound, count in zip(bounds, distribution["counts"], strict=True):
+        total += count
+        yield bound, total
+
+
+def _memory(ledger: Mapping[str, int], mlx: Mapping[str, int]) -> Iterator[Metric]:
+    limit = GaugeMetricFamily(f"{PREFIX}memory_limit_bytes", "What the ledger may promise")
+    limit.add_metric([], ledger["limit"])
+    available = GaugeMetricFamily(f"{PREFIX}memory_available_bytes", "What it may still promise")
+    available.add_metric([], ledger["available"])
+    promised = GaugeMetricFamily(
+        f"{PREFIX}memory_ledger_bytes", "Memory by line of the ledger", None, ["line", MODEL]
+    )
+    for line, nbytes in ledger.items():
+        if line not in ("limit", "available"):
+            kind, _, model = line.partition(":")
+            promised.add_metric([kind, model], nbytes)
+    own = GaugeMetricFamily(f"{PREFIX}mlx_memory_bytes", "MLX's own figures", None, ["kind"])
+    for kind, nbytes in mlx.items():
+        own.add_metric([kind], nbytes)
+    yield from (limit, available, promised, own)
+
+
+def _models(figures: Mapping[str, Any]) -> Iterator[Metric]:
+    loaded = GaugeMetricFamily(f"{PREFIX}models_loaded", "Models in memory")
+    loaded.add_metric([], len(figures["engines"]))
+    loads = CounterMetricFamily(f"{PREFIX}model_loads", "Models loaded", None, [MODEL])
+    for model, times in figures["loads"].items():
+        loads.add_metric([model], times)
+    unloads = CounterMetricFamily(
+        f"{PREFIX}model_evictions", "Models that left memory", None, [MODEL]
+    )
+    for model, times in figures["unloads"].items():
+        unloads.add_metric([model], times)
+    yield from (loaded, loads, unloads)
