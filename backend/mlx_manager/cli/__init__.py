@@ -11,6 +11,7 @@ import typer
 from mlx_manager import __version__
 from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
+from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
 from mlx_manager.cli.serve import serve
 
@@ -45,6 +46,7 @@ app.command()(serve)
 app.command()(chat)
 app.command("list")(list_models)
 app.command()(doctor)
+app.add_typer(key, name="key")
 
 
 def main() -> None:

@@ -51,6 +51,45 @@ TrustRemoteCode = Annotated[
 ]
 Host = Annotated[str | None, option("Address to listen on", "127.0.0.1", "ADDRESS")]
 Port = Annotated[int | None, option("Port to listen on; 0 picks a free one", "8000")]
+ApiKey = Annotated[
+    str | None,
+    option("A key that requests must bring; best set as a variable, out of sight", None, "KEY"),
+]
+ApiKeysFile = Annotated[
+    Path | None,
+    option("File of named keys, hashed, as `mlx-manager key add` writes it", None, "FILE"),
+]
+OpenAccess = Annotated[
+    bool | None, option("Serve without any key, even beyond this machine", "off")
+]
+OpenMetrics = Annotated[bool | None, option("Answer /metrics without a key", "off")]
+AllowedHosts = Annotated[
+    str | None,
+    option(
+        "Names that browsers may reach a server without keys by, comma-separated",
+        None,
+        "NAME,NAME,...",
+    ),
+]
+CorsOrigins = Annotated[
+    str | None,
+    option(
+        "Origins whose pages may read answers, comma-separated; `*` for all", None, "ORIGIN,..."
+    ),
+]
+KeyRequestsPerMinute = Annotated[
+    int | None, option("Requests a minute of a key that has no limit of its own")
+]
+KeyTokensPerMinute = Annotated[
+    int | None, option("Tokens a minute, of prompts and answers, likewise")
+]
+KeyMaxConcurrent = Annotated[
+    int | None, option("Requests of one key under way at once; more wait for their turn")
+]
+KeyMaxQueued = Annotated[int | None, option("Requests of one key that may wait so", "64")]
+MaxMessages = Annotated[int | None, option("Messages or items of one conversation", "4096")]
+MaxParts = Annotated[int | None, option("Content parts of all of them together", "16384")]
+MaxImages = Annotated[int | None, option("Images among these", "64")]
 MaxBodyMb = Annotated[float | None, option("Largest request body accepted", "32")]
 KeepaliveSeconds = Annotated[
     float | None,
@@ -114,7 +153,20 @@ def serve(
     trust_remote_code: TrustRemoteCode = None,
     host: Host = None,
     port: Port = None,
+    api_key: ApiKey = None,
+    api_keys_file: ApiKeysFile = None,
+    open_access: OpenAccess = None,
+    open_metrics: OpenMetrics = None,
+    allowed_hosts: AllowedHosts = None,
+    cors_origins: CorsOrigins = None,
+    key_requests_per_minute: KeyRequestsPerMinute = None,
+    key_tokens_per_minute: KeyTokensPerMinute = None,
+    key_max_concurrent: KeyMaxConcurrent = None,
+    key_max_queued: KeyMaxQueued = None,
     max_body_mb: MaxBodyMb = None,
+    max_messages: MaxMessages = None,
+    max_parts: MaxParts = None,
+    max_images: MaxImages = None,
     keepalive_seconds: KeepaliveSeconds = None,
     strict_fields: StrictFields = None,
     reasoning_field: ReasoningField = None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 DEMO_MODEL = "mlx-manager/demo"
@@ -66,6 +66,47 @@ class ApiLimits:
     keepalive: float = 10.0
     strict_fields: bool = False
     reasoning_field: ReasoningField = "reasoning_content"
+    max_messages: int = 4096
+    max_parts: int = 16384
+    max_images: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What one API key may ask for; None is no limit.
+
+    max_concurrent: requests under way at once. max_queued: those that wait for their turn beyond
+    these. priority: the most urgent `priority` that a request may have.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    max_queued: int = 64
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """Who may come in.
+
+    key: one that the environment gives. keys_file: where more are, hashed. limits: of keys that
+    have none of their own. open_access: without a key everybody may, wherever the server listens.
+    allowed_hosts: names that the server is known by, besides addresses and names without a dot.
+    """
+
+    host: str = "127.0.0.1"
+    key: str | None = field(default=None, repr=False)
+    keys_file: Path | None = None
+    limits: KeyLimits = field(default_factory=KeyLimits)
+    open_access: bool = False
+    open_metrics: bool = False
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+
+    @property
+    def need_key(self) -> bool:
+        return self.key is not None or self.keys_file is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +125,30 @@ class MLXServerSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
+    api_key: SecretStr | None = Field(
+        None, description="A key that requests must bring; best set as a variable, out of sight"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="File of named keys, hashed, as `mlx-manager key add` writes it"
+    )
+    open_access: bool = Field(False, description="Serve without any key, even beyond this machine")
+    open_metrics: bool = Field(False, description="Answer /metrics without a key")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Names that browsers may reach a server without keys by, comma-separated"
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Origins whose pages may read answers, comma-separated; `*` for all"
+    )
+    key_requests_per_minute: int | None = Field(
+        None, ge=1, description="Requests a minute of a key that has no limit of its own"
+    )
+    key_tokens_per_minute: int | None = Field(
+        None, ge=1, description="Tokens a minute, of prompts and answers, likewise"
+    )
+    key_max_concurrent: int | None = Field(
+        None, ge=1, description="Requests of one key under way at once; more wait for their turn"
+    )
+    key_max_queued: int = Field(64, ge=0, description="Requests of one key that may wait so")
     model: str = Field(
         DEMO_MODEL, description="Model served when a request names none; loaded at start"
     )
@@ -116,6 +181,9 @@ class MLXServerSettings(BaseSettings):
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
     max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
+    max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
+    max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
+    max_images: int = Field(64, ge=0, description="Images among these")
     keepalive_seconds: float = Field(
         10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
     )
@@ -138,12 +206,21 @@ class MLXServerSettings(BaseSettings):
     )
     logfire_enabled: bool = Field(False, description="Trace requests with LogFire")
 
-    @field_validator("available_models", mode="before")
+    @field_validator("available_models", "allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _split_commas(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            scheme, _, host = origin.partition("://")
+            if origin != "*" and (not scheme or not host or "/" in host):
+                raise ValueError(f"{origin!r} is no origin such as https://example.com:8443, nor *")
+        return origins
 
     @field_validator("model_aliases", mode="before")
     @classmethod
@@ -184,6 +261,28 @@ class MLXServerSettings(BaseSettings):
             self.keepalive_seconds,
             self.strict_fields,
             self.reasoning_field,
+            self.max_messages,
+            self.max_parts,
+            self.max_images,
+        )
+
+    @cached_property
+    def access(self) -> AccessRules:
+        limits = KeyLimits(
+            self.key_requests_per_minute,
+            self.key_tokens_per_minute,
+            self.key_max_concurrent,
+            self.key_max_queued,
+        )
+        return AccessRules(
+            self.host,
+            None if self.api_key is None else self.api_key.get_secret_value(),
+            self.api_keys_file,
+            limits,
+            self.open_access,
+            self.open_metrics,
+            self.cors_origins,
+            self.allowed_hosts,
         )
 
     @cached_property

@@ -7,6 +7,7 @@
     │   ├── ContextLengthExceeded     400 context_length_exceeded
     │   └── RequestTooLarge           413 request_too_large
     ├── AuthenticationFailed          401 invalid_api_key
+    ├── PermissionDenied              403 permission_denied        known, and not allowed that
     ├── ModelNotFound                 404 model_not_found
     ├── ResponseNotFound              404 response_not_found
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
@@ -14,6 +15,7 @@
     │   ├── ModelGated                403 model_gated
     │   └── ModelTooLarge             507 model_too_large          does not fit this machine
     ├── Overloaded                    429 overloaded               the queue is full
+    │   ├── RateLimited               429 rate_limit_exceeded      the key's, a minute
     │   └── OutOfMemory               503 out_of_memory            no room now; try again later
     ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
     ├── RequestTimedOut               504 timeout
@@ -74,6 +76,12 @@ class AuthenticationFailed(MLXManagerError):
     type = "authentication_error"
 
 
+class PermissionDenied(MLXManagerError):
+    status = 403
+    code = "permission_denied"
+    type = "permission_error"
+
+
 class ModelNotFound(MLXManagerError):
     status = 404
     code = "model_not_found"
@@ -115,6 +123,10 @@ class Overloaded(MLXManagerError):
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int = 1) -> None:
         super().__init__(message, param=param, retry_after=retry_after)
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
 
 
 class OutOfMemory(Overloaded):

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import access, debug, documentation, errors, health, metrics
+from mlx_manager.mlx_server.api import access, auth, debug, documentation, errors, health, metrics
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -94,8 +94,10 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
 
     app = FastAPI(title="MLX Manager", version=__version__, lifespan=lifespan)
     app.state.server = server
+    auth.install(app, server)
     errors.install(app)
     access.install(app, server.metrics)
+    auth.install_cors(app, server.settings.access)
     app.include_router(health.router)
     app.include_router(debug.router)
     app.include_router(metrics.router)
@@ -222,6 +224,7 @@ def run(settings: MLXServerSettings | None = None) -> None:
 
 async def listen(settings: MLXServerSettings) -> bool:
     """Serve until told to stop; False if the server never became ready."""
+    auth.check_bind(settings.access)
     app = create_app(settings)
     server: Server = app.state.server
     listener = Listener(

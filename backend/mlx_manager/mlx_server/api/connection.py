@@ -15,7 +15,7 @@ from starlette.types import Receive
 from mlx_manager.mlx_server.api.errors import invalid
 from mlx_manager.mlx_server.config import ApiLimits
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, RequestTooLarge
-from mlx_manager.mlx_server.schemas.wire import Wire
+from mlx_manager.mlx_server.schemas.wire import Wire, conversation, parts
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     Raises:
         InvalidRequest: not declared as JSON, or not JSON.
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
-        RequestTooLarge: more than `limits.max_body` bytes; the rest is not read.
+        RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
+            messages, content parts or images than may be.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
@@ -46,7 +47,23 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise invalid(error.errors(include_url=False, include_context=True)) from None
     if limits.strict_fields and (unknown := body.unknown_fields()):
         raise InvalidParameter(f"Unknown fields: {', '.join(unknown)}.", param=unknown[0])
+    _check_counts(body, limits)
     return body
+
+
+def _check_counts(body: Wire, limits: ApiLimits) -> None:
+    name, messages = conversation(body)
+    content = [part for message in messages for part in parts(message)]
+    images = sum("image" in part.type for part in content)  # type: ignore[attr-defined]
+    for what, count, most, setting in (
+        ("messages", len(messages), limits.max_messages, "MLX_SERVER_MAX_MESSAGES"),
+        ("content parts", len(content), limits.max_parts, "MLX_SERVER_MAX_PARTS"),
+        ("images", images, limits.max_images, "MLX_SERVER_MAX_IMAGES"),
+    ):
+        if count > most:
+            raise RequestTooLarge(
+                f"`{name}` has {count} {what}; this server accepts {most} ({setting}).", param=name
+            )
 
 
 async def _read_bytes(request: Request, limit: int) -> bytearray:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.errors import (
+    AuthenticationFailed,
     InvalidParameter,
     InvalidRequest,
     MLXManagerError,
@@ -43,24 +44,27 @@ REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
 
 def install(app: FastAPI) -> None:
     """Answer every failure of `app` in our shape, and give every request an id."""
-    app.add_exception_handler(MLXManagerError, _ours)
+    app.add_exception_handler(MLXManagerError, answer)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
     app.add_middleware(Boundary)
 
 
-async def _ours(request: Request, error: Exception) -> JSONResponse:
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """The answer that says what went wrong."""
     assert isinstance(error, MLXManagerError)
     # Whoever polls a server that starts is no news.
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, ServerNotReady):
         log.warning("%s %s: %s", request.method, request.url.path, error.message)
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if isinstance(error, AuthenticationFailed):
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(_body(request.scope, error), error.status, headers)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return await _ours(request, invalid(error.errors()))
+    return await answer(request, invalid(error.errors()))
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
@@ -162,8 +166,8 @@ class Boundary:
             log.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id.decode())
             failure = _unexpected(error, request_id.decode())
             if started is None:
-                answer = JSONResponse(_body(scope, failure), failure.status)
-                await answer(scope, receive, send_with_id)
+                said = JSONResponse(_body(scope, failure), failure.status)
+                await said(scope, receive, send_with_id)
             elif Headers(raw=started["headers"])["content-type"].startswith("text/event-stream"):
                 last = scope["state"]["stream"].fail(failure)
                 await send({"type": "http.response.body", "body": last})

@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer
 from mlx_manager.mlx_server.observability.records import Recorder
+from mlx_manager.mlx_server.services.accounts import Account, Accounts
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
 
@@ -31,6 +32,7 @@ class Server:
     def __init__(self, settings: MLXServerSettings) -> None:
         self.settings = settings
         self.created = int(time.time())
+        self.accounts = Accounts(settings.access)
         self.responses = ResponseStore(settings.responses)
         self.metrics = Metrics(self.figures, by_key=settings.metrics_by_key)
         self.observers: list[Observer] = []
@@ -65,9 +67,10 @@ class Server:
         if not self.started.is_set():
             raise ServerNotReady("The server is starting: its default model is being loaded.")
         protocol = PROTOCOLS.get(request.url.path.removeprefix("/v1"), "")
-        caller = Caller(protocol=protocol, request_id=request.state.request_id)
+        account: Account = request.state.account
+        caller = Caller(account.key.name, protocol, request.state.request_id)
         recorder = Recorder((self.metrics.count_call, request.state.calls.append))
-        return Inference(self.pool, [recorder, *self.observers], caller)
+        return Inference(self.pool, [recorder, *self.observers], caller, account)
 
     def open(self, pool: ModelPool) -> None:
         """Models can be listed from now on."""

@@ -11,6 +11,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
+CONVERSATIONS = ("messages", "input")
+CONTENTS = ("content", "output")
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
@@ -22,6 +25,24 @@ class Wire(BaseModel):
     def unknown_fields(self) -> list[str]:
         """The fields that no type here declares, dotted, each once (`messages.audio`)."""
         return list(dict.fromkeys(_unknown(self, "")))
+
+
+def conversation(body: Wire) -> tuple[str, list[Wire]]:
+    """The name of the field with the messages or items so far, and these; or nothing."""
+    for name in _fields(body, CONVERSATIONS):
+        if isinstance(found := getattr(body, name), list):
+            return name, found
+    return "", []
+
+
+def parts(message: Wire) -> list[Wire]:
+    """The parts of a message's content, if it has any."""
+    found = [getattr(message, name) for name in _fields(message, CONTENTS)]
+    return [part for content in found if isinstance(content, list) for part in content]
+
+
+def _fields(value: Wire, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name in type(value).model_fields]
 
 
 def _unknown(value: object, path: str) -> Iterator[str]:

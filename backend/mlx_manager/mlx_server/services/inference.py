@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.observer import Observer, observe_all
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
+from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.pool import ModelStatus
@@ -111,14 +112,22 @@ NOBODY = Caller()
 
 
 class Inference:
-    """Answers a caller's requests with the models of a pool, while the observers watch."""
+    """Answers a caller's requests with the models of a pool, while the observers watch.
+
+    `account` is what the caller's key has left of what it may ask for.
+    """
 
     def __init__(
-        self, pool: ModelPool, observers: Sequence[Observer] = (), caller: Caller = NOBODY
+        self,
+        pool: ModelPool,
+        observers: Sequence[Observer] = (),
+        caller: Caller = NOBODY,
+        account: Account = UNLIMITED,
     ) -> None:
         self.pool = pool
-        self.observers = observers
+        self.observers = (*observers, *account.observers())
         self.caller = caller
+        self.account = account
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -130,9 +139,11 @@ class Inference:
         Raises:
             MLXManagerError: one row's failure ends them all.
         """
+        self.account.check_priority(requests)
         requests = [replace(request, caller=self.caller) for request in requests]
         with observe_all(self.observers, requests) as observations:
             async with (
+                self.account.turn(),
                 self.pool.lease(requests[0].model) as lease,
                 aclosing(rows(lease.backend, requests)) as progress,
             ):

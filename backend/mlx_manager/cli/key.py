@@ -1,0 +1,137 @@
+"""`mlx-manager key`: make, list and remove API keys. Only their hashes are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, show, table
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.services.keys import KeyEntry
+
+FILE_VARIABLE = "MLX_SERVER_API_KEYS_FILE"
+
+key = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Make, list and remove API keys.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def limit(text: str) -> Any:
+    return typer.Option(min=1, help=f"{text}; default: the server's own limit")
+
+
+Name = Annotated[str, typer.Argument(help="Whose key it is; the log and the metrics name it so")]
+File = Annotated[
+    Path | None,
+    typer.Option(help=f"The keys' file; default: ${FILE_VARIABLE}, or one in your home folder"),
+]
+
+
+@key.command("add")
+def add(
+    name: Name,
+    *,
+    file: File = None,
+    requests_per_minute: Annotated[int | None, limit("Requests it may make a minute")] = None,
+    tokens_per_minute: Annotated[int | None, limit("Tokens of prompts and answers")] = None,
+    max_concurrent: Annotated[int | None, limit("Requests under way at once")] = None,
+    max_queued: Annotated[
+        int | None, typer.Option(min=0, help="Requests that may wait beyond these; default 64")
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Most urgent `priority` of its requests; default: any")
+    ] = None,
+) -> None:
+    """Make a key and print it, once: only its hash is kept.
+
+    A server that runs takes it on SIGHUP.
+
+    \b
+    Examples:
+      mlx-manager key add alice
+      mlx-manager key add ci --requests-per-minute 60 --max-concurrent 4
+    """
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.services.keys import add_key
+
+    target = file or default_file()
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+        "max_queued": max_queued,
+        "priority": priority,
+    }
+    try:
+        secret = add_key(target, name, {k: v for k, v in limits.items() if v is not None})
+    except MLXManagerError as error:
+        fail(error.message)
+    note(f"The key of {name}, which is shown only now; its hash is in {target}:")
+    typer.echo(secret)
+    if os.environ.get(FILE_VARIABLE) != str(target):
+        note(f"Serve with it: {FILE_VARIABLE}={shlex.quote(str(target))} mlx-manager serve")
+
+
+@key.command("list")
+def list_keys(*, file: File = None, as_json: AsJson = False) -> None:
+    """List the keys of a file and their limits."""
+    entries = read(file or default_file())
+    if as_json:
+        found = [
+            {"name": name} | entry.model_dump(mode="json", exclude={"sha256"})
+            for name, entry in entries.items()
+        ]
+        typer.echo(json.dumps(found, indent=2))
+        return
+    limits = ("requests/min", "tokens/min", "concurrent", "queued", "priority")
+    shown = table("key", "made", *limits, right=limits)
+    for name, entry in entries.items():
+        made = "" if entry.created is None else f"{entry.created:%Y-%m-%d}"
+        given = (
+            entry.requests_per_minute,
+            entry.tokens_per_minute,
+            entry.max_concurrent,
+            entry.max_queued,
+            entry.priority,
+        )
+        shown.add_row(name, made, *("" if value is None else f"{value:,}" for value in given))
+    show(shown)
+
+
+@key.command("rm")
+def remove(name: Name, *, file: File = None) -> None:
+    """Remove a key. A server that runs refuses it from the next SIGHUP on."""
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.services.keys import remove_key
+
+    target = file or default_file()
+    if name not in read(target):
+        fail(f"{target} has no key named {name!r}.", ExitCode.NOT_FOUND)
+    try:
+        remove_key(target, name)
+    except MLXManagerError as error:
+        fail(error.message)
+
+
+def read(file: Path) -> dict[str, KeyEntry]:
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.services.keys import read_entries
+
+    try:
+        return read_entries(file)
+    except MLXManagerError as error:
+        fail(error.message)
+
+
+def default_file() -> Path:
+    named = os.environ.get(FILE_VARIABLE)
+    return Path(named) if named else Path(typer.get_app_dir("mlx-manager")) / "keys.toml"

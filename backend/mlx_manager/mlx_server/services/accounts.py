@@ -1,0 +1,211 @@
+"""What each API key has used of what it may, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from mlx_manager.mlx_server.config import AccessRules
+from mlx_manager.mlx_server.core import Finished, GenerationRequest, Progress, Started
+from mlx_manager.mlx_server.errors import (
+    AuthenticationFailed,
+    Overloaded,
+    PermissionDenied,
+    RateLimited,
+)
+from mlx_manager.mlx_server.services.bucket import Bucket
+from mlx_manager.mlx_server.services.keys import ApiKey, Keyring, read_keys
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Where a key stands: `limit` units a minute, `left` of them, all again in `reset` seconds."""
+
+    unit: str
+    limit: int
+    left: int
+    reset: float
+
+
+class Account:
+    """One key's use of the server. In asyncio only."""
+
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+        self.key = key
+        limits = key.limits
+        self._buckets = {
+            unit: Bucket(per_minute, clock)
+            for unit, per_minute in (
+                ("requests", limits.requests_per_minute),
+                ("tokens", limits.tokens_per_minute),
+            )
+            if per_minute is not None
+        }
+        self._most_queued = limits.max_queued
+        self._queued = 0
+        most = limits.max_concurrent
+        self._turns = None if most is None else asyncio.Semaphore(most)
+
+    # -- rates ---------------------------------------------------------------------------------
+
+    def count_request(self) -> None:
+        """
+        Raises:
+            RateLimited: the key's requests or tokens of this minute are used up.
+        """
+        for unit, bucket in self._buckets.items():
+            if bucket.left < 1:
+                raise RateLimited(
+                    f"Key {self.key.name!r} has used its {bucket.per_minute:,} {unit} a minute. "
+                    f"Try again in {bucket.wait:.1f} s.",
+                    retry_after=max(1, math.ceil(bucket.wait)),
+                )
+        if "requests" in self._buckets:
+            self._buckets["requests"].take(1)
+
+    def rates(self) -> list[Rate]:
+        return [
+            Rate(unit, bucket.per_minute, bucket.left, bucket.reset)
+            for unit, bucket in self._buckets.items()
+        ]
+
+    def check_priority(self, requests: Sequence[GenerationRequest]) -> None:
+        """
+        Raises:
+            PermissionDenied: a request wants to go before those that the key may.
+        """
+        first = self.key.limits.priority
+        asked = min(request.priority for request in requests)
+        if first is not None and asked < first:
+            raise PermissionDenied(
+                f"`priority` {asked} is more urgent than key {self.key.name!r} may be: at least "
+                f"{first}.",
+                param="priority",
+            )
+
+    def observers(self) -> tuple[TokenCounter, ...]:
+        """Who must watch the key's calls."""
+        bucket = self._buckets.get("tokens")
+        return () if bucket is None else (TokenCounter(bucket),)
+
+    # -- turns ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until fewer of the key's requests are under way than may be; first come first.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        if self._turns is None:
+            yield
+            return
+        if self._turns.locked() and self._queued >= self._most_queued:
+            raise Overloaded(
+                f"Key {self.key.name!r} has {self.key.limits.max_concurrent} requests under way "
+                f"and {self._queued} waiting, which is all it may. Try again shortly."
+            )
+        self._queued += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._queued -= 1
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+
+UNLIMITED = Account(ApiKey("", ""))
+"""Of calls without a key: it has no limits, and so no state."""
+
+
+class TokenCounter:
+    """An observer that takes what calls use from a bucket, also of those that are cancelled."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    @contextmanager
+    def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenCount]:
+        count = TokenCount(self._bucket, requests)
+        try:
+            yield count
+        finally:
+            self._bucket.take(sum(count.drawn))
+
+
+class TokenCount:
+    """A prompt is taken as soon as its length is known, so that the next request meets its cost."""
+
+    def __init__(self, bucket: Bucket, requests: Sequence[GenerationRequest]) -> None:
+        self._bucket = bucket
+        self._requests = requests
+        self.drawn = [0] * len(requests)
+
+    def add(self, step: Progress) -> None:
+        for row, events in step:
+            if type(start := events[0]) is Started and self._is_first_of_its_prompt(row):
+                self._bucket.take(start.prompt_tokens)
+            # About one a token; the end brings the true number.
+            self.drawn[row] += len(events)
+            if type(end := events[-1]) is Finished:
+                self.drawn[row] = end.usage.completion_tokens
+
+    def _is_first_of_its_prompt(self, row: int) -> bool:
+        """The n answers to a prompt share the very object; it is counted once."""
+        return row == 0 or self._requests[row].prompt is not self._requests[row - 1].prompt
+
+
+class Accounts:
+    """Finds the account of whoever presents a secret."""
+
+    def __init__(self, rules: AccessRules, clock: Clock = time.monotonic) -> None:
+        """
+        Raises:
+            MLXManagerError: the keys can't be read.
+        """
+        self._rules = rules
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._keyring = Keyring(())
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the keys again. Those that are as they were keep what they have used.
+
+        Raises:
+            MLXManagerError: the keys can't be read; those known stay.
+        """
+        keys = read_keys(self._rules)
+        known = self._accounts
+        self._accounts = {
+            key.sha256: known[key.sha256]
+            if key.sha256 in known and known[key.sha256].key == key
+            else Account(key, self._clock)
+            for key in keys
+        }
+        self._keyring = Keyring(keys)
+
+    def find(self, secret: str | None) -> Account:
+        """The account of who presents `secret`; UNLIMITED if no keys are asked for.
+
+        Raises:
+            AuthenticationFailed: there is no such key, or none was presented.
+        """
+        if not self._rules.need_key:
+            return UNLIMITED
+        if not secret:
+            raise AuthenticationFailed(
+                "An API key is needed: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
+        key = self._keyring.find(secret)
+        if key is None:
+            raise AuthenticationFailed("This API key is not known here.")
+        return self._accounts[key.sha256]

@@ -1,0 +1,208 @@
+"""API keys: how one is made, how it is kept, and whose a secret is.
+
+Secrets are drawn here, 256 random bits each, and only their SHA-256 is kept. A slow hash (argon2,
+bcrypt) defends passwords, which can be guessed; nobody guesses 256 bits, however fast the hash, and
+a fast one costs a request microseconds. GitHub and others keep their tokens so, for that reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from mlx_manager.mlx_server.config import AccessRules, KeyLimits
+from mlx_manager.mlx_server.errors import MLXManagerError
+
+PREFIX = "sk-mlx-"
+"""Makes a key that has leaked recognisable. Some clients want `sk-` to come first."""
+
+ENVIRONMENT_KEY = "default"
+"""The name of the key that MLX_SERVER_API_KEY gives."""
+
+HEADING = "API keys of MLX Manager. Only hashes are here; `mlx-manager key` keeps this file.\n"
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key's name, the SHA-256 of its secret in hexadecimal, and what it may ask for."""
+
+    name: str
+    sha256: str
+    limits: KeyLimits = NO_LIMITS
+
+
+class KeyEntry(BaseModel):
+    """A table of the keys' file. Limits that it leaves out are the server's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    created: datetime | None = None
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    max_concurrent: int | None = Field(None, ge=1)
+    max_queued: int | None = Field(None, ge=0)
+    priority: int | None = None
+
+    def limits(self, given: KeyLimits) -> KeyLimits:
+        own = self.model_dump(exclude={"sha256", "created"}, exclude_none=True)
+        return replace(given, **own)
+
+
+ENTRIES = TypeAdapter(dict[Name, KeyEntry])
+
+
+def make_secret() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def fingerprint(secret: str) -> str:
+    """What is kept of a secret."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Keyring:
+    """The keys that are known, found by their secrets."""
+
+    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+        self._keys = {key.sha256: key for key in keys}
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Whose `secret` is.
+
+        The comparison takes constant time. What the look-up by hash takes tells something about the
+        hash of a guess at most, which brings nobody nearer to a key.
+        """
+        presented = fingerprint(secret)
+        key = self._keys.get(presented)
+        return key if key and hmac.compare_digest(key.sha256, presented) else None
+
+
+def read_keys(rules: AccessRules) -> tuple[ApiKey, ...]:
+    """The keys of the settings: the environment's, and those of the file.
+
+    Raises:
+        MLXManagerError: the file can't be read, has no key, or something else in it; says what.
+    """
+    keys: list[ApiKey] = []
+    if rules.key is not None:
+        keys.append(ApiKey(ENVIRONMENT_KEY, fingerprint(rules.key), rules.limits))
+    if rules.keys_file is not None:
+        entries = read_entries(rules.keys_file)
+        if not entries:
+            raise MLXManagerError(
+                f"MLX_SERVER_API_KEYS_FILE: there is no key in {rules.keys_file}. "
+                f"Make one: mlx-manager key add NAME --file {rules.keys_file}"
+            )
+        keys += [
+            ApiKey(name, entry.sha256, entry.limits(rules.limits))
+            for name, entry in entries.items()
+        ]
+    return tuple(keys)
+
+
+def read_entries(file: Path) -> dict[str, KeyEntry]:
+    """
+    Raises:
+        MLXManagerError: it can't be read, or is no keys' file; says where.
+    """
+    try:
+        content = tomllib.loads(file.expanduser().read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise MLXManagerError(
+            f"The keys' file {file} can't be read: {error}. "
+            f"`mlx-manager key add NAME --file {file}` makes one."
+        ) from None
+    try:
+        return ENTRIES.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise MLXManagerError(f"The keys' file {file}: {where}: {first['msg']}.") from None
+
+
+def add_key(file: Path, name: str, limits: Mapping[str, int]) -> str:
+    """Add a key to a file, which is made if there is none, and return its secret.
+
+    Raises:
+        MLXManagerError: the name is taken or no name, or the file can't be read or written.
+    """
+    import tomlkit
+
+    file = file.expanduser()
+    entries = read_entries(file) if file.exists() else {}
+    if name in entries:
+        raise MLXManagerError(f"{file} has a key named {name!r} already.")
+    secret = make_secret()
+    entry = {"sha256": fingerprint(secret), "created": datetime.now(UTC).replace(microsecond=0)}
+    check_entry(name, entry | dict(limits))
+    document = _open(file)
+    table = tomlkit.table()
+    table.update(entry | dict(limits))
+    document.append(name, table)
+    _write(file, tomlkit.dumps(document))
+    return secret
+
+
+def remove_key(file: Path, name: str) -> None:
+    """
+    Raises:
+        MLXManagerError: there is no such key, or the file can't be read or written.
+    """
+    import tomlkit
+
+    file = file.expanduser()
+    if name not in read_entries(file):
+        raise MLXManagerError(f"{file} has no key named {name!r}.")
+    document = _open(file)
+    document.remove(name)
+    _write(file, tomlkit.dumps(document))
+
+
+def check_entry(name: str, entry: Mapping[str, Any]) -> None:
+    try:
+        ENTRIES.validate_python({name: entry})
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = "the name" if "[key]" in first["loc"] else str(first["loc"][-1])
+        raise MLXManagerError(f"{what}: {first['msg']}.") from None
+
+
+def _open(file: Path) -> Any:
+    import tomlkit
+
+    if file.exists():
+        return tomlkit.parse(file.read_text("utf-8"))
+    document = tomlkit.document()
+    document.add(tomlkit.comment(HEADING.strip()))
+    return document
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file at once, for nobody but its owner to read."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(file)
+    except OSError as error:
+        raise MLXManagerError(f"{file} can't be written: {error}.") from None
