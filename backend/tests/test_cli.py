@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -107,3 +108,28 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
 def test_list_says_what_has_to_be_downloaded() -> None:
     result = run.invoke(app, ["list", "--model", "someone/something", "--no-hf-cache"])
     assert "not downloaded" in result.output
+
+
+def test_a_key_is_made_printed_once_and_removed(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.toml")
+    made = run.invoke(app, ["key", "add", "alice", "--file", file, "--max-concurrent", "4"])
+    assert made.exit_code == 0
+    assert re.fullmatch(r"sk-mlx-\S{43}\n", made.stdout)
+    listed = run.invoke(app, ["key", "list", "--file", file, "--json"])
+    [key] = json.loads(listed.stdout)
+    assert (key["name"], key["max_concurrent"]) == ("alice", 4)
+    assert (
+        made.stdout.strip()
+        not in listed.stdout + run.invoke(app, ["key", "list", "--file", file]).stdout
+    )
+    assert run.invoke(app, ["key", "add", "alice", "--file", file]).exit_code == 1
+    assert run.invoke(app, ["key", "rm", "bob", "--file", file]).exit_code == 4
+    assert run.invoke(app, ["key", "rm", "alice", "--file", file]).exit_code == 0
+    assert json.loads(run.invoke(app, ["key", "list", "--file", file, "--json"]).stdout) == []
+
+
+def test_the_keys_file_of_the_environment_is_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    environment = {"MLX_SERVER_API_KEYS_FILE": str(file)}
+    assert run.invoke(app, ["key", "add", "alice"], env=environment).exit_code == 0
+    assert "alice" in file.read_text()

@@ -253,20 +253,22 @@ async def announce(server: Server, listener: Listener) -> None:
     await server.started.wait()
     if server.failure is None:
         models = [model.id for model in await server.pool.models()]
-        print(greeting(await listener.url, models), flush=True)
+        need_key = server.settings.access.need_key
+        print(greeting(await listener.url, models, need_key=need_key), flush=True)
     else:
         print(f"{server.settings.model}: {server.failure.message}", file=sys.stderr)
         listener.should_exit = True
 
 
-def greeting(url: str, models: Sequence[str]) -> str:
+def greeting(url: str, models: Sequence[str], *, need_key: bool = False) -> str:
     """What a person reads when the server is ready, with a line to paste."""
     body = '{"messages": [{"role": "user", "content": "What can you do?"}]}'
+    key = ' -H "Authorization: Bearer $KEY"' if need_key else ""
     more = f" and {len(models) - MOST_NAMED} more" if len(models) > MOST_NAMED else ""
     return (
         f"MLX Manager {__version__} is ready: {url}/v1\n"
         f"Models: {', '.join(models[:MOST_NAMED])}{more}\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(body)}\n"
     )
 

@@ -44,6 +44,18 @@ def test_the_greeting_has_a_line_to_paste():
     assert "-H 'Content-Type: application/json' -d '{\"messages\"" in line
 
 
+def test_the_greeting_shows_where_the_key_goes():
+    assert "Bearer $KEY" in main.greeting("http://127.0.0.1:8000", [], need_key=True)
+    assert "Bearer" not in main.greeting("http://127.0.0.1:8000", [])
+
+
+def test_without_a_key_the_program_listens_to_this_machine_alone():
+    ended = run(str(PROGRAM), "serve", "--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 1
+    assert "MLX_SERVER_API_KEY" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_default_model_that_cant_be_loaded_ends_the_program_with_the_reason(tmp_path: Path):
     ended = run(str(PROGRAM), "serve", "--port", "0", "--model", str(tmp_path / "nothing"))
     assert ended.returncode == 1
