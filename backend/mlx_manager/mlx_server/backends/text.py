@@ -247,6 +247,7 @@ class TextBackend:
             if request.logprobs is None
             else Scoring(request.logprobs, request.echo, self._texts.piece),
             priority=request.priority,
+            owner=request.caller.key,
         )
 
     def _echoed(

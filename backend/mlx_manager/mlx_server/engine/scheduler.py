@@ -6,7 +6,8 @@ No arrays and no clock here: only sequences, pages and a token budget.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 
 # A waiting prompt gains this many tokens of priority with each step, so that a long one is
 # overtaken by shorter ones for a while, and not for ever.
@@ -95,6 +97,9 @@ class Scheduler:
         self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
         self._joining: list[Sequence] = []
+        self._shares = Shares()
+        # Whoever found no room in the last step.
+        self._refused: Sequence | None = None
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -103,11 +108,12 @@ class Scheduler:
 
     @property
     def tight(self) -> bool:
-        """Whether the running rows may need more pages than there are, so that one is paused."""
+        """Whether a row may be paused: the running ones need more pages than there are, or another
+        key is owed its part."""
         lacking = sum(
             self.pool.pages_for(row.computed + 1) > len(row.table) for row in self.running
         )
-        return lacking > self.pool.available
+        return lacking > self.pool.available or self._in_the_way() is not None
 
     @property
     def has_work(self) -> bool:
@@ -115,13 +121,23 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps
+        self._shares.enter(sequence)
         self.waiting.append(sequence)
+
+    def may_queue(self, sequence: Sequence, most: int) -> bool:
+        """Whether a sequence may wait: there is room among `most`, or others have more than their
+        part of it."""
+        if len(self.waiting) < most:
+            return True
+        own = sum(other.owner == sequence.owner for other in self.waiting)
+        return own < self._shares.part(sequence, most)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, wherever it is."""
         for queue in (self.running, self.prefilling, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
+        self._shares.leave(sequence)
         self._vacate(sequence)
 
     def schedule(self, budget: int) -> Schedule:
@@ -137,6 +153,10 @@ class Scheduler:
         for sequence in [*self.prefilling, *self._joining]:
             self.share(sequence)
         self._joining = []
+        row = self._in_the_way()
+        if row is not None:
+            self._pause(row)
+        self._refused = None
         chosen = Schedule()
         if self._horizon:
             self._reach_ahead()
@@ -147,13 +167,21 @@ class Scheduler:
         chosen.rows = [row for row in chosen.rows if row in self.running]
         for row in chosen.rows:
             row.computed += 1
+        self._prefill(chosen, budget)
+        if self._shares.contested:
+            self._charge(chosen)
+        return chosen
+
+    def _prefill(self, chosen: Schedule, budget: int) -> None:
+        """Admit what there is room for, and choose the prompt tokens of this step."""
         room = True
         for sequence in self._by_priority():
             if budget <= 0:
                 break
-            if not sequence.table:
+            if not sequence.table and room and self._admit(sequence) is Admission.NO_ROOM:
                 # Who has waited longest is not overtaken for ever by those that take less room.
-                room = room and self._admit(sequence) is not Admission.NO_ROOM
+                room = False
+                self._refused = sequence
             if not sequence.table:
                 continue
             prefill = self._chunk(sequence, budget, first=not chosen.prefills)
@@ -166,7 +194,14 @@ class Scheduler:
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
                 self._joining.append(sequence)
-        return chosen
+
+    def _charge(self, chosen: Schedule) -> None:
+        for row in chosen.rows:
+            self._shares.charge(row, DRAWN)
+        for prefill in chosen.prefills:
+            # What is computed again, after a pause, was no wish of its owner's.
+            if not prefill.sequence.started:
+                self._shares.charge(prefill.sequence, prefill.tokens)
 
     def share(self, sequence: Sequence) -> None:
         """Index the pages that the sequence has filled."""
@@ -205,12 +240,60 @@ class Scheduler:
             if pages is not None:
                 row.table.extend(pages)
                 return True
-            newest = max(
-                [*self.running, *self.prefilling], key=lambda s: (s.priority, s.submitted_at, s.key)
-            )
-            self._pause(newest)
-            if newest is row:
+            last = self._last_in()
+            self._pause(last)
+            if last is row:
                 return False
+
+    def _last_in(self) -> Sequence:
+        """The row that gives way to others: the newest, of whom has the most pages."""
+        rows = [*self.running, *self.prefilling]
+        if self._shares.contested:
+            least_urgent = max(row.priority for row in rows)
+            rows = [row for row in rows if row.priority == least_urgent]
+            held = held_by(rows, pages_of)
+            most = max(held, key=held.__getitem__)
+            rows = [row for row in rows if row.owner == most]
+        return max(rows, key=newest)
+
+    def _in_the_way(self) -> Sequence | None:
+        """The row to pause so that another owner gets what it is owed of the rows, or of the pages.
+
+        None where that would leave the row's owner with less than the other then has: what is
+        taken is never taken back.
+        """
+        if not self._shares.contested or not self.waiting:
+            return None
+        rows = [*self.running, *self.prefilling]
+        if len(rows) >= self._max_rows:
+            held = held_by(rows, one)
+            most = max(held.values())
+            owed = [s for s in self.waiting if held[s.owner] + 1 < most]
+            if not owed:
+                return None
+            first = min(owed, key=lambda s: (s.priority, self._shares.served(s), s.submitted_at))
+            return self._pausable(rows, held, first, one, 1)
+        refused = self._refused
+        if refused is None or refused.ended or not rows:
+            return None
+        needed = self.pool.pages_for(len(refused.tokens) + 1)
+        return self._pausable(rows, held_by(rows, pages_of), refused, pages_of, needed)
+
+    def _pausable(
+        self,
+        rows: list[Sequence],
+        held: Counter[str],
+        first: Sequence,
+        weight: Callable[[Sequence], int],
+        needed: int,
+    ) -> Sequence | None:
+        most = max(held, key=held.__getitem__)
+        theirs = [row for row in rows if row.owner == most and row.priority >= first.priority]
+        if not theirs or self._shares.served(theirs[0]) < self._shares.served(first):
+            return None
+        last = max(theirs, key=newest)
+        left = held[most] - weight(last)
+        return last if left >= held[first.owner] + needed else None
 
     def _admit(self, sequence: Sequence) -> Admission:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
@@ -290,15 +373,23 @@ class Scheduler:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _by_priority(self) -> list[Sequence]:
-        """By priority, then shortest remaining first, with ageing."""
+    def _by_priority(self) -> Iterable[Sequence]:
+        """By priority, then least served owner, then shortest remaining first, with ageing."""
 
         def rank(sequence: Sequence) -> tuple[int, int]:
             waited = self._steps - sequence.submitted_at
             return sequence.priority, sequence.remaining - AGEING * waited
 
-        waiting = heapq.nsmallest(LOOK, self.waiting, key=rank) if self.waiting else []
-        return sorted([*self.prefilling, *waiting], key=rank)
+        def ranked(prefilling: list[Sequence], waiting: list[Sequence]) -> list[Sequence]:
+            first = heapq.nsmallest(LOOK, waiting, key=rank) if waiting else []
+            return sorted([*prefilling, *first], key=rank)
+
+        if not self._shares.contested:
+            return ranked(self.prefilling, self.waiting)
+        prefilling, waiting = by_owner(self.prefilling), by_owner(self.waiting)
+        owners = dict.fromkeys([*prefilling, *waiting])
+        queues = {owner: ranked(prefilling[owner], waiting[owner]) for owner in owners}
+        return self._shares.in_turn(queues, rank)
 
     def _chunk(self, sequence: Sequence, budget: int, *, first: bool) -> Prefill | None:
         """As much of the prompt as the budget allows, ending on a page border unless final."""
@@ -316,3 +407,25 @@ class Scheduler:
             end = (sequence.computed // size + 1) * size
         tokens = min(end - sequence.computed, sequence.remaining)
         return Prefill(sequence, tokens, final=tokens == sequence.remaining)
+
+
+def by_owner(sequences: Iterable[Sequence]) -> defaultdict[str, list[Sequence]]:
+    found: defaultdict[str, list[Sequence]] = defaultdict(list)
+    for sequence in sequences:
+        found[sequence.owner].append(sequence)
+    return found
+
+
+def held_by(rows: Iterable[Sequence], weight: Callable[[Sequence], int]) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for row in rows:
+        held[row.owner] += weight(row)
+    return held
+
+
+def one(_: Sequence) -> int:
+    return 1
+
+
+def pages_of(row: Sequence) -> int:
+    return len(row.table)

@@ -29,6 +29,7 @@ class Sequence:
         guide: what the next token may be, if that depends on the answer so far.
         scoring: which log probabilities are wanted, if any.
         priority: lower ones are admitted first.
+        owner: who has it counted, by name; owners share the engine evenly.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
@@ -58,6 +59,7 @@ class Sequence:
         guide: Guide | None = None,
         scoring: Scoring | None = None,
         priority: int = 0,
+        owner: str = "",
     ) -> None:
         self.key = next(_keys)
         self.tokens = list(prompt)
@@ -72,6 +74,7 @@ class Sequence:
         self.scoring = scoring
         self.prompt_scores: list[TokenLogprob] = []
         self.priority = priority
+        self.owner = owner
         self.parsed: list[Event] = []
         self.failure: MLXManagerError | None = None
         self.table = PageTable()

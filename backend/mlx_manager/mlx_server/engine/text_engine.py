@@ -205,7 +205,7 @@ class TextEngine:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting)
         rows = self._limits.max_rows - len(scheduler.running) - len(scheduler.prefilling)
-        if waiting >= self._limits.max_waiting + max(rows, 0):
+        if not scheduler.may_queue(sequence, self._limits.max_waiting + max(rows, 0)):
             return Overloaded(
                 f"The queue is full: {waiting} requests are waiting, and at most "
                 f"{self._limits.max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",

@@ -25,7 +25,7 @@ NOBODY: Any = None
 GREEDY = Sampling(temperature=0.0)
 
 
-def row(prompt: list[int], limit: int) -> Sequence:
+def row(prompt: list[int], limit: int, owner: str = "", priority: int = 0) -> Sequence:
     return Sequence(
         prompt,
         limit=limit,
@@ -34,6 +34,8 @@ def row(prompt: list[int], limit: int) -> Sequence:
         sampler=SamplerState.of(GREEDY, ()),
         parser=NOBODY,
         stream=NOBODY,
+        owner=owner,
+        priority=priority,
     )
 
 
@@ -73,8 +75,10 @@ class World:
         assert attachment == tuple(sequence.tokens[: sequence.computed])
         self.restored[sequence.key] = attachment
 
-    def submit(self, prompt: list[int], limit: int = 1) -> Sequence:
-        sequence = row(prompt, limit)
+    def submit(
+        self, prompt: list[int], limit: int = 1, owner: str = "", priority: int = 0
+    ) -> Sequence:
+        sequence = row(prompt, limit, owner, priority)
         self.scheduler.submit(sequence)
         return sequence
 
@@ -177,11 +181,13 @@ class Days(RuleBasedStateMachine):
         prompt=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=25),
         limit=st.integers(1, 12),
         like=st.integers(0, 99),
+        owner=st.sampled_from("aab"),
+        priority=st.sampled_from([0, 0, 1]),
     )
-    def submit(self, prompt: list[int], limit: int, like: int) -> None:
+    def submit(self, prompt: list[int], limit: int, like: int, owner: str, priority: int) -> None:
         if self.rows and like % 3 == 0:
             prompt = (self.rows[like % len(self.rows)].tokens + prompt)[:45]
-        self.rows.append(self.world.submit(prompt, limit))
+        self.rows.append(self.world.submit(prompt, limit, owner, priority))
 
     @rule(budget=st.sampled_from([1, 4, 9, 1000]), times=st.integers(1, 4))
     def step(self, budget: int, times: int) -> None:
@@ -305,6 +311,118 @@ def test_rows_beyond_the_limit_wait_for_one_to_end() -> None:
     assert world.scheduler.waiting == rows[2:]
     world.run()
     assert all(r.ended for r in rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# Keys
+# ---------------------------------------------------------------------------------------------
+
+
+def test_who_comes_late_goes_before_the_queue_of_another_key() -> None:
+    world = World(most=1000, max_rows=100)
+    for n in range(50):
+        world.submit(distinct(20, n), owner="flood")
+    world.step(budget=20)
+    single = world.submit(distinct(40, 99), owner="single")
+    assert [p.sequence for p in world.step(budget=40).prefills] == [single]
+
+
+def test_a_key_without_a_row_gets_one_of_another_keys_rows() -> None:
+    world = World(most=1000, max_rows=4)
+    flood = [world.submit(distinct(8, n), 200, "flood") for n in range(20)]
+    for _ in range(5):
+        world.step()
+    first = world.submit(distinct(8, 98), 200, "single")
+    second = world.submit(distinct(8, 99), 200, "single")
+    third = world.submit(distinct(8, 97), 200, "single")
+    for _ in range(5):
+        world.step()
+    # Half of the rows each, and the newest gave way.
+    assert {first.key, second.key} < {row.key for row in world.scheduler.running}
+    assert third in world.scheduler.waiting
+    assert flood[3] in world.scheduler.waiting
+    paused = world.scheduler.pauses
+    for _ in range(50):
+        world.step()
+    assert world.scheduler.pauses == paused
+    world.run()
+
+
+def test_a_key_gets_pages_that_another_has_all_of() -> None:
+    world = World(most=40, max_rows=50, reuse=False)
+    for n in range(8):
+        world.submit(distinct(12, n), 60, "flood")
+    for _ in range(8):
+        world.step()
+    single = world.submit(distinct(30, 99), 4, "single")
+    steps = 0
+    while not single.ended:
+        world.step()
+        steps += 1
+    # Their own ends are fifty steps away.
+    assert steps < 15
+    world.run()
+
+
+def test_more_urgent_rows_of_another_key_stay() -> None:
+    world = World(most=1000, max_rows=2)
+    urgent = [world.submit(distinct(8, n), 50, "urgent", priority=-1) for n in range(4)]
+    world.step()
+    plain = world.submit(distinct(8, 99), 50, "plain")
+    for _ in range(10):
+        world.step()
+    assert plain in world.scheduler.waiting
+    assert world.scheduler.running == urgent[:2]
+
+
+@pytest.mark.parametrize("weights", [(30, 30), (100, 10), (10, 100)])
+def test_keys_that_both_want_everything_are_served_alike(weights: tuple[int, int]) -> None:
+    world = World(most=2000, max_rows=8, reuse=False)
+    served = {"a": 0, "b": 0}
+    numbers = iter(range(10_000))
+    queued = {"a": 0, "b": 0}
+    rows: list[Sequence] = []
+    for step in range(600):
+        for owner, length in zip("ab", weights, strict=True):
+            queued[owner] = sum(r.owner == owner for r in world.scheduler.waiting)
+            for _ in range(10 - queued[owner]):
+                rows.append(world.submit(distinct(length, next(numbers)), 10, owner))
+        if step < 100:
+            world.step(budget=32)
+            continue
+        schedule = world.step(budget=32)
+        for r in schedule.rows:
+            served[r.owner] += 2
+        for p in schedule.prefills:
+            served[p.sequence.owner] += p.tokens
+    assert 0.8 < served["a"] / served["b"] < 1.25
+
+
+def test_a_key_that_was_away_has_saved_nothing_up() -> None:
+    world = World(most=2000, max_rows=8, reuse=False)
+    numbers = iter(range(10_000))
+    for _ in range(100):
+        world.submit(distinct(20, next(numbers)), 5, "busy")
+        world.submit(distinct(4, next(numbers)), 1, "rare")
+        world.step(budget=24)
+    world.run()
+    busy = [world.submit(distinct(20, next(numbers)), 5, "busy") for _ in range(10)]
+    [world.submit(distinct(20, next(numbers)), 5, "rare") for _ in range(50)]
+    for _ in range(24):
+        world.step(budget=24)
+    assert sum(r.ended for r in busy) > 5
+
+
+def test_a_full_queue_still_takes_in_who_has_less_than_its_part() -> None:
+    world = World(most=100, max_rows=1)
+    for n in range(10):
+        world.submit(distinct(8, n), 5, "flood")
+    assert not world.scheduler.may_queue(row([1], 1, "flood"), 10)
+    assert world.scheduler.may_queue(row([1], 1, "flood"), 11)
+    assert world.scheduler.may_queue(row([1], 1, "single"), 10)
+    for n in range(5):
+        world.submit(distinct(8, 50 + n), 5, "single")
+    assert not world.scheduler.may_queue(row([1], 1, "single"), 10)
 
 
 # ---------------------------------------------------------------------------------------------
