@@ -149,6 +149,9 @@ class TokenCount:
         self._requests = requests
         self.drawn = [0] * len(requests)
 
+    def leased(self) -> None:
+        """The model's load costs the key nothing."""
+
     def add(self, step: Progress) -> None:
         for row, events in step:
             if type(start := events[0]) is Started and self._is_first_of_its_prompt(row):
