@@ -135,6 +135,12 @@ ResponseStore = Annotated[
 ResponseStoreMb = Annotated[float | None, option("Room for them; the oldest make place", "64")]
 ResponseStoreDays = Annotated[float | None, option("Days without use after which they go", "30")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
+LogFormat = Annotated[
+    str | None, option("Lines for a reader, or one JSON object a line", "pretty", "pretty|json")
+]
+LogPrompts = Annotated[
+    bool | None, option("Write every prompt to the log, where others may read it", "off")
+]
 MetricsByKey = Annotated[
     bool | None, option("Count calls and tokens in /metrics by the API key's name, too", "off")
 ]
@@ -182,6 +188,8 @@ def serve(
     prefill_chunk: PrefillChunk = None,
     prefix_cache: PrefixCache = None,
     log_level: LogLevel = None,
+    log_format: LogFormat = None,
+    log_prompts: LogPrompts = None,
     metrics_by_key: MetricsByKey = None,
     logfire_enabled: LogfireEnabled = None,
 ) -> None:

@@ -201,6 +201,12 @@ class MLXServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What the log shows"
     )
+    log_format: Literal["pretty", "json"] = Field(
+        "pretty", description="Lines for a reader, or one JSON object a line"
+    )
+    log_prompts: bool = Field(
+        False, description="Write every prompt to the log, where others may read it"
+    )
     metrics_by_key: bool = Field(
         False, description="Count calls and tokens in /metrics by the API key's name, too"
     )

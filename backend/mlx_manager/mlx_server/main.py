@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.openai import (
@@ -104,6 +105,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(v1_router)
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)
+    if server.settings.log_prompts:
+        server.observers.append(logs.PromptLog())
     if server.settings.logfire_enabled:
         server.observers.append(start_tracing(app))
     return app
@@ -204,11 +207,7 @@ class Listener(uvicorn.Server):
 def run(settings: MLXServerSettings | None = None) -> None:
     """Serve until interrupted; end the program with 1 if the server could not start."""
     settings = settings or MLXServerSettings()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for noisy in ("httpx", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logs.configure(settings.log_level, settings.log_format)
     allow_many_connections()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -29,6 +29,7 @@ from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ServerNotReady,
 )
+from mlx_manager.mlx_server.observability.logs import current_request
 from mlx_manager.mlx_server.protocols import messages
 from mlx_manager.mlx_server.protocols.answer import error_body
 
@@ -148,6 +149,7 @@ class Boundary:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        current_request.set(request_id.decode())
         started: Message | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -161,7 +163,7 @@ class Boundary:
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            log.debug("%s hung up", request_id.decode())
+            log.debug("the caller hung up")
         except Exception as error:
             log.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id.decode())
             failure = _unexpected(error, request_id.decode())

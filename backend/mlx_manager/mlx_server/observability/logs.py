@@ -1,0 +1,133 @@
+"""The log: lines for a reader or JSON for a machine, each with the id of the request it is about.
+
+No prompt, no answer and no key is ever in it, unless the owner asks for prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    GenerationRequest,
+    Progress,
+    Prompt,
+    Text,
+    Tokens,
+)
+from mlx_manager.mlx_server.observability.observer import Observation
+
+log = logging.getLogger(__name__)
+
+current_request: ContextVar[str] = ContextVar("current_request", default="")
+"""The id of the HTTP request that is being answered, which every line about it carries."""
+
+COLOURS = {logging.DEBUG: 2, logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+NOISY = ("httpx", "uvicorn.error", "asyncio", "opentelemetry.exporter", "urllib3")
+
+
+def configure(
+    level: str, form: Literal["pretty", "json"], stream: TextIO = sys.stderr
+) -> logging.Handler:
+    """Log everything from `level` on to `stream`; returns the root logger's new handler."""
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(_name_request)
+    colour = stream.isatty() and "NO_COLOR" not in os.environ
+    handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    for noisy in NOISY:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return handler
+
+
+def _name_request(record: logging.LogRecord) -> bool:
+    record.request_id = current_request.get()
+    return True
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, `request_id` where there
+    is one, the facts of an access line, and `exception` with its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := record.__dict__["request_id"]:
+            said["request_id"] = request_id
+        said |= record.__dict__.get("facts", {})
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+class PrettyFormatter(logging.Formatter):
+    """Time, level, what happened, and the request's id.
+
+    Control characters, which may have come with a request, are escaped: none makes a line of its
+    own or paints the terminal.
+    """
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")
+        level = self._paint(f"{record.levelname.lower():7}", COLOURS.get(record.levelno))
+        facts = record.__dict__.get("facts", {})
+        request_id = record.__dict__["request_id"] or facts.get("request_id", "")
+        message = CONTROL.sub(lambda found: ascii(found[0])[1:-1], record.getMessage())
+        about = self._paint(f"  {request_id}", 2) if request_id not in message else ""
+        text = f"{when} {level} {message}{about}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+    def _paint(self, text: str, colour: int | None) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._colour and colour is not None else text
+
+
+class PromptLog:
+    """An observer that writes every prompt to the log. Only for who asks for it."""
+
+    @contextmanager
+    def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[Observation]:
+        first = requests[0]
+        prompt = _readable(first.prompt)
+        text = json.dumps(prompt, ensure_ascii=False)
+        log.info("%s is asked: %s", first.model, text, extra={"facts": {"prompt": prompt}})
+        yield Unwatched()
+
+
+def _readable(prompt: Prompt) -> Any:
+    match prompt:
+        case Conversation(messages):
+            return [{"role": said.role, "content": said.content} for said in messages]
+        case Text(text, suffix):
+            return f"{text}{suffix}"
+        case Tokens(ids):
+            return list(ids)
+
+
+class Unwatched:
+    """Looks away."""
+
+    def leased(self) -> None:
+        pass
+
+    def add(self, step: Progress) -> None:
+        pass

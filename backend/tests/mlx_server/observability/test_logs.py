@@ -1,0 +1,132 @@
+"""What a server's log says of its requests, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live import live_server
+from scripted import ScriptedBackend, ScriptedPool, says
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.main import create_app
+from mlx_manager.mlx_server.observability.logs import JsonFormatter, PrettyFormatter
+
+CHAT = "/v1/chat/completions"
+SECRET = "the-word-nobody-else-may-read"
+NOT_SANE = ["two words", "a\tb", "x" * 129]
+HELLO = {"messages": [{"role": "user", "content": f"Hello! {SECRET}"}], "max_tokens": 5}
+
+
+@contextmanager
+def served(folder: Path, **settings: object) -> Iterator[httpx.Client]:
+    with (
+        live_server(folder / "log.txt", **settings) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = (folder / "log.txt").read_text().splitlines()
+    return [json.loads(line) for line in found if line.startswith("{")]
+
+
+def access(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if "method" in line]
+
+
+def test_every_answer_leaves_a_line_under_its_id_and_nothing_of_what_was_said(tmp_path: Path):
+    with served(tmp_path, log_format="json") as client:
+        own = {"x-request-id": "mine-1", "authorization": "Bearer sk-not-for-the-log"}
+        answers = [
+            client.post(CHAT, json=HELLO, headers=own),
+            client.post(CHAT, json=HELLO | {"stream": True}),
+            client.post("/v1/messages", json=HELLO),
+            client.post(CHAT, json=HELLO | {"temperature": 9}),
+            client.get("/nowhere%0Aelse?token=secret"),
+            *(client.get("/v1/models", headers={"x-request-id": bad}) for bad in NOT_SANE),
+        ]
+        client.get("/health")
+    said = access(tmp_path)
+    assert [line["status"] for line in said] == [200, 200, 200, 422, 404, 200, 200, 200]
+    for line, answer in zip(said, answers, strict=True):
+        assert line["request_id"] == answer.headers["x-request-id"]
+        assert line["request_id"] not in NOT_SANE
+        assert line["ms"] > 0
+    body = answers[0].json()
+    assert said[0]["request_id"] == "mine-1"
+    assert said[0]["model"] == "mlx-manager/demo"
+    assert said[0]["protocol"] == "chat"
+    assert said[0]["prompt_tokens"] == body["usage"]["prompt_tokens"]
+    assert said[0]["completion_tokens"] == body["usage"]["completion_tokens"]
+    assert said[0]["outcome"] == body["choices"][0]["finish_reason"]
+    assert said[0]["first_token_ms"] <= said[0]["ms"]
+    assert said[2]["protocol"] == "messages"
+    assert said[4]["path"] == "/nowhere%0Aelse"
+    text = (tmp_path / "log.txt").read_text()
+    assert SECRET not in text
+    assert "sk-not-for-the-log" not in text
+    assert "token=secret" not in text
+
+
+async def test_prompts_are_logged_for_who_asks_for_it(caplog: pytest.LogCaptureFixture):
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("Hello")))
+    with caplog.at_level(logging.INFO):
+        for wanted in (False, True):
+            app = create_app(MLXServerSettings(log_prompts=wanted), pool)
+            async with app.router.lifespan_context(app):
+                await app.state.server.started.wait()
+                transport = httpx.ASGITransport(app)
+                async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                    (await client.post(CHAT, json=HELLO)).raise_for_status()
+            assert (SECRET in caplog.text) is wanted
+
+
+def test_the_pretty_log_is_a_line_for_a_reader(tmp_path: Path):
+    with served(tmp_path) as client:
+        client.post(CHAT, json=HELLO, headers={"x-request-id": "mine-3"})
+    [line] = [line for line in (tmp_path / "log.txt").read_text().splitlines() if CHAT in line]
+    assert "info" in line
+    assert f"POST {CHAT} 200" in line
+    assert "mlx-manager/demo" in line
+    assert line.endswith("mine-3")
+    assert "\x1b" not in line
+
+
+@given(st.text())
+def test_whatever_is_logged_stays_on_its_line(text: str):
+    for formatter in (JsonFormatter(), PrettyFormatter(colour=False)):
+        stream = io.StringIO()
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(formatter)
+        record = logging.LogRecord("x", logging.INFO, "", 0, "%s", (text,), None)
+        record.request_id = ""
+        handler.emit(record)
+        assert stream.getvalue().count("\n") == 1
+        assert "\x1b" not in stream.getvalue()
+        if isinstance(formatter, JsonFormatter):
+            assert json.loads(stream.getvalue())["message"] == text
+
+
+def test_a_traceback_is_kept():
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        record = logging.LogRecord(
+            "x", logging.ERROR, "", 0, "oops", (), (type(error), error, error.__traceback__)
+        )
+    record.request_id = "req-1"
+    found = json.loads(JsonFormatter().format(record))
+    assert "ValueError: broken" in found["exception"]
+    assert found["request_id"] == "req-1"
+    assert "ValueError: broken" in PrettyFormatter(colour=True).format(record)
