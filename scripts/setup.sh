@@ -67,8 +67,8 @@ mlx_build() {
 
 build=${MLX:-$(mlx_build)}
 case "$build" in
-    metal) extras=dev,logfire ;;
-    cuda13 | cuda12 | cpu) extras=dev,logfire,$build ;;
+    metal) extras=dev,logfire,otel ;;
+    cuda13 | cuda12 | cpu) extras=dev,logfire,otel,$build ;;
     *) fail "MLX=$build is none of metal, cuda13, cuda12, cpu." ;;
 esac
 

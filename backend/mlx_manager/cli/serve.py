@@ -145,6 +145,12 @@ MetricsByKey = Annotated[
     bool | None, option("Count calls and tokens in /metrics by the API key's name, too", "off")
 ]
 LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
+OtlpEndpoint = Annotated[
+    str | None,
+    option(
+        "Trace requests to this OpenTelemetry collector, `http://localhost:4318` say", None, "URL"
+    ),
+]
 
 
 def serve(
@@ -192,6 +198,7 @@ def serve(
     log_prompts: LogPrompts = None,
     metrics_by_key: MetricsByKey = None,
     logfire_enabled: LogfireEnabled = None,
+    otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
     """Serve models over the OpenAI and Anthropic APIs until interrupted.
 

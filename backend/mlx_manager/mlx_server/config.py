@@ -118,6 +118,18 @@ class ResponseLimits:
     max_age: float = 30 * 86400.0
 
 
+@dataclass(frozen=True, slots=True)
+class TraceTargets:
+    """Where spans go: LogFire, and an OTLP collector at a base URL."""
+
+    logfire: bool = False
+    otlp: str | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.logfire or self.otlp is not None
+
+
 class MLXServerSettings(BaseSettings):
     """Every setting of the server; each is an environment variable `MLX_SERVER_<NAME>`."""
 
@@ -211,6 +223,11 @@ class MLXServerSettings(BaseSettings):
         False, description="Count calls and tokens in /metrics by the API key's name, too"
     )
     logfire_enabled: bool = Field(False, description="Trace requests with LogFire")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="^https?://.+",
+        description="Trace requests to this OpenTelemetry collector, `http://localhost:4318` say",
+    )
 
     @field_validator("available_models", "allowed_hosts", "cors_origins", mode="before")
     @classmethod
@@ -298,6 +315,10 @@ class MLXServerSettings(BaseSettings):
             int(self.response_store_mb * 2**20),
             self.response_store_days * 86400,
         )
+
+    @cached_property
+    def traces(self) -> TraceTargets:
+        return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
 
 
 def __getattr__(name: str) -> MLXServerSettings:

@@ -92,6 +92,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
             serving.cancel()
             await asyncio.wait([serving])
             server.responses.close()
+            for close in server.at_end:
+                await asyncio.to_thread(close)
 
     app = FastAPI(title="MLX Manager", version=__version__, lifespan=lifespan)
     app.state.server = server
@@ -107,8 +109,10 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     documentation.describe(app, BODIES)
     if server.settings.log_prompts:
         server.observers.append(logs.PromptLog())
-    if server.settings.logfire_enabled:
-        server.observers.append(start_tracing(app))
+    if server.settings.traces.wanted:
+        tracing = start_tracing(app, server.settings.traces)
+        server.observers.append(tracing.observer)
+        server.at_end.append(tracing.close)
     return app
 
 

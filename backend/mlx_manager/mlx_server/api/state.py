@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
@@ -36,6 +37,7 @@ class Server:
         self.responses = ResponseStore(settings.responses)
         self.metrics = Metrics(self.figures, by_key=settings.metrics_by_key)
         self.observers: list[Observer] = []
+        self.at_end: list[Callable[[], object]] = []
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
         self._pool: ModelPool | None = None

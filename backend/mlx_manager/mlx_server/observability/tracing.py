@@ -1,7 +1,9 @@
-"""Spans for LogFire, or any OpenTelemetry backend it is pointed at, when the owner asks for them.
+"""Spans of each call and its phases, for LogFire and any OpenTelemetry collector, when asked for.
 
-Nothing here is imported from LogFire or OpenTelemetry before `start_tracing`: without the extra
-nothing changes.
+Names follow OpenTelemetry's conventions for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/); what they have no name for is
+under `mlx_manager.`. Nothing of LogFire or OpenTelemetry is imported before `start_tracing`:
+without the extras nothing changes.
 """
 
 from __future__ import annotations
@@ -10,23 +12,76 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_manager.mlx_server.core import Finished, GenerationRequest, Progress, Started
+from mlx_manager import __version__
+from mlx_manager.mlx_server.config import TraceTargets
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Finished,
+    GenerationRequest,
+    JsonObject,
+    JsonSchema,
+    Progress,
+    Started,
+)
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.observer import Observation, Observer
+from mlx_manager.mlx_server.observability.records import prompts
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from opentelemetry.trace import Span
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span, Tracer
+
+SERVICE = "mlx-manager"
+TRACES_PATH = "/v1/traces"
+UNTRACED = "/health,/metrics"
+"""Asked every few seconds."""
+
+EXPORT_SECONDS = 5
+"""How long an export may take, and so the most that an absent collector delays the end."""
 
 
-def start_tracing(app: FastAPI) -> Observer:
-    """Configure LogFire and instrument `app`. Works with no token and no network.
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """`close` sends what has not been sent; it may take seconds."""
+
+    observer: Observer
+    close: Callable[[], object]
+
+
+def start_tracing(app: FastAPI, targets: TraceTargets) -> Tracing:
+    """Instrument `app`, and send its spans to `targets`. Needs no token and no network.
+
+    A `traceparent` that comes with a request is gone on from.
 
     Raises:
-        MLXManagerError: LogFire is not installed.
+        MLXManagerError: a package is not installed; the message says which extra has it.
     """
+    processors = [] if targets.otlp is None else [otlp_processor(targets.otlp)]
+    if targets.logfire:
+        return _with_logfire(app, processors)
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    named = {"service.name": SERVICE, "service.version": __version__}
+    provider = TracerProvider(resource=Resource.create(named))
+    for processor in processors:
+        provider.add_span_processor(processor)
+    FastAPIInstrumentor.instrument_app(
+        app,
+        tracer_provider=provider,
+        excluded_urls=UNTRACED,
+        # A span for each message sent would be one for every token.
+        exclude_spans=["receive", "send"],
+    )
+    return Tracing(SpanTracer(provider.get_tracer("mlx_manager", __version__)), provider.shutdown)
+
+
+def _with_logfire(app: FastAPI, processors: list[SpanProcessor]) -> Tracing:
     try:
         import logfire
     except ImportError:
@@ -34,30 +89,64 @@ def start_tracing(app: FastAPI) -> Observer:
             "MLX_SERVER_LOGFIRE_ENABLED is set, but LogFire is not installed: "
             "pip install 'mlx-manager[logfire]'."
         ) from None
-    logfire.configure(service_name="mlx-manager", send_to_logfire="if-token-present", console=False)
-    # A span for each message sent would be one for every token.
-    logfire.instrument_fastapi(app, record_send_receive=False)
-    return SpanTracer()
+    from opentelemetry import trace
+
+    logfire.configure(
+        service_name=SERVICE,
+        service_version=__version__,
+        send_to_logfire="if-token-present",
+        console=False,
+        distributed_tracing=True,
+        additional_span_processors=processors,
+    )
+    logfire.instrument_fastapi(app, record_send_receive=False, excluded_urls=UNTRACED)
+    return Tracing(SpanTracer(trace.get_tracer("mlx_manager", __version__)), logfire.force_flush)
+
+
+def otlp_processor(endpoint: str) -> SpanProcessor:
+    """Sends spans to an OTLP/HTTP collector, in batches, from a thread of its own.
+
+    endpoint: the collector's base URL; the path of traces is added unless it is there.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise MLXManagerError(
+            "MLX_SERVER_OTLP_ENDPOINT is set, but OpenTelemetry is not installed: "
+            "pip install 'mlx-manager[otel]'."
+        ) from None
+    url = endpoint.rstrip("/").removesuffix(TRACES_PATH) + TRACES_PATH
+    return BatchSpanProcessor(OTLPSpanExporter(url, timeout=EXPORT_SECONDS))
 
 
 class SpanTracer:
-    """One span a call, which lives until the stream ends. Named after OpenTelemetry's GenAI rules.
+    """One span a call, which lives until the stream ends, with a child for each phase of a row.
 
-    The span is never made the current one: a stream may end in another context than it began in.
+    None is ever made the current one: a stream may end in another context than it began in.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, tracer: Tracer, clock: Callable[[], int] = time.time_ns) -> None:
         from opentelemetry import trace
 
-        self._tracer = trace.get_tracer("mlx_manager")
+        self._tracer = tracer
         self._error = trace.StatusCode.ERROR
+        self._inside = trace.set_span_in_context
         self._clock = clock
 
     @contextmanager
     def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[Observation]:
-        first = requests[0]
-        span = self._tracer.start_span(f"generate {first.model}", attributes=_asked(requests))
-        observation = SpanObservation(span, requests, self._clock)
+        asked = _asked(requests)
+        name = f"{asked['gen_ai.operation.name']} {requests[0].model}"
+        start = self._clock()
+        span = self._tracer.start_span(name, start_time=start, attributes=asked)
+        context = self._inside(span)
+
+        def phase(name: str, start: int, end: int, said: dict[str, Any]) -> None:
+            child = self._tracer.start_span(name, context, start_time=start, attributes=said)
+            child.end(end)
+
+        observation = SpanObservation(span, phase, requests, start, self._clock)
         try:
             yield observation
         except MLXManagerError as error:
@@ -75,65 +164,129 @@ def _asked(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
     first = requests[0]
     sampling = first.sampling
     asked = {
-        "gen_ai.operation.name": "generate",
+        "gen_ai.operation.name": "chat"
+        if isinstance(first.prompt, Conversation)
+        else "text_completion",
+        "gen_ai.provider.name": "mlx_manager",
         "gen_ai.request.model": first.model,
         "gen_ai.request.max_tokens": first.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.min_p": sampling.min_p,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.repetition_penalty": sampling.repetition_penalty,
         "gen_ai.request.stop_sequences": list(first.stop.strings),
         "gen_ai.request.choice.count": len(requests),
+        "gen_ai.output.type": "json"
+        if isinstance(first.constraint, JsonObject | JsonSchema)
+        else "text",
         "gen_ai.response.id": first.request_id,
+        "gen_ai.response.model": first.model,
+        "mlx_manager.request.min_p": sampling.min_p,
+        "mlx_manager.request.repetition_penalty": sampling.repetition_penalty,
+        "mlx_manager.request.id": first.caller.request_id,
+        "mlx_manager.protocol": first.caller.protocol,
+        "mlx_manager.key": first.caller.key,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in asked.items() if value not in (None, "")}
+
+
+Phase = Callable[[str, int, int, dict[str, Any]], None]
+"""Makes a span of a phase that is over: its name, start and end in ns since 1970, attributes."""
 
 
 class SpanObservation:
-    """Writes what happens to one call's rows on its span."""
+    """Writes what happens to one call's rows on its span, and the phases they go through.
+
+    load: until the model is there. Then for each row: queue, until its prompt's turn, rendering and
+    tokenising included; prefill, until its first token; decode, until its end. What is cut short
+    ends with the call, in the phase that it was in.
+    """
 
     def __init__(
-        self, span: Span, requests: Sequence[GenerationRequest], clock: Callable[[], float]
+        self,
+        span: Span,
+        phase: Phase,
+        requests: Sequence[GenerationRequest],
+        start: int,
+        clock: Callable[[], int],
     ) -> None:
         self._span = span
+        self._phase = phase
         self._clock = clock
-        self._start = clock()
-        self._waits_for_first = True
+        self._start = start
+        self._rows = range(len(requests))
+        self._prompts = set(prompts(requests))
+        self._leased: int | None = None
+        self._started: dict[int, int] = {}
         self._ends: dict[int, Finished] = {}
-        # The n answers to a prompt share the very object; it is counted once.
-        self._prompts = {
-            row
-            for row, request in enumerate(requests)
-            if row == 0 or request.prompt is not requests[row - 1].prompt
-        }
 
     def leased(self) -> None:
-        self._span.add_event("leased")
+        self._leased = self._clock()
+        self._phase("load", self._start, self._leased, {})
 
     def add(self, step: Progress) -> None:
         for row, events in step:
-            if self._waits_for_first and type(events[-1]) is not Started:
-                self._waits_for_first = False
-                waited = self._clock() - self._start
-                self._span.set_attribute("gen_ai.server.time_to_first_token", waited)
+            if row not in self._started:
+                for event in events:
+                    if type(event) is Started:
+                        self._begin(row, event)
             if type(end := events[-1]) is Finished:
-                self._ends[row] = end
+                self._finish(row, end)
+
+    def _begin(self, row: int, event: Started) -> None:
+        now = self._clock()
+        if not self._started:
+            waited = (now - self._start) / 1e9
+            self._span.set_attribute("gen_ai.response.time_to_first_chunk", waited)
+        self._started[row] = now
+        assert self._leased is not None
+        turn = max(self._leased, now - int(event.prefill * 1e9))
+        self._row_phase("queue", row, self._leased, turn, {})
+        tokens = {
+            "gen_ai.usage.input_tokens": event.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
+        }
+        self._row_phase("prefill", row, turn, now, tokens)
+
+    def _finish(self, row: int, end: Finished) -> None:
+        self._ends[row] = end
+        said = {
+            "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+            "gen_ai.response.finish_reasons": [end.reason],
+        }
+        self._row_phase("decode", row, self._started[row], self._clock(), said)
+
+    def _row_phase(self, name: str, row: int, start: int, end: int, said: dict[str, Any]) -> None:
+        self._phase(name, start, end, said | {"mlx_manager.row": row})
 
     def end(self) -> None:
-        ends = [self._ends[row] for row in sorted(self._ends)]
-        usages = {row: end.usage for row, end in self._ends.items()}
-        prompt = sum(usages[row].prompt_tokens for row in self._prompts & usages.keys())
-        cached = sum(usages[row].cached_tokens for row in self._prompts & usages.keys())
+        now = self._clock()
+        self._cut_short(now)
+        usages = {row: end.usage for row, end in sorted(self._ends.items())}
+        asked = [usages[row] for row in usages if row in self._prompts]
         self._span.set_attributes(
             {
-                "gen_ai.usage.input_tokens": prompt,
-                "gen_ai.usage.cache_read.input_tokens": cached,
-                "gen_ai.usage.output_tokens": sum(end.usage.completion_tokens for end in ends),
-                "gen_ai.response.finish_reasons": [end.reason for end in ends],
+                "gen_ai.usage.input_tokens": sum(usage.prompt_tokens for usage in asked),
+                "gen_ai.usage.cache_read.input_tokens": sum(u.cached_tokens for u in asked),
+                "gen_ai.usage.output_tokens": sum(u.completion_tokens for u in usages.values()),
+                "gen_ai.usage.reasoning.output_tokens": sum(
+                    usage.reasoning_tokens for usage in usages.values()
+                ),
+                "gen_ai.response.finish_reasons": [self._ends[row].reason for row in usages],
             }
         )
-        self._span.end()
+        self._span.end(now)
+
+    def _cut_short(self, now: int) -> None:
+        if self._leased is None:
+            self._phase("load", self._start, now, {})
+            return
+        for row in self._rows:
+            if row in self._ends:
+                continue
+            if row in self._started:
+                self._row_phase("decode", row, self._started[row], now, {})
+            else:
+                self._row_phase("queue", row, self._leased, now, {})

@@ -34,7 +34,7 @@ class Spans:
         return [span for span in spans if span["name"] == name]
 
     def one(self) -> dict[str, Any]:
-        [span] = self.named(f"generate {MODEL}")
+        [span] = self.named(f"chat {MODEL}")
         return span["attributes"]
 
 
@@ -81,9 +81,12 @@ async def test_a_request_is_one_span_with_its_parameters_and_counts(stream: bool
     assert told["gen_ai.usage.cache_read.input_tokens"] == 4
     assert told["gen_ai.usage.output_tokens"] == 2
     assert told["gen_ai.response.finish_reasons"] == ("stop",)
-    assert told["gen_ai.server.time_to_first_token"] >= 0
+    assert told["gen_ai.response.time_to_first_chunk"] >= 0
+    assert told["gen_ai.operation.name"] == "chat"
+    assert told["gen_ai.provider.name"] == "mlx_manager"
+    assert told["mlx_manager.protocol"] == "chat"
     [http] = spans.named(f"POST {CHAT}")
-    [generation] = spans.named(f"generate {MODEL}")
+    [generation] = spans.named(f"chat {MODEL}")
     assert generation["parent"]["span_id"] == http["context"]["span_id"]
     assert http["start_time"] <= generation["start_time"] <= generation["end_time"]
 
@@ -91,7 +94,8 @@ async def test_a_request_is_one_span_with_its_parameters_and_counts(stream: bool
 async def test_no_span_is_made_for_single_tokens():
     app, _, spans = traced(*says(*"twenty tokens or more"))
     await post(app, HELLO | {"stream": True})
-    assert len(spans.exporter.exported_spans_as_dict()) == 2
+    # HTTP's, the call's, and its phases.
+    assert len(spans.exporter.exported_spans_as_dict()) == 2 + 4
 
 
 async def test_several_answers_count_their_prompt_once():
@@ -117,23 +121,29 @@ async def test_the_span_lives_until_the_stream_ends():
     app, pool, spans = traced(first, gate, *rest)
     call = asyncio.create_task(post(app, HELLO | {"stream": True}))
     await pool.backend.until(lambda backend: backend.running == 1)
-    assert spans.named(f"generate {MODEL}") == []
+    assert spans.named(f"chat {MODEL}") == []
     gate.set()
     await call
     assert spans.one()["gen_ai.usage.output_tokens"] == 1
 
 
 async def test_a_cancelled_request_says_so():
+    from opentelemetry import trace
+
     from mlx_manager.mlx_server.core import GenerationRequest, Text
     from mlx_manager.mlx_server.observability.tracing import SpanTracer
     from mlx_manager.mlx_server.services.inference import Inference
 
     spans = capture()
     pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
-    progress = Inference(pool, [SpanTracer()]).generate([GenerationRequest(MODEL, Text("x"))])
+    tracer = SpanTracer(trace.get_tracer("tests"))
+    progress = Inference(pool, [tracer]).generate([GenerationRequest(MODEL, Text("x"))])
     await anext(progress)
     await progress.aclose()
-    assert spans.one()["mlx_manager.cancelled"] is True
+    [told] = spans.named(f"text_completion {MODEL}")
+    assert told["attributes"]["mlx_manager.cancelled"] is True
+    [cut] = spans.named("decode")
+    assert cut["end_time"] == told["end_time"]
 
 
 def test_asking_for_logfire_without_having_it_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
