@@ -13,6 +13,7 @@ from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
+from mlx_manager.cli.pull import pull
 from mlx_manager.cli.serve import serve
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ def mlx_manager(version: Version = False) -> None:
 
 app.command()(serve)
 app.command()(chat)
+app.command()(pull)
 app.command("list")(list_models)
 app.command()(doctor)
 app.add_typer(key, name="key")

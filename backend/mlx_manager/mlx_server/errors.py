@@ -13,7 +13,8 @@
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
     │   ├── ModelNotSupported         422 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
-    │   └── ModelTooLarge             507 model_too_large          does not fit this machine
+    │   ├── ModelTooLarge             507 model_too_large          does not fit this machine
+    │   └── DiskFull                  507 disk_full                no room for the download
     ├── Overloaded                    429 overloaded               the queue is full
     │   ├── RateLimited               429 rate_limit_exceeded      the key's, a minute
     │   └── OutOfMemory               503 out_of_memory            no room now; try again later
@@ -114,6 +115,11 @@ class ModelGated(ModelLoadFailed):
 class ModelTooLarge(ModelLoadFailed):
     status = 507
     code = "model_too_large"
+
+
+class DiskFull(ModelLoadFailed):
+    status = 507
+    code = "disk_full"
 
 
 class Overloaded(MLXManagerError):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.adapters import detect_model_family
+from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.folder import ModelFolder
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
@@ -108,7 +108,7 @@ class Catalog:
         if self._sources.hf_cache:
             for repository, snapshot in cached.items():
                 source = described(repository, snapshot, "hf_cache")
-                if source.model_type in model_types():
+                if has_architecture(source.model_type):
                     yield source
 
     def _named(self, name: str, cached: Mapping[str, Path], *, downloadable: bool) -> ModelSource:
@@ -147,19 +147,3 @@ def _description(folder: Path, changed: int) -> tuple[str, int, int]:
     """(model_type, context length, bytes) of a folder whose config.json changed at `changed`."""
     model = ModelFolder.read(folder)
     return model.model_type, model.context_length, model.nbytes
-
-
-@cache
-def model_types() -> frozenset[str]:
-    """Every `model_type` that mlx-lm has an architecture for."""
-    # Imports transformers, which takes a second: not before it is needed.
-    from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
-
-    spec = importlib.util.find_spec("mlx_lm.models")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    modules = {
-        file.stem for place in spec.submodule_search_locations for file in Path(place).glob("*.py")
-    }
-    renamed = {kind for kind, module in MODEL_REMAPPING.items() if module in modules}
-    return frozenset(modules | renamed | {kind for kind, _ in MODEL_ARCHITECTURE_REMAPPING})

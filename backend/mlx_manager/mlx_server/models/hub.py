@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import ClassVar, Self
 
-from mlx_manager.mlx_server.errors import ModelGated, ModelLoadFailed, ModelNotFound
+from mlx_manager.mlx_server.errors import (
+    DiskFull,
+    ModelGated,
+    ModelLoadFailed,
+    ModelNotFound,
+    ModelNotSupported,
+)
 from mlx_manager.mlx_server.models.folder import INDEX, WEIGHTS
 
 # What mlx-lm reads; a repository may hold the same weights in several other formats.
@@ -67,35 +79,209 @@ def is_complete(snapshot: Path) -> bool:
         return False
 
 
-def fetch(repository: str) -> Path:
-    """Download a model, or what of it is missing, and return its folder. Blocks; shows progress.
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model as the hub describes it.
+
+    files: those that mlx-lm reads, with their bytes. licence, model_type: "" where it says none.
+    gated: its owner asks for terms to be accepted first.
+    """
+
+    id: str
+    commit: str
+    files: Mapping[str, int]
+    licence: str
+    gated: bool
+    model_type: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    def missing(self, cache: Path) -> int:
+        """Bytes that a cache does not hold yet."""
+        snapshot = repository_folder(cache, self.id) / "snapshots" / self.commit
+        return sum(size for name, size in self.files.items() if not (snapshot / name).is_file())
+
+
+def repository_folder(cache: Path, repository: str) -> Path:
+    return cache / f"models--{repository.replace('/', '--')}"
+
+
+def look_up(repository: str) -> Repository:
+    """Ask the hub what a model is, before anything of it is downloaded.
 
     Raises:
         ModelNotFound: there is no such repository, or it is private.
+        ModelNotSupported: it has no weights in safetensors.
+        ModelLoadFailed: the hub can't be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with told_apart(repository):
+        info = HfApi().model_info(repository, files_metadata=True)
+    files = {
+        file.rfilename: file.size or 0
+        for file in info.siblings or ()
+        if any(fnmatch(file.rfilename, pattern) for pattern in FILES)
+    }
+    if not any(fnmatch(name, WEIGHTS) for name in files):
+        raise ModelNotSupported(
+            f"{repository} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
+            "under mlx-community for instance.",
+            param="model",
+        )
+    named = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
+    return Repository(
+        id=info.id,
+        commit=info.sha or "main",
+        files=files,
+        licence=named[0] if named else "",
+        gated=bool(info.gated),
+        model_type=str((info.config or {}).get("model_type", "")),
+    )
+
+
+Report = Callable[[int, int], None]
+"""Told how many bytes of a download are there, and of how many; raising ends the download."""
+
+
+def fetch(repository: str, report: Report | None = None) -> Path:
+    """Download a model, or what of it is missing, and return its folder. Blocks.
+
+    A connection that breaks is taken up again where it broke. When the download fails all the
+    same, the files that are whole stay for the next attempt.
+
+    Raises:
+        ModelNotFound: there is no such repository, or it is private.
+        ModelNotSupported: it has no weights in safetensors.
         ModelGated: its owner asks for a licence to be accepted, or for a token.
+        DiskFull: there is no room for it; nothing was downloaded if that was clear before.
         ModelLoadFailed: the download failed.
     """
+    return fetch_files(look_up(repository), report)
+
+
+def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
+    """`fetch` of what `look_up` found."""
     from huggingface_hub import snapshot_download
+
+    cache = cache_folder()
+    missing = wanted.missing(cache)
+    check_room(wanted.id, missing, cache)
+    bars = None if report is None else progress_bars(report, wanted.nbytes - missing, wanted.nbytes)
+    with told_apart(wanted.id):
+        folder = snapshot_download(wanted.id, allow_patterns=list(FILES), tqdm_class=bars)
+    return Path(folder)
+
+
+def check_room(repository: str, needed: int, folder: Path) -> None:
+    """
+    Raises:
+        DiskFull: fewer than `needed` bytes are free where `folder` is, or will be.
+    """
+    free = free_bytes(folder)
+    if needed > free:
+        raise DiskFull(
+            f"{repository} takes {needed / 1e9:,.1f} GB more, and {free / 1e9:,.1f} GB are free in "
+            f"{folder}. Make room, or set HF_HOME to another disk."
+        )
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk that holds `folder`, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def told_apart(repository: str) -> Iterator[None]:
+    """Turn what the hub's client raises into errors that say what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
+        HTTPError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
 
-    page = f"https://huggingface.co/{repository}"
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(FILES)))
+        yield
     except GatedRepoError as error:
         raise ModelGated(
-            f"{repository} is gated: accept its terms at {page}, make a token there and set "
-            "HF_TOKEN, or run `hf auth login`."
+            f"{repository} is gated: accept its terms at https://huggingface.co/{repository}, make "
+            "a token there and set HF_TOKEN, or run `hf auth login`."
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
             f"{repository} is no repository on the Hugging Face hub, or a private one.",
             param="model",
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelLoadFailed(f"{repository} could not be downloaded: {error}") from error
+    except OfflineModeIsEnabled as error:
+        raise ModelLoadFailed(
+            f"{repository} could not be downloaded: HF_HUB_OFFLINE is set, which forbids it."
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelLoadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
+    except HTTPError as error:
+        raise ModelLoadFailed(
+            f"{repository} could not be downloaded: {reason(error)}, at {hub_address()}. Check the "
+            "network, and HF_ENDPOINT and the proxy's variables if they are set."
+        ) from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise DiskFull(
+                f"The disk filled up while {repository} was downloaded. Make room and try again: "
+                "the files that are whole stay."
+            ) from error
+        raise ModelLoadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
+
+
+def hub_address() -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return str(ENDPOINT)
+
+
+def reason(error: BaseException) -> str:
+    """One line of it. The first cause says what is wrong with the connection, if it is that."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def progress_bars(report: Report, there: int, total: int) -> type:
+    """A class for the client, which makes one bar for bytes written and others besides.
+
+    `there` bytes need no download.
+    """
+
+    class Bar:
+        n: float = 0
+        total: float = 0
+        format_dict: ClassVar[Mapping[str, float]] = {}
+
+        def __init__(self, *items: object, desc: str = "", unit: str = "", **more: object) -> None:
+            self._counts = unit == "B" and not desc.startswith("Downloading")
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self._counts:
+                report(min(total, there + int(self.n)), total)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def close(self) -> None: ...
+
+        def refresh(self, *options: object) -> None: ...
+
+        def set_description(self, *options: object, **more: object) -> None: ...
+
+        set_description_str = set_postfix_str = set_description
+
+    return Bar

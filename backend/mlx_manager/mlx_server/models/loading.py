@@ -29,7 +29,8 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
-from mlx_manager.mlx_server.models.catalog import ModelSource, model_types
+from mlx_manager.mlx_server.models.architectures import has_architecture
+from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.timing import faster_by_columns, fastest, layers_alike
 from mlx_manager.mlx_server.models.weights import (
@@ -166,7 +167,7 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
             f"{source.id} needs Python code from its repository, "
             "which runs only with MLX_SERVER_TRUST_REMOTE_CODE=true."
         )
-    if "model_file" not in folder.config and folder.model_type not in model_types():
+    if "model_file" not in folder.config and not has_architecture(folder.model_type):
         raise ModelNotSupported(
             f"{source.id} is a {folder.model_type!r} model, an architecture that "
             f"mlx-lm {version('mlx-lm')} does not have."

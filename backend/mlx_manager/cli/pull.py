@@ -1,0 +1,190 @@
+"""`mlx-manager pull`: a model from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.models.hub import Report, Repository
+
+Name = Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A repository of huggingface.co")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it is and takes, and end")]
+Anyway = Annotated[bool, typer.Option("--anyway", help="Also an architecture that can't be served")]
+
+
+def pull(
+    name: Name, *, dry_run: DryRun = False, anyway: Anyway = False, as_json: AsJson = False
+) -> None:
+    """Download a model from the Hugging Face hub.
+
+    It comes into the hub's cache (HF_HOME), where `serve` and other programs find it. What is
+    there already is not downloaded again; a broken connection is taken up where it broke.
+    HF_ENDPOINT names another hub, HF_TOKEN who asks.
+
+    \b
+    Examples:
+      mlx-manager pull mlx-community/Llama-3.2-3B-Instruct-4bit
+      mlx-manager pull --dry-run mlx-community/Qwen3-8B-4bit
+    """
+    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.models import hub
+
+    try:
+        found = hub.look_up(name)
+        missing = found.missing(hub.cache_folder())
+        if not as_json:
+            describe(found, missing, hub.free_bytes(hub.cache_folder()))
+        check_architecture(found, anyway)
+        folder = None if dry_run else download(found)
+    except MLXManagerError as error:
+        fail(error.message, exit_code(error))
+    if as_json:
+        typer.echo(json.dumps(document(found, missing, folder), indent=2))
+    elif folder is not None:
+        typer.echo(folder)
+        note(f"Try it: mlx-manager chat --model {found.id}")
+
+
+def describe(found: Repository, missing: int, free: int) -> None:
+    terms = f", licence {found.licence}" if found.licence else ", no licence named"
+    gate = ", gated: its terms must be accepted on its page" if found.gated else ""
+    note(f"{found.id}: {len(found.files)} files, {size(found.nbytes)}{terms}{gate}")
+    if missing == 0:
+        note("All of it is here already.")
+    elif missing < found.nbytes:
+        note(f"{size(found.nbytes - missing)} are here already, {size(missing)} are to come.")
+    if missing:
+        note(f"{size(free)} are free.")
+
+
+def check_architecture(found: Repository, anyway: bool) -> None:
+    from mlx_manager.mlx_server.models.architectures import has_architecture
+
+    if found.model_type and not has_architecture(found.model_type) and not anyway:
+        fail(
+            f"mlx-lm has no architecture {found.model_type!r}, so {found.id} can't be served. "
+            "Download it all the same with --anyway.",
+            ExitCode.REFUSED,
+        )
+
+
+def download(found: Repository) -> Path:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    from mlx_manager.mlx_server.models.hub import fetch_files
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with client_notes(console), bar as progress:
+        task = progress.add_task("", total=found.nbytes)
+
+        def report(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        with interruptible(report) as watched:
+            return fetch_files(found, watched)
+
+
+class Interrupted(Exception):
+    """Ctrl-C, as the threads that download are told of it."""
+
+
+@contextmanager
+def interruptible(report: Report) -> Iterator[Report]:
+    """A report that ends the download after Ctrl-C. The client itself would first finish all
+    files that have begun.
+    """
+    pressed = False
+
+    def press(signum: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    def watched(done: int, total: int) -> None:
+        if pressed:
+            raise Interrupted
+        report(done, total)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield watched
+    except Interrupted:
+        fail(
+            "Interrupted. The files that are whole stay; pull again to go on.", ExitCode.INTERRUPTED
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def client_notes(console: Console) -> Iterator[None]:
+    """What the hub's client has to say, above the bar and not through it."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage().partition("\n")[0]
+            if text.startswith("Error while downloading"):
+                text = "The connection broke; going on where it did."
+            console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    log = logging.getLogger("huggingface_hub")
+    before, log.handlers = log.handlers, [Notes()]
+    try:
+        yield
+    finally:
+        log.handlers = before
+
+
+def document(found: Repository, missing: int, folder: Path | None) -> dict[str, object]:
+    return {
+        "id": found.id,
+        "commit": found.commit,
+        "licence": found.licence or None,
+        "gated": found.gated,
+        "model_type": found.model_type or None,
+        "bytes": found.nbytes,
+        "bytes_to_download": missing,
+        "files": dict(found.files),
+        "path": folder and str(folder),
+    }
+
+
+def exit_code(error: MLXManagerError) -> ExitCode:
+    match error.status:
+        case 404:
+            return ExitCode.NOT_FOUND
+        case 403 | 422:
+            return ExitCode.REFUSED
+        case _:
+            return ExitCode.FAILED

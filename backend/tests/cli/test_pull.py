@@ -1,0 +1,144 @@
+"""Downloads from a hub of our own: what is fetched, what is refused, what a person is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, FakeHub, fake_hub
+
+from mlx_manager.demo_model import demo_model_path
+
+
+@pytest.fixture
+def hub(environment: dict[str, str]) -> Iterator[FakeHub]:
+    with fake_hub(demo_model_path()) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        yield hub
+
+
+def folder_of(tmp_path: Path, name: str = "own--demo") -> Path:
+    return tmp_path / "hf" / "hub" / f"models--{name}" / "snapshots" / COMMIT
+
+
+def test_what_was_pulled_is_served(run, hub: FakeHub, tmp_path: Path) -> None:
+    done = run("pull", "own/demo")
+    assert done.returncode == 0
+    assert done.stdout == f"{folder_of(tmp_path)}\n"
+    assert "9 MB, licence apache-2.0" in done.stderr
+    answer = run("chat", "--model", "own/demo", "--once", "How do I change the port?")
+    assert "9000" in answer.stdout
+    hub.fetched.clear()
+    again = run("pull", "own/demo")
+    assert "here already" in again.stderr
+    assert hub.fetched == []
+
+
+def test_a_cut_connection_is_taken_up_where_it_broke(run, tmp_path: Path, environment) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    content = bytes(range(256)) * 100_000
+    (folder / "model.safetensors").write_bytes(content)
+    with fake_hub(folder) as hub:
+        hub.cuts = 1
+        done = run("pull", "own/large", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+    assert done.returncode == 0
+    # The client writes pieces of ten megabytes.
+    assert hub.ranges == [f"bytes={10 * 2**20}-"]
+    assert (folder_of(tmp_path, "own--large") / "model.safetensors").read_bytes() == content
+    assert "going on where it did" in done.stderr
+
+
+def test_ctrl_c_ends_the_download_and_keeps_whole_files(
+    hub: FakeHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    hub.held = threading.Event()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_manager.cli", "pull", "own/demo"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while "tokenizer.json" not in hub.fetched or "model.safetensors" not in hub.fetched:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    hub.held.set()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "pull again to go on" in said
+    assert list(tmp_path.rglob("*.incomplete")) == []
+
+
+def test_json_says_what_was_fetched(run, hub: FakeHub, tmp_path: Path) -> None:
+    done = run("pull", "own/demo", "--json")
+    said = json.loads(done.stdout)
+    assert said["path"] == str(folder_of(tmp_path))
+    assert said["files"].keys() == hub.files().keys() - {"README.md"}
+    assert said["bytes_to_download"] == said["bytes"] == sum(said["files"].values())
+    assert said["licence"] == "apache-2.0"
+
+
+def test_a_dry_run_fetches_nothing(run, hub: FakeHub) -> None:
+    done = run("pull", "own/demo", "--dry-run")
+    assert done.returncode == 0
+    assert "9 MB" in done.stderr
+    assert hub.fetched == []
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(run, hub: FakeHub) -> None:
+    hub.sizes["model.safetensors"] = 10**18
+    done = run("pull", "own/demo")
+    assert done.returncode == 1
+    assert "1,000,000,000.0 GB more" in done.stderr
+    assert "HF_HOME" in done.stderr
+    assert hub.fetched == []
+
+
+def test_a_gated_model_says_where_its_terms_are(run, hub: FakeHub) -> None:
+    hub.gated = True
+    done = run("pull", "own/demo")
+    assert done.returncode == 5
+    assert "accept its terms at https://huggingface.co/own/demo" in done.stderr
+    assert "HF_TOKEN" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "code", "words"),
+    [
+        ("own/missing", {}, 4, "no repository"),
+        ("../etc", {}, 4, "no repository"),
+        ("own/broken", {}, 1, "could not be downloaded"),
+        ("own/demo", {"HF_HUB_OFFLINE": "1"}, 1, "HF_HUB_OFFLINE is set"),
+        ("own/demo", {"HF_ENDPOINT": "http://127.0.0.1:1"}, 1, "Check the network"),
+    ],
+)
+def test_refusals_say_what_to_do(
+    run, hub: FakeHub, name: str, variables: dict[str, str], code: int, words: str
+) -> None:
+    done = run("pull", name, **variables)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_served_is_not_fetched_unless_wanted(run, tmp_path: Path, environment):
+    folder = tmp_path / "strange"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "strange"}')
+    with fake_hub(folder) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        done = run("pull", "own/strange")
+        assert done.returncode == 5
+        assert "model*.safetensors" in done.stderr
+        (folder / "model.safetensors").touch()
+        done = run("pull", "own/strange")
+        assert done.returncode == 5
+        assert "no architecture 'strange'" in done.stderr
+        assert run("pull", "own/strange", "--anyway").returncode == 0

@@ -1,0 +1,151 @@
+"""A hub of one folder, with the parts of Hugging Face's API that a download needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "c0ffee" + "0" * 34
+CHUNK = 256 * 1024
+
+
+@dataclass
+class FakeHub:
+    """`folder`'s files are the repository of every name without a word of `refusals`.
+
+    cuts: how many more answers break off half-way. slow: set, answers stop half-way until it is
+    cleared. ranges: the Range headers that came. sizes: what the hub claims of a file.
+    """
+
+    folder: Path
+    url: str = ""
+    cuts: int = 0
+    held: threading.Event | None = None
+    gated: bool = False
+    ranges: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
+
+    def files(self) -> Mapping[str, int]:
+        return {
+            file.name: self.sizes.get(file.name, file.stat().st_size)
+            for file in sorted(self.folder.iterdir())
+            if file.is_file()
+        }
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        match path.strip("/").split("/"):
+            case ["api", "models", _, "missing", *_] | [_, "missing", *_]:
+                self.refuse(401, "RepoNotFound")
+            case ["api", "models", _, "broken", *_]:
+                self.refuse(500, "")
+            case ["api", "models", owner, name, "tree", *_]:
+                files = self.hub.files().items()
+                self.send([{"type": "file", "path": n, "size": s, "oid": oid(n)} for n, s in files])
+            case ["api", "models", owner, name, *_]:
+                self.send(self.description(f"{owner}/{name}"))
+            case [_, _, "resolve", _, *_] if self.hub.gated:
+                self.refuse(403, "GatedRepo")
+            case [_, _, "resolve", _, file]:
+                self.file(file)
+            case _:
+                self.refuse(404, "")
+
+    def description(self, name: str) -> dict[str, object]:
+        config = json.loads((self.hub.folder / "config.json").read_text())
+        files = self.hub.files().items()
+        return {
+            "id": name,
+            "sha": COMMIT,
+            "tags": ["mlx", "license:apache-2.0"],
+            "gated": "manual" if self.hub.gated else False,
+            "config": {"model_type": config["model_type"]},
+            "siblings": [{"rfilename": n, "size": s, "blobId": oid(n)} for n, s in files],
+        }
+
+    def file(self, name: str) -> None:
+        content = (self.hub.folder / name).read_bytes()
+        start = 0
+        if given := self.headers.get("Range"):
+            self.hub.ranges.append(given)
+            start = int(given.removeprefix("bytes=").split("-")[0])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("ETag", f'"{oid(name)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.fetched.append(name)
+            with suppress(OSError):
+                self.write(content[start:])
+
+    def write(self, content: bytes) -> None:
+        half = len(content) // 2
+        if len(content) > CHUNK and self.hub.cuts:
+            self.hub.cuts -= 1
+            self.wfile.write(content[:half])
+            self.close_connection = True
+            return
+        if len(content) > CHUNK and self.hub.held is not None:
+            self.wfile.write(content[:half])
+            self.wfile.flush()
+            self.hub.held.wait(60)
+            content = content[half:]
+        self.wfile.write(content)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send({"error": "refused"}, status, {"X-Error-Code": code} if code else {})
+
+    def send(
+        self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def oid(name: str) -> str:
+    return hashlib.sha1(name.encode()).hexdigest()
+
+
+@contextmanager
+def fake_hub(folder: Path) -> Iterator[FakeHub]:
+    hub = FakeHub(folder)
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub, "__module__": __name__})
+    )
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        if hub.held is not None:
+            hub.held.set()
+        server.shutdown()
+        server.server_close()
