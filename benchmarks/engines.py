@@ -83,15 +83,16 @@ def decode_rate(traces: Sequence[Trace]) -> float:
 class OurEngine:
     """The text backend on its MLX thread, driven from an event loop of its own."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, limits: PoolLimits | None = None) -> None:
         self._runner = asyncio.Runner()
+        self._limits = limits or PoolLimits()
         self.thread = MLXThread()
         self.thread.start()
         self.loaded, self.backend = self.run(self.thread.call(lambda: self._load(model)))
 
     def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
-        ledger = Ledger(default_limit())
-        loaded = load(ModelSource(str(model), model, "configured"), PoolLimits(), ledger)
+        ledger = Ledger(self._limits.memory_limit or default_limit())
+        loaded = load(ModelSource(str(model), model, "configured"), self._limits, ledger)
         return loaded, TextBackend(loaded, self.thread, EngineLimits(), ledger)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -73,7 +73,9 @@ def encode(url: str, body: dict[str, Any]) -> bytes:
     return head.encode() + payload
 
 
-async def send(url: str, body: dict[str, Any]) -> Answer:
+async def send(url: str, body: dict[str, Any], after: float = 0.0) -> Answer:
+    """Send a request, `after` seconds from now."""
+    await asyncio.sleep(after)
     parts = urlsplit(url)
     answer = Answer(started=time.perf_counter())
     try:
@@ -161,7 +163,7 @@ def note(body: dict[str, Any], moment: float, answer: Answer) -> None:
 
 
 async def send_all(requests: list[dict[str, Any]]) -> list[Answer]:
-    return await asyncio.gather(*(send(r["url"], r["body"]) for r in requests))
+    return await asyncio.gather(*(send(r["url"], r["body"], r.get("after", 0.0)) for r in requests))
 
 
 def main() -> None:

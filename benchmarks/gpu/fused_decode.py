@@ -17,32 +17,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
+from synthetic import SHAPES, make
 
 from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 
 PAGE = 16
-SHAPES = {
-    "1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
 LOADS = {
     "1 x 128": [128],
     "8 x 128": [128] * 8,
@@ -56,22 +36,6 @@ LOADS = {
 STEPS, WARM = 64, 12
 REPLAN = 16
 COPY_BANDWIDTH = 4.3e12
-
-
-def make(name: str) -> llama.Model:
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        rms_norm_eps=1e-5,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        **SHAPES[name],
-    )
-    mx.random.seed(0)
-    model = llama.Model(arguments)
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    return model
 
 
 @dataclass(frozen=True)

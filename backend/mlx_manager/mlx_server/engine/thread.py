@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from mlx_manager.mlx_server.errors import ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
+from mlx_manager.mlx_server.utils.graphs import record_whole_steps
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class MLXThread:
 
     def start(self) -> None:
         keep_freed_memory()
+        record_whole_steps()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

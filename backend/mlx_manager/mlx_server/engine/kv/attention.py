@@ -396,6 +396,7 @@ def _attend_group(
         out = _attend_chunk(own.transpose(2, 1, 0, 3), group, store, scale, sinks)
         return out.transpose(2, 1, 0, 3)
     keys, values = group.read(store)
+    own = store.after_write(own)
     if sinks is not None:
         return mx.fast.scaled_dot_product_attention(
             own, keys, values, scale=scale, mask=group.mask, sinks=sinks
@@ -412,6 +413,7 @@ def _attend_chunk(
 ) -> mx.array:
     """Attention of one span's queries, (1, heads, queries, dim)."""
     keys, values = group.read(store)
+    queries = store.after_write(queries)
     count, seen = queries.shape[2], keys.shape[2]
     block = count
     if mx.default_device() == mx.cpu:

@@ -79,8 +79,16 @@ class LayerStore:
             return
         assert isinstance(slots, mx.array)
         self.written = self._writer.write(self.keys, self.values, keys[None], values[None], slots)
-        # Whoever reads the pages from now on does so after the kernel has written to them.
+        # Evaluating the pages is to have evaluated what was written to them.
         self.keys, self.values = mx.depends([self.keys, self.values], [self.written])
+
+    def after_write(self, x: mx.array) -> mx.array:
+        """`x`, in time for reading with it what the step writes.
+
+        Launches are ordered by the arrays they share. A kernel that writes into its inputs shares
+        none with who reads them later, but for what it returns, which is 0.
+        """
+        return x if self._writer is None else x + self.written.astype(x.dtype)
 
     def gather(self, table: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""
@@ -94,7 +102,7 @@ class LayerStore:
         heads, slots, dim = pool.shape
         rows, pages = table.shape
         paged = pool.reshape(heads, slots // self.page_size, self.page_size * dim)
-        taken = paged[:, table].reshape(heads, rows, pages * self.page_size, dim)
+        taken = paged[:, self.after_write(table)].reshape(heads, rows, pages * self.page_size, dim)
         return taken.transpose(1, 0, 2, 3)
 
 

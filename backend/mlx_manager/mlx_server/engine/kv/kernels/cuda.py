@@ -280,7 +280,7 @@ def write_source(shape: AttentionShape) -> KernelSource:
     body = (
         f"kernels::write_token<{TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[1], k_shape[2], k_strides, v_strides);\n"
-        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 1;"
+        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
     )
     return KernelSource(
         name="paged_write",

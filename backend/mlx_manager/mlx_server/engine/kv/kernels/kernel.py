@@ -118,7 +118,7 @@ class PagedKernels(Protocol):
         """Write `k` and `v`, (rows, kv_heads, tokens, head_dim), into the pools in place.
 
         `slots` is int32 of rows * tokens elements; a negative slot is skipped. The pools must be
-        evaluated. Returns what `attend` takes as `dep`.
+        evaluated. Returns what `attend` takes as `dep`: (1,) int32, 0.
         """
 
     def attend(  # noqa: PLR0917

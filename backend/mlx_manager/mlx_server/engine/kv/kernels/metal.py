@@ -225,7 +225,7 @@ def write_source(shape: AttentionShape) -> KernelSource:
     body = (
         f"kernels::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
-        "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 1;"
+        "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 0;"
     )
     return KernelSource(
         name="paged_write",

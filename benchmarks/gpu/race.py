@@ -1,0 +1,255 @@
+"""Ours, mlx-lm and vLLM on one GPU: decode steps, whole runs over HTTP, memory, pace, prefixes.
+
+    python benchmarks/gpu/race.py [--shapes 1b 8b] [--parts steps http quantized]
+        [--vllm-python /path/to/python] [--folder /tmp/race] [--rounds 2]
+
+Each side is a process of its own that keeps its model; they take turns within a round. Without
+`--vllm-python` (an interpreter that has vLLM) that side is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
+
+from side import prompts_of  # noqa: E402
+
+from harness import percentile, print_report, ratio  # noqa: E402
+from mlx_manager.mlx_server.utils.graphs import SETTINGS  # noqa: E402
+from servers import (  # noqa: E402
+    Server,
+    free_port,
+    load,
+    our_server,
+    running,
+    time_to_first,
+    tokens_per_second,
+)
+
+LOADS: dict[str, list[int]] = {
+    "1 x 128": [128],
+    "8 x 128": [128] * 8,
+    "32 x 128": [128] * 32,
+    "64 x 128": [128] * 64,
+    "128 x 128": [128] * 128,
+    "32 x 4096": [4096] * 32,
+    "8192 + 31 x 64": [8192] + [64] * 31,
+}
+TOKENS = 128
+Answers = dict[str, list[dict[str, Any]]]
+
+
+class Worker:
+    """`side.py` in a process."""
+
+    def __init__(
+        self, name: str, folder: Path, python: str, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [python, str(HERE / "side.py"), name, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self._answer()
+
+    def measure(self, lengths: Sequence[int], tokens: int, seed: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        asked = {"lengths": list(lengths), "tokens": tokens, "seed": seed}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
+    with ExitStack() as stack:
+        workers = []
+        for name in options.sides:
+            python = options.vllm_python if name == "vllm" else sys.executable
+            worker = Worker(name, folder, python, {} if name == "vllm" else SETTINGS)
+            stack.callback(worker.close)
+            workers.append(worker)
+        table = []
+        for title in options.loads:
+            answers = take_turns(workers, LOADS[title], options.rounds)
+            table.append(describe(title, answers))
+            print(" | ".join(table[-1]), file=sys.stderr, flush=True)
+    columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm", "memory beyond, GB"]
+    print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
+
+
+def take_turns(workers: Sequence[Worker], lengths: Sequence[int], rounds: int) -> Answers:
+    answers: Answers = {worker.name: [] for worker in workers}
+    for number in range(-1, rounds):
+        for worker in workers if number % 2 else reversed(workers):
+            # The first time compiles: few tokens do.
+            tokens = TOKENS if number >= 0 else 8
+            found = worker.measure(lengths, tokens, seed=100 + number)
+            if number >= 0:
+                answers[worker.name].append(found)
+    return answers
+
+
+def describe(title: str, answers: Answers) -> list[str]:
+    rates = {name: [each["rate"] for each in found] for name, found in answers.items()}
+    ours = rates["ours"]
+
+    def against(name: str) -> str:
+        return str(ratio(ours, rates[name])) if name in rates else "not run"
+
+    peaks = [
+        f"{name} {max(each['peak'] for each in found) / 1e9:.1f}"
+        for name, found in answers.items()
+        if found[0]["peak"] is not None
+    ]
+    rate = f"{statistics.median(ours):,.0f}"
+    forward = answers["ours"][0]["forward"]
+    return [title, rate, forward, against("vllm"), against("mlx-lm"), ", ".join(peaks)]
+
+
+# --- Over HTTP ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def vllm_server(folder: Path, python: str) -> Iterator[Server]:
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--port", str(port), "--gpu-memory-utilization", "0.45"]
+    command += ["--max-model-len", "16384", "--served-model-name", "m"]
+    with running("vllm", command, port, {}, "m") as server:
+        yield server
+
+
+def completion(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return server.request("/completions", body)
+
+
+def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(our_server(folder, memory_limit_gb="55"))]
+        if "vllm" in options.sides:
+            servers.append(stack.enter_context(vllm_server(folder, options.vllm_python)))
+        table = []
+        for number in range(-1, options.rounds):
+            for server in servers if number % 2 else reversed(servers):
+                row = [server.name, *over_http(server, 1000 + 17 * number)]
+                print(" | ".join(row), file=sys.stderr, flush=True)
+                if number >= 0:
+                    table.append(row)
+    columns = ["server", "64 x (512 in, 256 out) tok/s", "median TTFT s"]
+    columns += ["32 running: median gap ms", "p99 while 8 000 tokens come ms", "ratio"]
+    columns += ["8 000 tokens cold TTFT s", "warm", "ratio"]
+    print_report(f"Over HTTP on a GPU, {shape}, bf16", columns, table)
+
+
+def over_http(server: Server, seed: int) -> list[str]:
+    found = load([completion(server, p, 256) for p in prompts_of([512] * 64, seed)])
+    row = [f"{tokens_per_second(found):,.0f}", f"{time_to_first(found):.3f}"]
+    (prompt,) = prompts_of([8000], seed + 1)
+    cold, warm = (load([completion(server, prompt, 4)])[0] for _ in range(2))
+    times = [answer.first - answer.started for answer in (cold, warm)]
+    row += pace(server, seed + 2)
+    return [*row, f"{times[0]:.3f}", f"{times[1]:.3f}", f"{times[1] / times[0]:.3f}"]
+
+
+def pace(server: Server, seed: int) -> list[str]:
+    """Gaps of 32 running streams: when nothing else is there, and while a prompt is processed."""
+    *short, long = prompts_of([128] * 32 + [8000], seed)
+    requests = [completion(server, prompt, 400) for prompt in short]
+    late = {**completion(server, long, 2), "after": 1.2}
+    found = load([*requests, late])
+    begin, end = found[-1].started, found[-1].first
+    settled = max(answer.first for answer in found[:-1]) + 0.1
+    idle, busy = [], []
+    for answer in found[:-1]:
+        for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False):
+            if settled < a and (b < begin or a > end + 0.1):
+                idle.append(b - a)
+            elif a < end and b > begin:
+                busy.append(b - a)
+    median, p99 = statistics.median(idle), percentile(busy, 0.99)
+    return [f"{median * 1e3:.1f}", f"{p99 * 1e3:.1f}", f"{p99 / median:.1f}"]
+
+
+# --- Quantised ----------------------------------------------------------------------------------
+
+
+def race_quantized(shape: str, folder: Path, options: argparse.Namespace) -> None:
+    table = []
+    rates = {}
+    for weights, tokens in (("auto", 64), ("keep", 12)):
+        worker = Worker("ours", folder, sys.executable, {**SETTINGS, "RACE_WEIGHTS": weights})
+        worker.measure([128] * 64, 4, 1)
+        rates[weights] = worker.measure([128] * 64, tokens, 2)["rate"]
+        worker.close()
+        table.append([weights, f"{rates[weights]:,.0f}"])
+    table.append(["ratio", f"{rates['auto'] / rates['keep']:.1f}"])
+    print_report(f"Weights policy on a GPU, {shape}, 4 bit", ["weights", "64 rows tok/s"], table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=["1b", "8b"])
+    parser.add_argument("--parts", nargs="*", default=["steps", "http", "quantized"])
+    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    parser.add_argument("--sides", nargs="*", default=["ours", "mlx-lm", "vllm"])
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    if options.vllm_python is None:
+        options.sides = [side for side in options.sides if side != "vllm"]
+    for shape in options.shapes:
+        folder = written(shape, options.folder / shape)
+        if "steps" in options.parts:
+            race_steps(shape, folder, options)
+        if "http" in options.parts:
+            race_http(shape, folder, options)
+        if "quantized" in options.parts:
+            race_quantized(shape, written(shape, options.folder / f"{shape}-4bit", "4"), options)
+
+
+def written(shape: str, folder: Path, bits: str = "") -> Path:
+    """The model's folder, made by a process of its own, whose memory is free again afterwards."""
+    code = "import sys; from pathlib import Path; from synthetic import write; "
+    code += "write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3] else None)"
+    command = [sys.executable, "-c", code, shape, str(folder), bits]
+    subprocess.run(command, check=True, cwd=HERE)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

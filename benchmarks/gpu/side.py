@@ -1,0 +1,137 @@
+"""One side of the race as a process: loads a model, then measures what it is told to.
+
+    python benchmarks/gpu/side.py ours|mlx-lm|vllm FOLDER
+
+Reads a line of JSON for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`,
+and answers with a line: tokens per second while all rows decode, peak memory beyond what was in use
+before (null where the side does not tell). `"whole": true` also wants the rate from submission to
+the last token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
+LEAD = 16
+FIRST_WORD = 300
+
+
+class Side(Protocol):
+    def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]: ...
+
+
+def prompts_of(lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
+    dice = random.Random(seed)
+    return [tuple(dice.randrange(FIRST_WORD, 120_000) for _ in range(n)) for n in lengths]
+
+
+class Ours:
+    def __init__(self, folder: Path) -> None:
+        from engines import OurEngine
+        from mlx_manager.mlx_server.config import PoolLimits
+
+        weights: Any = os.environ.get("RACE_WEIGHTS", "auto")
+        limits = PoolLimits(
+            memory_limit=int(float(os.environ.get("RACE_GB", "60")) * 1e9), weights=weights
+        )
+        self._engine = OurEngine(folder, limits)
+
+    def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
+        import mlx.core as mx
+
+        from engines import decode_rate, whole_rate
+        from workload import Row
+
+        used = mx.get_active_memory()
+        mx.reset_peak_memory()
+        # The prompts' pages are kept, so that afterwards all rows begin to decode together.
+        whole = self._engine.generate([Row(prompt, LEAD) for prompt in prompts])
+        traces = self._engine.generate([Row(prompt, tokens + LEAD) for prompt in prompts])
+        return {
+            "rate": decode_rate(traces),
+            "whole": whole_rate(whole),
+            "peak": mx.get_peak_memory() - used,
+            "forward": self._engine.backend.stats().forward,
+        }
+
+
+class MlxLm:
+    def __init__(self, folder: Path) -> None:
+        from engines import MlxLm
+
+        self._engine = MlxLm(folder)
+
+    def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
+        import mlx.core as mx
+
+        from engines import decode_rate, whole_rate
+        from workload import Row
+
+        rows = [Row(prompt, tokens + LEAD) for prompt in prompts]
+        used = mx.get_active_memory()
+        mx.reset_peak_memory()
+        alone = len(rows) == 1
+        traces = [self._engine.stream(rows[0])] if alone else self._engine.batch(rows)
+        answer = {
+            "rate": decode_rate(traces),
+            "whole": whole_rate(traces),
+            "peak": mx.get_peak_memory() - used,
+            "forward": "stream_generate" if alone else "BatchGenerator",
+        }
+        mx.clear_cache()
+        return answer
+
+
+class Vllm:
+    """Its rate is that of what a long run takes more than a short one; prompts are cached then."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            str(folder), gpu_memory_utilization=0.45, max_model_len=16384, max_num_seqs=128
+        )
+
+    def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
+        whole = self._seconds(prompts, tokens + LEAD)
+        short, long = self._seconds(prompts, LEAD), self._seconds(prompts, tokens + LEAD)
+        rate = tokens * len(prompts) / (long - short)
+        total = (tokens + LEAD) * len(prompts)
+        return {"rate": rate, "whole": total / whole, "peak": None, "forward": "vLLM"}
+
+    def _seconds(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> float:
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        given: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        self._llm.generate(given, how, use_tqdm=False)
+        return time.perf_counter() - start
+
+
+SIDES = {"ours": Ours, "mlx-lm": MlxLm, "vllm": Vllm}
+
+
+def main() -> None:
+    # Libraries print what they like to standard output; the answers have a way of their own.
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    side: Side = SIDES[sys.argv[1]](Path(sys.argv[2]))
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        found = side.measure(prompts_of(asked["lengths"], asked["seed"]), asked["tokens"])
+        print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Llama shapes with random weights, as folders that any server loads: weights, config, tokenizer.
+
+Random weights cost what trained ones cost, and no model has to be downloaded. Each token but the
+first 256 is a word of its own, so that text comes with every token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import llama
+from mlx_lm.utils import quantize_model, save_config, save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY = 128256
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 512,
+        "num_hidden_layers": 2,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+"""Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        **SHAPES[shape],
+    }
+
+
+def make(shape: str) -> llama.Model:
+    """The module in bfloat16 with random weights, evaluated."""
+    known = llama.ModelArgs.from_dict(config_of(shape))
+    mx.random.seed(0)
+    model = llama.Model(known)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def write(shape: str, folder: Path, bits: int | None = None) -> Path:
+    """A model folder; nothing is done if it is there. `bits`: quantised, in groups of 64."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    model, config = make(shape), config_of(shape)
+    if bits is not None:
+        model, config = quantize_model(model, config, 64, bits)
+    save_model(folder, model, donate_model=True)
+    write_tokenizer(folder)
+    save_config(config, folder / "config.json")
+    mx.clear_cache()
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", "</s>", *letters]
+    names += [f"Ġw{i}" for i in range(VOCABULARY - len(names))]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": 131072,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
