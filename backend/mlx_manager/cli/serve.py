@@ -95,6 +95,27 @@ KeepaliveSeconds = Annotated[
     float | None,
     option("Silence on a stream after which a keep-alive comment is sent", "10"),
 ]
+TimeoutSeconds = Annotated[
+    float | None, option("Time for a whole answer; requests can ask for less")
+]
+FirstTokenTimeoutSeconds = Annotated[
+    float | None, option("Time until an answer begins; requests can ask for less")
+]
+QueueTimeoutSeconds = Annotated[
+    float | None, option("Time in the queue of a loaded model; requests can ask for less")
+]
+ClientTimeoutSeconds = Annotated[
+    float | None,
+    option("Time a client may take to send its headers, or send or take nothing", "60"),
+]
+DrainSeconds = Annotated[
+    float | None,
+    option("Time running requests get to finish when the server is to stop", "25"),
+]
+WatchdogSeconds = Annotated[
+    float | None,
+    option("Time without a step, while work waits, before recovery; 0 is off", "300"),
+]
 StrictFields = Annotated[
     bool | None,
     option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
@@ -180,6 +201,12 @@ def serve(
     max_parts: MaxParts = None,
     max_images: MaxImages = None,
     keepalive_seconds: KeepaliveSeconds = None,
+    timeout_seconds: TimeoutSeconds = None,
+    first_token_timeout_seconds: FirstTokenTimeoutSeconds = None,
+    queue_timeout_seconds: QueueTimeoutSeconds = None,
+    client_timeout_seconds: ClientTimeoutSeconds = None,
+    drain_seconds: DrainSeconds = None,
+    watchdog_seconds: WatchdogSeconds = None,
     strict_fields: StrictFields = None,
     reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,

@@ -60,10 +60,15 @@ class CatalogSources:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What the HTTP rim accepts, and how it names things. Sizes in bytes, times in seconds."""
+    """What the HTTP rim accepts, and how it names things. Sizes in bytes, times in seconds.
+
+    keepalive: silence on a stream before a sign of life. client_timeout: how long a client may
+    take to send its headers, and then neither send nor take anything.
+    """
 
     max_body: int = 32 * 2**20
     keepalive: float = 10.0
+    client_timeout: float = 60.0
     strict_fields: bool = False
     reasoning_field: ReasoningField = "reasoning_content"
     max_messages: int = 4096
@@ -107,6 +112,31 @@ class AccessRules:
     @property
     def need_key(self) -> bool:
         return self.key is not None or self.keys_file is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """How long a call may take, in seconds; None: as long as it likes.
+
+    queue: waiting for its turn, once its model is loaded. first_token: from arrival to the first
+    token. total: from arrival to the end.
+    """
+
+    queue: float | None = None
+    first_token: float | None = None
+    total: float | None = None
+
+    def and_also(self, other: TimeLimits) -> TimeLimits:
+        """The limits of both: the shorter of each two."""
+        return TimeLimits(
+            _shorter(self.queue, other.queue),
+            _shorter(self.first_token, other.first_token),
+            _shorter(self.total, other.total),
+        )
+
+
+def _shorter(one: float | None, other: float | None) -> float | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +229,24 @@ class MLXServerSettings(BaseSettings):
     keepalive_seconds: float = Field(
         10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
     )
+    timeout_seconds: float | None = Field(
+        None, gt=0, description="Time for a whole answer; requests can ask for less"
+    )
+    first_token_timeout_seconds: float | None = Field(
+        None, gt=0, description="Time until an answer begins; requests can ask for less"
+    )
+    queue_timeout_seconds: float | None = Field(
+        None, gt=0, description="Time in the queue of a loaded model; requests can ask for less"
+    )
+    client_timeout_seconds: float = Field(
+        60, gt=0, description="Time a client may take to send its headers, or send or take nothing"
+    )
+    drain_seconds: float = Field(
+        25, ge=0, description="Time running requests get to finish when the server is to stop"
+    )
+    watchdog_seconds: float = Field(
+        300, ge=0, description="Time without a step, while work waits, before recovery; 0 is off"
+    )
     strict_fields: bool = Field(
         False, description="Refuse request fields nobody knows, instead of naming them in a header"
     )
@@ -282,6 +330,7 @@ class MLXServerSettings(BaseSettings):
         return ApiLimits(
             int(self.max_body_mb * 2**20),
             self.keepalive_seconds,
+            self.client_timeout_seconds,
             self.strict_fields,
             self.reasoning_field,
             self.max_messages,
@@ -306,6 +355,12 @@ class MLXServerSettings(BaseSettings):
             self.open_metrics,
             self.cors_origins,
             self.allowed_hosts,
+        )
+
+    @cached_property
+    def time(self) -> TimeLimits:
+        return TimeLimits(
+            self.queue_timeout_seconds, self.first_token_timeout_seconds, self.timeout_seconds
         )
 
     @cached_property

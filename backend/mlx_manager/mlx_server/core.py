@@ -257,6 +257,14 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The row's turn has come: from now on its prompt is processed. Alone in its list of events.
+
+    A row whose answer takes no processing has none.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
 
@@ -313,7 +321,7 @@ class Finished:
     ids: tuple[int, ...] = ()
 
 
-Event = Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
+Event = Admitted | Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
 
 Progress = list[tuple[int, list[Event]]]
 """What one step brought to one caller: new events of its rows, each by the row's index."""

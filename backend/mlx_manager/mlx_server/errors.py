@@ -5,7 +5,8 @@
     │   ├── InvalidParameter          422 invalid_parameter        a value out of its range
     │   ├── UnsupportedParameter      422 unsupported_parameter    known, and not honoured (yet)
     │   ├── ContextLengthExceeded     400 context_length_exceeded
-    │   └── RequestTooLarge           413 request_too_large
+    │   ├── RequestTooLarge           413 request_too_large
+    │   └── RequestNotReceived        408 request_not_received     the client stopped sending it
     ├── AuthenticationFailed          401 invalid_api_key
     ├── PermissionDenied              403 permission_denied        known, and not allowed that
     ├── ModelNotFound                 404 model_not_found
@@ -21,6 +22,7 @@
     ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
     ├── RequestTimedOut               504 timeout
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
+        └── MLXThreadFailed           500 generation_failed        it died, or hangs in a step
 
 `api/errors.py` turns them into the body that the caller's protocol expects.
 """
@@ -69,6 +71,11 @@ class ContextLengthExceeded(InvalidRequest):
 class RequestTooLarge(InvalidRequest):
     status = 413
     code = "request_too_large"
+
+
+class RequestNotReceived(InvalidRequest):
+    status = 408
+    code = "request_not_received"
 
 
 class AuthenticationFailed(MLXManagerError):
@@ -157,3 +164,10 @@ class RequestTimedOut(MLXManagerError):
 
 class GenerationFailed(MLXManagerError):
     code = "generation_failed"
+
+
+class MLXThreadFailed(GenerationFailed):
+    """Can be made without arguments, as raising it in another thread requires."""
+
+    def __init__(self, message: str = "The step took too long and was interrupted.") -> None:
+        super().__init__(message)

@@ -8,25 +8,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from socket import socket
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.api import access, auth, debug, documentation, errors, health, metrics
+from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
+from mlx_manager.mlx_server.errors import MLXManagerError, MLXThreadFailed
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
@@ -47,15 +49,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
+STALLED = 70
+"""Exit code (EX_SOFTWARE) when the MLX thread hangs in native code: to be started again."""
 
-GRACE = 5
-"""Seconds that running requests get to finish when the server is told to stop."""
-
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
-request could meet a connection that is being closed."""
+LAST_WORDS = 5.0
+"""Seconds in which calls that have failed tell their clients."""
 
 BODIES: list[type[BaseModel]] = [
     ChatCompletionRequest,
@@ -83,7 +81,9 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        models = open_pool(server.settings) if pool is None else nullcontext(pool)
+        def models() -> AbstractAsyncContextManager[Models]:
+            return open_models(server.settings) if pool is None else nullcontext(Models(pool))
+
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
         try:
@@ -116,43 +116,100 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     return app
 
 
-async def serve_models(server: Server, models: AbstractAsyncContextManager[ModelPool]) -> None:
-    """Open the pool, load the default model, and keep the pool until cancelled.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """An open pool, and the thread that it runs on; None for a pool that was handed in."""
+
+    pool: ModelPool
+    thread: MLXThread | None = None
+
+
+async def serve_models(
+    server: Server, open_models: Callable[[], AbstractAsyncContextManager[Models]]
+) -> None:
+    """Keep a pool open until cancelled, a new one on a new thread whenever the thread dies.
 
     Runs beside the HTTP server, so that `/health` and `/v1/models` answer while a model loads.
     """
+    while True:
+        async with open_models() as models:
+            server.open(models.pool)
+            starting = asyncio.create_task(load_default(server, models.pool))
+            starting.add_done_callback(partial(report_end, server))
+            try:
+                await guard(server, models.thread)
+            finally:
+                starting.cancel()
+                await asyncio.wait([starting])
+            server.close()
+        # What the calls held of the old models is to be gone before the new ones are loaded.
+        await server.calls.ended(LAST_WORDS)
+        del models
+        gc.collect()
+
+
+async def load_default(server: Server, pool: ModelPool) -> None:
     failure: MLXManagerError | None = None
-    async with models as pool:
-        server.open(pool)
-        try:
-            async with pool.lease(server.settings.model):
-                pass
-        except MLXManagerError as error:
-            failure = error
-        server.finish_start(failure)
+    try:
+        async with pool.lease(server.settings.model):
+            pass
+    except MLXManagerError as error:
+        failure = error
+    server.finish_start(failure)
+
+
+async def guard(server: Server, thread: MLXThread | None) -> None:
+    """Return when the thread has died; what it was working on has failed then.
+
+    A thread that makes no progress is interrupted, which its engines survive. One that hangs in
+    native code can't be ended, and what it holds can't be freed: a new process is needed.
+    """
+    if thread is None:
         await asyncio.Event().wait()
+        return
+    limit = server.settings.watchdog_seconds
+    while await find_fault(thread, limit) is Fault.STALLED:
+        stall = f"no step was done for {limit:g} s (MLX_SERVER_WATCHDOG_SECONDS)"
+        log.error("%s: all running requests fail, and the engine starts over", stall)
+        server.fail(MLXThreadFailed(f"The model got stuck: {stall}. The request can be retried."))
+        if not await revive(thread, limit):
+            server.lost.set()
+            await asyncio.Event().wait()
+        if thread.alive:
+            log.warning("the engine works again")
+            server.recover()
+    log.error("the MLX thread has died: all running requests fail, and the models are loaded again")
+    server.fail(MLXThreadFailed("The models' thread has died. The request can be retried."))
 
 
-def report_end(server: Server, serving: asyncio.Task[None]) -> None:
+def report_end(server: Server, task: asyncio.Task[None]) -> None:
     """If the models are gone for a reason that nobody foresaw, say so instead of waiting."""
-    if not serving.cancelled() and (error := serving.exception()) is not None:
+    if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the models can't be served", exc_info=error)
         server.finish_start(MLXManagerError(f"{type(error).__name__}: {error}"))
 
 
 @asynccontextmanager
-async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
+async def open_models(settings: MLXServerSettings) -> AsyncIterator[Models]:
     """The MLX thread and the pool on it."""
     thread = MLXThread()
     thread.start()
     try:
         pool = await thread.call(partial(make_pool, settings, thread))
         try:
-            yield pool
+            yield Models(pool, thread)
         finally:
-            await pool.close()
+            if thread.alive:
+                await pool.close()
     finally:
         await asyncio.to_thread(thread.close)
+
+
+@asynccontextmanager
+async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
+    """The pool alone, for those who watch no thread."""
+    async with open_models(settings) as models:
+        yield models.pool
 
 
 def make_pool(settings: MLXServerSettings, thread: MLXThread) -> ModelPoolManager:
@@ -192,22 +249,6 @@ def __getattr__(name: str) -> FastAPI:
 # ---------------------------------------------------------------------------------------------
 
 
-class Listener(uvicorn.Server):
-    """uvicorn's server, which says where it listens once it does."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.should_exit:
-            return
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-        self.url.set_result(f"http://{shown}:{port}")
-
-
 def run(settings: MLXServerSettings | None = None) -> None:
     """Serve until interrupted; end the program with 1 if the server could not start."""
     settings = settings or MLXServerSettings()
@@ -230,25 +271,21 @@ async def listen(settings: MLXServerSettings) -> bool:
     auth.check_bind(settings.access)
     app = create_app(settings)
     server: Server = app.state.server
-    listener = Listener(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            http="httptools",
-            ws="none",
-            backlog=BACKLOG,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=GRACE,
-        )
-    )
-    announcing = asyncio.create_task(announce(server, listener))
+    listener = Listener(app, server)
+    beside = [asyncio.create_task(job) for job in (announce(server, listener), end_lost(server))]
     await listener.serve()
-    announcing.cancel()
+    for task in beside:
+        task.cancel()
     return server.failure is None
+
+
+async def end_lost(server: Server) -> None:
+    """End the program once nothing else can help, when the clients have been told."""
+    await server.lost.wait()
+    log.critical("the MLX thread hangs in native code; ending with %d, to be restarted", STALLED)
+    await server.calls.ended(LAST_WORDS)
+    await asyncio.sleep(LAST_WORDS / 10)
+    os._exit(STALLED)
 
 
 async def announce(server: Server, listener: Listener) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import aclosing
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,7 +15,12 @@ from starlette.types import Receive
 
 from mlx_manager.mlx_server.api.errors import invalid
 from mlx_manager.mlx_server.config import ApiLimits
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, RequestTooLarge
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    RequestNotReceived,
+    RequestTooLarge,
+)
 from mlx_manager.mlx_server.schemas.wire import Wire, conversation, parts
 
 log = logging.getLogger(__name__)
@@ -34,13 +40,14 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
         RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
             messages, content parts or images than may be.
+        RequestNotReceived: nothing came for `limits.client_timeout` seconds.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
         raise InvalidRequest(
             f"Send the body with `Content-Type: application/json`, not {declared or 'without one'}."
         )
-    data = await _read_bytes(request, limits.max_body)
+    data = await _read_bytes(request, limits.max_body, limits.client_timeout)
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -66,15 +73,22 @@ def _check_counts(body: Wire, limits: ApiLimits) -> None:
             )
 
 
-async def _read_bytes(request: Request, limit: int) -> bytearray:
+async def _read_bytes(request: Request, limit: int, patience: float) -> bytearray:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise _too_large(limit)
+    try:
+        async with aclosing(request.stream()) as chunks, asyncio.timeout(patience) as silence:
+            async for chunk in chunks:
+                silence.reschedule(asyncio.get_running_loop().time() + patience)
+                data += chunk
+                if len(data) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise RequestNotReceived(
+            f"Nothing more of the body came for {patience:g} s (MLX_SERVER_CLIENT_TIMEOUT_SECONDS)."
+        ) from None
     return data
 
 

@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
     MLXManagerError,
+    RequestNotReceived,
     ServerNotReady,
 )
 from mlx_manager.mlx_server.observability.logs import current_request
@@ -60,6 +61,9 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if isinstance(error, AuthenticationFailed):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RequestNotReceived | ServerNotReady):
+        # Nothing good comes of this connection: the next may meet another server, or a ready one.
+        headers["connection"] = "close"
     return JSONResponse(_body(request.scope, error), error.status, headers)
 
 

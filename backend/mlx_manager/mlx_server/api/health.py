@@ -1,22 +1,46 @@
-"""`GET /health`: whether requests are taken."""
+"""`GET /livez`, `/readyz` and `/health`: does the server work, and does it take requests?"""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.api.state import Server, server_of
 from mlx_manager.mlx_server.errors import ServerNotReady
 
-router = APIRouter()
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def live(request: Request) -> dict[str, str]:
+    """503 when nothing but a new process can help; starting, draining and recovering are alive."""
+    server = server_of(request)
+    if server.lost.is_set():
+        assert server.fault is not None
+        raise ServerNotReady(server.fault.message)
+    return {"status": "alive", "version": __version__}
+
+
+@router.get("/readyz")
+async def ready(request: Request) -> dict[str, str]:
+    """503 with Retry-After while requests are refused: the body says why."""
+    check(server_of(request))
+    return {"status": "ready", "version": __version__}
 
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
-    """`healthy` once start-up has finished; 503 before, and when the default model is missing."""
-    server = server_of(request)
-    if not server.started.is_set():
-        raise ServerNotReady("The server is starting.")
+    """The same as `/readyz`, under the name that other servers use."""
+    check(server_of(request))
+    return {"status": "healthy", "version": __version__}
+
+
+def check(server: Server) -> None:
+    """
+    Raises:
+        ServerNotReady: no requests are taken, or the default model is missing.
+    """
+    if (refusal := server.refusal()) is not None:
+        raise refusal
     if server.failure is not None:
         raise ServerNotReady(f"The default model is not loaded: {server.failure.message}")
-    return {"status": "healthy", "version": __version__}

@@ -9,13 +9,17 @@ from typing import Any
 
 from fastapi import Request
 
+from mlx_manager.mlx_server.api.deadlines import limits_of
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
-from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer
 from mlx_manager.mlx_server.observability.records import Recorder
+from mlx_manager.mlx_server.schemas.wire import Timed
 from mlx_manager.mlx_server.services.accounts import Account, Accounts
+from mlx_manager.mlx_server.services.calls import Calls
+from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
 
@@ -28,7 +32,12 @@ PROTOCOLS = {
 
 
 class Server:
-    """One server's state. `main` writes it while starting; the routes read it."""
+    """One server's state. `main` writes it while starting and recovering; the routes read it.
+
+    calls: those under way. drain: begun when the server is to go out of service. failure: why the
+    default model is missing. fault: what is wrong with the MLX thread. lost: set when nothing but
+    a new process can help.
+    """
 
     def __init__(self, settings: MLXServerSettings) -> None:
         self.settings = settings
@@ -40,6 +49,10 @@ class Server:
         self.at_end: list[Callable[[], object]] = []
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
+        self.fault: MLXManagerError | None = None
+        self.lost = asyncio.Event()
+        self.calls = Calls(self.refusal)
+        self.drain = Drain(self.calls, settings.drain_seconds)
         self._pool: ModelPool | None = None
 
     @property
@@ -60,28 +73,61 @@ class Server:
         """
         return self.pool.figures()
 
-    def inference(self, request: Request) -> Inference:
-        """The way to the models for who sent `request`.
+    def refusal(self) -> ServerNotReady | None:
+        """Why no calls are taken; None if they are."""
+        if (refusal := self.drain.refusal()) is not None:
+            return refusal
+        if self.fault is not None:
+            return ServerNotReady(f"The server is recovering: {self.fault.message}", retry_after=5)
+        if not self.started.is_set():
+            return ServerNotReady("The server is starting: its default model is being loaded.")
+        return None
+
+    def inference(self, request: Request, body: Timed | None = None) -> Inference:
+        """The way to the models for who sent `request`, in the time that it allows.
 
         Raises:
-            ServerNotReady: start-up has not finished.
+            ServerNotReady: no calls are taken.
+            InvalidParameter: a header's time-out is no number of seconds.
         """
-        if not self.started.is_set():
-            raise ServerNotReady("The server is starting: its default model is being loaded.")
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        limits = self.settings.time.and_also(limits_of(request, body))
         protocol = PROTOCOLS.get(request.url.path.removeprefix("/v1"), "")
         account: Account = request.state.account
         caller = Caller(account.key.name, protocol, request.state.request_id)
         recorder = Recorder((self.metrics.count_call, request.state.calls.append))
-        return Inference(self.pool, [recorder, *self.observers], caller, account)
+        return Inference(
+            self.pool,
+            [recorder, *self.observers],
+            caller,
+            account,
+            calls=self.calls,
+            limits=limits,
+        )
 
     def open(self, pool: ModelPool) -> None:
         """Models can be listed from now on."""
         self._pool = pool
 
+    def close(self) -> None:
+        """There are no models until `open` is called again."""
+        self._pool = None
+
     def finish_start(self, failure: MLXManagerError | None) -> None:
         """Requests are taken from now on; `failure` is why the default model is missing."""
         self.failure = failure
+        self.fault = None
         self.started.set()
+
+    def fail(self, fault: MLXManagerError) -> None:
+        """End every call with `fault`, and take none until `recover` or `finish_start`."""
+        self.fault = fault
+        self.calls.interrupt(lambda: GenerationFailed(fault.message))
+
+    def recover(self) -> None:
+        """The MLX thread works again, with the models it had."""
+        self.fault = None
 
 
 def server_of(request: Request) -> Server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from mlx_manager.mlx_server.core import Event, Finished, ReasoningDelta, TextDelta
+from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, TextDelta
 from mlx_manager.mlx_server.errors import MLXManagerError
 
 
@@ -28,7 +28,7 @@ class EventStream:
         return self
 
     async def __anext__(self) -> list[Event]:
-        """The events since the last call.
+        """The events since the last call; `Admitted` alone.
 
         Raises:
             MLXManagerError: the request failed; events before the failure are given first.
@@ -40,6 +40,8 @@ class EventStream:
                 raise StopAsyncIteration
             self._waiter = self.loop.create_future()
             await self._waiter
+        if type(self._events[0]) is Admitted:
+            return [self._events.pop(0)]
         events, self._events = self._events, []
         return events if len(events) == 1 else merge(events)
 

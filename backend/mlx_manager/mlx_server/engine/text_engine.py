@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Event,
     Finished,
     FinishReason,
@@ -251,6 +252,11 @@ class TextEngine:
 
     # -- the loop ------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """How many have been queued on the device."""
+        return self._steps
+
     def has_work(self) -> bool:
         left = self._unsettled or self._unrouted
         return bool(left or self._under_way or self._scheduler.has_work)
@@ -472,7 +478,9 @@ class TextEngine:
             clear_cache()
         for prefill in schedule.prefills:
             row = prefill.sequence
-            row.admitted_at = row.admitted_at or self._clock()
+            if not row.admitted_at:
+                row.admitted_at = self._clock()
+                self._outbox.put(row.stream, [Admitted()])
             if prefill.final and not row.started:
                 self._prompt_tokens += row.prompt_length
                 if self._limits.prefix_cache:

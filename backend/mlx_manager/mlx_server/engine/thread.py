@@ -5,19 +5,22 @@ sends messages: `call` (awaits the result), `post` (does not wait). Between mess
 steps the engines that have work; with neither it blocks in the queue and never polls.
 
 This is one of the two places that catch every exception (the other is `api/errors.py`): whatever
-a step raises fails the rows of that engine alone, and the thread lives on.
+a step raises fails the rows of that engine alone, and the thread lives on. What ends the thread
+all the same (SystemExit, say) fails every message that waits for it; `engine/watchdog.py` notices.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Protocol, TypeVar
 
-from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
 from mlx_manager.mlx_server.utils.graphs import record_whole_steps
 
@@ -28,6 +31,11 @@ log = logging.getLogger(__name__)
 class Engine(Protocol):
     """What the thread steps. All methods are called on the MLX thread."""
 
+    @property
+    def steps(self) -> int:
+        """How many it has begun."""
+        ...
+
     def has_work(self) -> bool: ...
 
     def step(self) -> None: ...
@@ -37,18 +45,82 @@ class Engine(Protocol):
         ...
 
 
+class Message(Protocol):
+    def run(self) -> None: ...
+
+    def abandon(self) -> None:
+        """The thread has ended; this will never run."""
+        ...
+
+
+class Post:
+    """Nobody waits for it."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def run(self) -> None:
+        self._function()
+
+    def abandon(self) -> None:
+        pass
+
+
+class Question:
+    """Somebody in an event loop waits for what it returns or raises."""
+
+    def __init__(self, function: Callable[[], T], answer: asyncio.Future[T]) -> None:
+        self._function = function
+        self._answer = answer
+
+    def run(self) -> None:
+        try:
+            result = self._function()
+        except Exception as error:  # noqa: BLE001 the caller gets it
+            self._fail(error)
+        except BaseException:
+            self.abandon()
+            raise
+        else:
+            self._settle(lambda: self._answer.set_result(result))
+
+    def abandon(self) -> None:
+        self._fail(ServerNotReady("The MLX thread has ended."))
+
+    def _fail(self, error: Exception) -> None:
+        self._settle(lambda: self._answer.set_exception(error))
+
+    def _settle(self, set_outcome: Callable[[], None]) -> None:
+        def unless_cancelled() -> None:
+            if not self._answer.done():
+                set_outcome()
+
+        loop = self._answer.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(unless_cancelled)
+
+
 class MLXThread:
     """Runs callables and engine steps, one after the other, on a thread of its own."""
 
-    def __init__(self) -> None:
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._engines: list[Engine] = []
         self._closing = False
+        self._ended = False
+        self._clock = clock
+        self._progress: float | None = None
         self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._ended
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last message or step was done; 0 while there is nothing to do."""
+        progress = self._progress
+        return 0.0 if progress is None else self._clock() - progress
 
     def start(self) -> None:
         keep_freed_memory()
@@ -57,38 +129,23 @@ class MLXThread:
 
     def post(self, message: Callable[[], None]) -> None:
         """Run `message` between steps. What it raises is logged: nobody waits for it."""
-        self._inbox.put(message)
+        self._inbox.put(Post(message))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between steps and return what it returns.
 
         Raises:
-            ServerNotReady: the thread has been closed.
+            ServerNotReady: the thread has been closed, or has died.
             Exception: whatever `function` raises.
         """
         if self._closing or not self.alive:
             raise ServerNotReady("The server is shutting down.")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(set_outcome: Callable[[], None]) -> None:
-            def unless_cancelled() -> None:
-                if not future.done():
-                    set_outcome()
-
-            loop.call_soon_threadsafe(unless_cancelled)
-
-        def message() -> None:
-            try:
-                result = function()
-            except Exception as error:  # noqa: BLE001 the caller gets it
-                failure = error
-                settle(lambda: future.set_exception(failure))
-            else:
-                settle(lambda: future.set_result(result))
-
-        self._inbox.put(message)
-        return await future
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._inbox.put(Question(function, answer))
+        if self._ended:
+            # It may have ended, and abandoned its messages, before this one was there.
+            self._abandon_inbox()
+        return await answer
 
     def attach(self, engine: Engine) -> None:
         """Step `engine` whenever it has work. On the MLX thread only."""
@@ -98,11 +155,19 @@ class MLXThread:
         """Stop stepping `engine`. On the MLX thread only."""
         self._engines.remove(engine)
 
+    def interrupt(self) -> None:
+        """Raise MLXThreadFailed in whatever the thread is doing, once it is back in Python."""
+        ident = self._thread.ident
+        assert ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(ident), ctypes.py_object(MLXThreadFailed)
+        )
+
     def close(self, timeout: float = 30.0) -> None:
         """Finish the messages sent so far, then end the thread. Safe to call twice."""
         if not self._closing:
             self._closing = True
-            self._inbox.put(lambda: None)
+            self.post(lambda: None)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
@@ -118,27 +183,45 @@ class MLXThread:
                 self._step_all()
             self._read_inbox(block=False)
         finally:
+            self._ended = True
+            self._engines.clear()
+            self._abandon_inbox()
             mx.clear_streams()
 
     def _read_inbox(self, *, block: bool) -> None:
         while True:
+            if block:
+                self._progress = None
             try:
                 message = self._inbox.get(block=block)
             except Empty:
                 return
             block = False
+            self._progress = self._clock()
             try:
-                message()
+                message.run()
             except Exception:
                 log.exception("a message to the MLX thread failed")
+            self._progress = self._clock()
+
+    def _abandon_inbox(self) -> None:
+        while True:
+            try:
+                self._inbox.get(block=False).abandon()
+            except Empty:
+                return
 
     def _step_all(self) -> None:
         """No name in `_run` may keep an engine alive, whose model a message may be unloading."""
         for engine in tuple(self._engines):
             if not engine.has_work():
                 continue
+            before = engine.steps
             try:
                 engine.step()
             except Exception as error:
                 log.exception("a step failed; its rows are failed and the engine goes on")
                 engine.fail(error)
+                self._progress = self._clock()
+            if engine.steps != before:
+                self._progress = self._clock()

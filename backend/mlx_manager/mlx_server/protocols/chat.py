@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Conversation,
     Event,
     Finished,
@@ -292,8 +293,10 @@ class ChatStream:
         """What follows if there is no end."""
         return sse.event(error_body(error)).encode("ascii")
 
-    def _chunk(self, row: int, event: Event) -> str:
+    def _chunk(self, row: int, event: Event) -> str:  # noqa: PLR0911 one for each kind
         match event:
+            case Admitted():
+                return ""
             case Started(ids=ids):
                 return self._choice(row, {"role": "assistant", "content": ""}, prompt_ids=ids)
             case TextDelta(text, logprobs):

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Conversation,
     Event,
     Finished,
@@ -422,8 +423,10 @@ class MessageStream:
         body = error_body(error, self.head.request_id)
         return sse.named("error", body).encode("ascii")
 
-    def _event(self, event: Event) -> str:
+    def _event(self, event: Event) -> str:  # noqa: PLR0911 one for each kind
         match event:
+            case Admitted():
+                return ""
             case Started():
                 message = _start(self.head, event).model_dump(exclude_unset=True)
                 return _event("message_start", message=message)
@@ -580,6 +583,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         403: "permission_error",
         404: "not_found_error",
         405: "invalid_request_error",
+        408: "timeout_error",
         413: "invalid_request_error",
         422: "invalid_request_error",
         429: "rate_limit_error",

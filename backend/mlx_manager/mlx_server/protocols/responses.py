@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Constraint,
     Conversation,
     Event,
@@ -645,8 +646,10 @@ class ResponseStream:
             "usage": _usage(self._finished.usage),
         }
 
-    def _event(self, event: Event) -> str:
+    def _event(self, event: Event) -> str:  # noqa: PLR0911 one for each kind
         match event:
+            case Admitted():
+                return ""
             case TextDelta(text, logprobs):
                 return self._enter("message") + self._text(text, logprobs)
             case ReasoningDelta(text):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
+    Timed,
     Wire,
     choose,
     text_or_list,
@@ -191,7 +192,7 @@ class CountTokensRequest(Wire):
     speed: Any = Field(None, description="No effect")
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, Timed):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1, description="Most tokens generated, thinking included")

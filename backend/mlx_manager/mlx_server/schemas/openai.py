@@ -17,6 +17,7 @@ from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
+    Timed,
     Wire,
     choose,
     shape,
@@ -193,7 +194,7 @@ Stop = Annotated[
 ]
 
 
-class GenerationParameters(Wire):
+class GenerationParameters(Timed):
     """What chat and completions have in common."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")

@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
-from mlx_manager.mlx_server.schemas.wire import NonEmpty, Wire, choose, shape, text_or_list
+from mlx_manager.mlx_server.schemas.wire import (
+    NonEmpty,
+    Timed,
+    Wire,
+    choose,
+    shape,
+    text_or_list,
+)
 
 NO_EFFECT = frozenset(
     {
@@ -225,7 +232,7 @@ Input = Annotated[
 ]
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(Timed):
     """`POST /v1/responses`."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")

@@ -15,6 +15,7 @@ CONVERSATIONS = ("messages", "input")
 CONTENTS = ("content", "output")
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class Wire(BaseModel):
@@ -43,6 +44,18 @@ def parts(message: Wire) -> list[Wire]:
 
 def _fields(value: Wire, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if name in type(value).model_fields]
+
+
+class Timed(Wire):
+    """How long an answer may take. Where the server's owner allows less, that counts."""
+
+    timeout: Seconds | None = Field(None, description="Seconds for the whole answer, or 504")
+    first_token_timeout: Seconds | None = Field(
+        None, description="Seconds until the first token, or 504"
+    )
+    queue_timeout: Seconds | None = Field(
+        None, description="Seconds in the queue of the loaded model, or 504"
+    )
 
 
 def _unknown(value: object, path: str) -> Iterator[str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from mlx_manager.mlx_server.config import TimeLimits
 from mlx_manager.mlx_server.core import (
     Backend,
     Caller,
@@ -28,6 +29,7 @@ from mlx_manager.mlx_server.observability.observer import Observer, observe_all
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
+from mlx_manager.mlx_server.services.calls import UNHURRIED, Calls
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.pool import ModelStatus
@@ -115,6 +117,7 @@ class Inference:
     """Answers a caller's requests with the models of a pool, while the observers watch.
 
     `account` is what the caller's key has left of what it may ask for.
+    calls: where they are entered while they are under way. limits: how long they may take.
     """
 
     def __init__(
@@ -123,11 +126,16 @@ class Inference:
         observers: Sequence[Observer] = (),
         caller: Caller = NOBODY,
         account: Account = UNLIMITED,
+        *,
+        calls: Calls | None = None,
+        limits: TimeLimits = UNHURRIED,
     ) -> None:
         self.pool = pool
         self.observers = (*observers, *account.observers())
         self.caller = caller
         self.account = account
+        self.calls = Calls() if calls is None else calls
+        self.limits = limits
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -137,19 +145,26 @@ class Inference:
         Closing the iterator cancels every row. The lease is held until the last of them has ended.
 
         Raises:
+            RequestTimedOut: one of the limits has been reached.
             MLXManagerError: one row's failure ends them all.
         """
         self.account.check_priority(requests)
         requests = [replace(request, caller=self.caller) for request in requests]
-        with observe_all(self.observers, requests) as observations:
-            async with (
-                self.account.turn(),
-                self.pool.lease(requests[0].model) as lease,
-                aclosing(rows(lease.backend, requests)) as progress,
-            ):
+        with (
+            self.calls.enter(requests, self.limits) as call,
+            observe_all(self.observers, requests) as observations,
+        ):
+            async with AsyncExitStack() as held:
+                await call.wait(held.enter_async_context(self.account.turn()))
+                call.enter("load")
+                leasing = self.pool.lease(requests[0].model)
+                lease = await call.wait(held.enter_async_context(leasing))
+                call.enter("queue")
                 for observation in observations:
                     observation.leased()
-                async for step in progress:
+                progress = await held.enter_async_context(aclosing(rows(lease.backend, requests)))
+                while (step := await call.wait(pull(progress))) is not None:
+                    call.follow(step)
                     for observation in observations:
                         observation.add(step)
                     yield step
@@ -235,8 +250,8 @@ async def rows(
         await close(streams)
 
 
-async def pull(stream: AsyncIterator[list[Event]]) -> list[Event] | None:
-    """The next events, or None at the end."""
+async def pull(stream: AsyncIterator[T]) -> T | None:
+    """What comes next, or None at the end."""
     return await anext(stream, None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from scripted import MODEL, Script, ScriptedBackend, ScriptedPool, says
 from sdk_models import events, strictly
 
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.core import Finished, Started, TextDelta, Usage
+from mlx_manager.mlx_server.core import Admitted, Finished, Started, TextDelta, Usage
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -395,3 +395,63 @@ async def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(serve):
         for truncation in ("disabled", "auto"):
             await answered(client, RESPONSES, False, input=turns, truncation=truncation)
     assert [len(request.prompt.messages) for request in backend.requests] == [5, 2]
+
+
+@everywhere
+@pytest.mark.parametrize("ask", ["body", "header"])
+async def test_a_time_out_is_a_504_that_names_limit_and_phase(serve, protocol: Protocol, ask: str):
+    fields = {"timeout": 0.02} if ask == "body" else {}
+    headers = {"x-request-timeout": "0.02"} if ask == "header" else {}
+    async with serve(lambda _: [[Admitted()], asyncio.Event()]) as client:
+        body = asked(protocol, True) | fields
+        response = await client.post(protocol.path, json=body, headers=headers)
+    assert response.status_code == 504
+    told = failure(protocol, response.json())
+    assert "`timeout` of 0.02 s" in told
+    assert "its prompt was still being processed" in told
+    if protocol is MESSAGES:
+        assert response.json()["error"]["type"] == "timeout_error"
+
+
+@everywhere
+async def test_a_time_out_of_an_answer_that_has_begun_is_its_last_event(serve, protocol: Protocol):
+    script: Script = lambda _: [[Started(1)], [TextDelta("a")], asyncio.Event()]  # noqa: E731
+    async with serve(script, timeout_seconds=0.02) as client:
+        streamed = await client.post(protocol.path, json=asked(protocol, True))
+        whole = await client.post(protocol.path, json=asked(protocol, False) | {"timeout": 60})
+    assert (streamed.status_code, whole.status_code) == (200, 504)
+    last = parts(streamed)[-1]
+    if protocol is RESPONSES:
+        assert last["type"] == "response.failed"
+        told = last["response"]["error"]["message"]
+    else:
+        told = failure(protocol, last)
+    assert "its answer was not complete" in told
+    assert told == failure(protocol, whole.json())
+
+
+@everywhere
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "0"])
+async def test_a_time_out_that_is_none_is_refused_by_name(serve, protocol: Protocol, value: str):
+    async with serve() as client:
+        headers = {"x-queue-timeout": value}
+        wrong = await client.post(protocol.path, json=asked(protocol, False), headers=headers)
+        body = asked(protocol, False) | {"queue_timeout": 0}
+        zero = await client.post(protocol.path, json=body)
+    assert (wrong.status_code, zero.status_code) == (422, 422)
+    assert "`x-queue-timeout` must be a number of seconds" in failure(protocol, wrong.json())
+    assert "`queue_timeout`" in failure(protocol, zero.json())
+
+
+@everywhere
+async def test_a_body_that_stops_coming_is_a_408(serve, protocol: Protocol):
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"mess'
+        await asyncio.Event().wait()
+
+    async with serve(client_timeout_seconds=0.02) as client:
+        headers = {"content-type": "application/json"}
+        response = await client.post(protocol.path, content=body(), headers=headers)
+    assert response.status_code == 408
+    assert response.headers["connection"] == "close"
+    assert "Nothing more of the body came" in failure(protocol, response.json())

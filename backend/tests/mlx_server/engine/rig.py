@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.core import Event, Finished, Sampling, Started
+from mlx_manager.mlx_server.core import Admitted, Event, Finished, Sampling, Started
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.forward import Forward
@@ -59,7 +59,8 @@ class Row:
         return last
 
     async def started(self) -> Started:
-        first = (await anext(aiter(self.stream)))[0]
+        assert await anext(self.stream) == [Admitted()]
+        first = (await anext(self.stream))[0]
         assert isinstance(first, Started)
         return first
 

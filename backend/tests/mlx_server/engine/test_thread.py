@@ -24,6 +24,10 @@ class Work:
         self.idle_steps = 0
         self.finished = threading.Event()
 
+    @property
+    def steps(self) -> int:
+        return self.done
+
     def has_work(self) -> bool:
         return self.left > 0
 

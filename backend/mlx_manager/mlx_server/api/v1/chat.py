@@ -29,5 +29,5 @@ async def chat_completions(request: Request) -> Response:
     limits = server.settings.api
     body = await read(request, ChatCompletionRequest, limits)
     head = chat.head(body, server.pool.resolve(body.model), limits.reasoning_field)
-    progress = server.inference(request).generate(chat.requests(body, head))
+    progress = server.inference(request, body).generate(chat.requests(body, head))
     return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))

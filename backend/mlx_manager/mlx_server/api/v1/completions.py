@@ -28,7 +28,7 @@ async def completion(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, CompletionRequest, server.settings.api)
     head = completions.head(body, server.pool.resolve(body.model))
-    progress = server.inference(request).generate(completions.requests(body, head))
+    progress = server.inference(request, body).generate(completions.requests(body, head))
     return await respond(
         request,
         body,

@@ -37,7 +37,7 @@ async def create_message(request: Request) -> Response:
         request_id=request.state.request_id,
         max_tokens=body.max_tokens,
     )
-    progress = server.inference(request).generate([messages.request(body, head)])
+    progress = server.inference(request, body).generate([messages.request(body, head)])
     return await respond(
         request, body, progress, messages.MessageStream(head), messages.MessageAnswer(head)
     )

@@ -38,7 +38,7 @@ async def create_response(request: Request) -> Response:
     history = [] if earlier is None else await server.responses.history(earlier)
     asked = responses.request(head, history)
     stream = responses.ResponseStream(head)
-    inference = server.inference(request)
+    inference = server.inference(request, body)
     if body.truncation == "auto":
         async with UntilHangup(request.receive):
             asked = await inference.fitted(responses.shortened(asked))

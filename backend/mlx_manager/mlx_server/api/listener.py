@@ -1,0 +1,148 @@
+"""The program's socket: how long a client may keep it busy, and how it closes.
+
+While the server drains the socket stays open, so that probes and clients read a 503 with
+Retry-After instead of meeting a closed port; it closes when the last call has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio import TimerHandle, Transport
+from functools import partial
+from socket import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mlx_manager.mlx_server.api.state import Server
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
+
+GRACE = 5
+"""Seconds that responses get to be taken once no call is under way."""
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
+request could meet a connection that is being closed."""
+
+
+class Connection(HttpToolsProtocol):
+    """A connection that its client can't hold by doing nothing.
+
+    It is closed when a request's headers are not complete `client_timeout` seconds after it was
+    made, or after their first byte; and when the client has left 64 KiB lying for as long.
+    """
+
+    def __init__(self, *args: Any, client_timeout: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._client_timeout = client_timeout
+        self._head: TimerHandle | None = None
+        self._stall: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._client_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _expect_head(self) -> None:
+        if self._head is None and not self.transport.is_closing():
+            self._head = self.loop.call_later(self._client_timeout, self.transport.close)
+
+    def _end_timers(self) -> None:
+        for timer in (self._head, self._stall):
+            if timer is not None:
+                timer.cancel()
+
+
+class Listener(uvicorn.Server):
+    """uvicorn's server, which says where it listens once it does, and drains before it stops.
+
+    The first SIGTERM or SIGINT begins the drain; the second ends the program at once.
+    """
+
+    def __init__(self, app: FastAPI, server: Server) -> None:
+        super().__init__(configuration(app, server.settings))
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.url: asyncio.Future[str] = self._loop.create_future()
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+        self.url.set_result(f"http://{shown}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come; runs between any two lines of the main thread."""
+        if self._captured_signals:
+            signal.signal(sig, signal.SIG_DFL)
+            os.kill(os.getpid(), sig)
+        self._captured_signals.append(sig)
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        drain, running = self._server.drain, len(self._server.calls)
+        drain.begin()
+        if running:
+            print(
+                f"Stopping: {running} running {'request has' if running == 1 else 'requests have'} "
+                f"{drain.seconds:g} s to finish. A second signal ends the server at once.",
+                file=sys.stderr,
+                flush=True,
+            )
+        await drain.done()
+        self.should_exit = True
+
+
+def configuration(app: FastAPI, settings: MLXServerSettings) -> uvicorn.Config:
+    connection: Any = partial(Connection, client_timeout=settings.client_timeout_seconds)
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=connection,
+        ws="none",
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=GRACE,
+    )

@@ -1,0 +1,183 @@
+"""The calls under way: how long each may take, and how all of them are ended from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from mlx_manager.mlx_server.config import TimeLimits
+from mlx_manager.mlx_server.core import Admitted, GenerationRequest, Progress
+from mlx_manager.mlx_server.errors import MLXManagerError, RequestTimedOut
+
+T = TypeVar("T")
+Phase = Literal["load", "queue", "prompt", "answer"]
+UNHURRIED = TimeLimits()
+
+WHERE: dict[Phase, str] = {
+    "load": "its model was still being loaded",
+    "queue": "it was still waiting for its turn",
+    "prompt": "its prompt was still being processed",
+    "answer": "its answer was not complete",
+}
+
+
+class Call:
+    """One call, from its arrival to the end of its last row, with the clock that may end it.
+
+    Whoever works on it awaits through `wait`, so that `interrupt` ends the work and nothing else:
+    a caller that is busy with what it has got already learns of it when it asks for more.
+
+    Attributes:
+        requests: its rows.
+        phase: the first row's; the others may be behind.
+        arrived: in the event loop's time, seconds.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest], limits: TimeLimits) -> None:
+        self.requests = requests
+        self.phase: Phase = "queue"
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self.arrived = self._since = self._loop.time()
+        self._queued = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Task[Any] | None = None
+        self._error: MLXManagerError | None = None
+        self._arm()
+
+    def enter(self, phase: Phase) -> None:
+        """The first row has got that far."""
+        now = self._loop.time()
+        if self.phase == "queue":
+            self._queued += now - self._since
+        self.phase = phase
+        self._since = now
+        self._arm()
+
+    def follow(self, step: Progress) -> None:
+        """Find out from its rows' events how far the call is."""
+        if self.phase == "answer":
+            return
+        begun = any(type(events[-1]) is not Admitted for _, events in step)
+        phase: Phase = "answer" if begun else "prompt"
+        if phase != self.phase:
+            self.enter(phase)
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns.
+
+        Raises:
+            MLXManagerError: what the call has been interrupted with; the work is cancelled.
+        """
+        if self._error is not None:
+            work.close()
+            raise self._error
+        task = self._waiter = asyncio.current_task()
+        assert task is not None
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._error is None or task.uncancel() > 0:
+                raise
+            raise self._error from None
+        finally:
+            self._waiter = None
+
+    def interrupt(self, error: MLXManagerError) -> None:
+        """End the call with `error`. The first one counts."""
+        if self._error is None:
+            self._error = error
+            if self._waiter is not None:
+                self._waiter.cancel()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        self.close()
+        due = [(moment, name) for moment, name in self._deadlines() if moment is not None]
+        if due:
+            moment, name = min(due)
+            self._timer = self._loop.call_at(moment, self._expire, name)
+
+    def _deadlines(self) -> Iterator[tuple[float | None, str]]:
+        limits = self._limits
+        if limits.total is not None:
+            yield self.arrived + limits.total, "timeout"
+        if limits.first_token is not None and self.phase != "answer":
+            yield self.arrived + limits.first_token, "first_token_timeout"
+        if limits.queue is not None and self.phase == "queue":
+            yield self._since + limits.queue - self._queued, "queue_timeout"
+
+    def _expire(self, name: str) -> None:
+        limits = self._limits
+        seconds = {
+            "timeout": limits.total,
+            "first_token_timeout": limits.first_token,
+            "queue_timeout": limits.queue,
+        }[name]
+        self.interrupt(
+            RequestTimedOut(
+                f"The request ran into its `{name}` of {seconds:g} s: {WHERE[self.phase]}.",
+                param=name,
+            )
+        )
+
+
+class Calls:
+    """Every call under way. Belongs to the event loop.
+
+    refusal: why no more are taken, if they are not.
+    """
+
+    def __init__(self, refusal: Callable[[], MLXManagerError | None] = lambda: None) -> None:
+        self._calls: dict[Call, None] = {}
+        self._refusal = refusal
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __iter__(self) -> Iterator[Call]:
+        """The oldest first."""
+        return iter(tuple(self._calls))
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @contextmanager
+    def enter(
+        self, requests: Sequence[GenerationRequest], limits: TimeLimits = UNHURRIED
+    ) -> Iterator[Call]:
+        """A call under way for the length of the context.
+
+        Raises:
+            MLXManagerError: why no calls are taken.
+        """
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+        call = Call(requests, limits)
+        self._calls[call] = None
+        self._none.clear()
+        try:
+            yield call
+        finally:
+            call.close()
+            del self._calls[call]
+            if not self._calls:
+                self._none.set()
+
+    def interrupt(self, why: Callable[[], MLXManagerError]) -> None:
+        """End every call under way."""
+        for call in self:
+            call.interrupt(why())
+
+    async def ended(self, seconds: float | None = None) -> bool:
+        """Wait until no call is under way, at most that long; whether that came to be."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._none.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,67 @@
+"""Going out of service: what runs may finish, for a while, and nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.services.calls import Calls
+
+LAST_WORDS = 5.0
+"""Seconds that calls which have been cut get to tell their clients."""
+
+
+class Drain:
+    """Begun by the first signal to stop, or through the admin API. Belongs to the event loop.
+
+    Whoever takes calls asks `refusal` first.
+    """
+
+    def __init__(self, calls: Calls, seconds: float) -> None:
+        self.seconds = seconds
+        self._calls = calls
+        self._until = 0.0
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._draining is not None
+
+    def begin(self) -> None:
+        """Take no more calls, and cut those that have not ended by the deadline."""
+        if self._draining is None:
+            self._until = asyncio.get_running_loop().time() + self.seconds
+            self._draining = asyncio.create_task(self._drain(), name="drain")
+
+    def revoke(self) -> None:
+        """Take calls again."""
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
+
+    async def done(self) -> None:
+        """Wait until every call has ended, or was cut and had its time to say so."""
+        if self._draining is not None:
+            await asyncio.wait([self._draining])
+
+    def refusal(self) -> ServerNotReady | None:
+        """What a call is told that comes too late; None if none does."""
+        if self._draining is None:
+            return None
+        left = math.ceil(self._until - asyncio.get_running_loop().time())
+        return ServerNotReady(
+            "The server is going out of service and takes no new requests.",
+            retry_after=max(1, left),
+        )
+
+    def _cut(self) -> ServerNotReady:
+        return ServerNotReady(
+            "The server is going out of service, and the answer was not complete within "
+            f"{self.seconds:g} s (MLX_SERVER_DRAIN_SECONDS)."
+        )
+
+    async def _drain(self) -> None:
+        if not await self._calls.ended(self.seconds):
+            self._calls.interrupt(self._cut)
+            await self._calls.ended(LAST_WORDS)

@@ -1,0 +1,113 @@
+"""SIGTERM, SIGINT, SIGKILL while eight answers are being read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from crowd import PEOPLE, Crowd, question
+from live import LiveServer, live_server
+
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def served(
+    errors: Path, **settings: object
+) -> AsyncIterator[tuple[LiveServer, httpx.AsyncClient]]:
+    with live_server(errors, **settings) as server:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+            yield server, http
+
+
+async def ended(server: LiveServer) -> int:
+    return await asyncio.to_thread(server.process.wait, 60)
+
+
+async def refused(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    """The first answer that is no 200: a signal takes a moment to arrive."""
+    while (response := await http.get(path)).status_code == 200:
+        pass
+    return response
+
+
+async def test_after_sigterm_running_answers_finish_and_new_ones_are_refused(tmp_path: Path):
+    log = tmp_path / "log"
+    async with served(log, drain_seconds=60) as (server, http):
+        async with Crowd(http, 300) as crowd:
+            server.process.terminate()
+            unready = await refused(http, "/readyz")
+            assert 1 <= int(unready.headers["retry-after"]) <= 60
+            assert (await http.get("/livez")).status_code == 200
+            late = await http.post(CHAT, json=question(1))
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "server_not_ready")
+            assert "retry-after" in late.headers
+        assert all(told.well for told in crowd.told)
+        assert await ended(server) == -signal.SIGTERM
+    text = log.read_text()
+    assert "8 running requests have 60 s to finish" in text
+    assert "Traceback" not in text
+
+
+async def test_at_the_deadline_each_client_is_told_that_its_answer_was_cut(tmp_path: Path):
+    log = tmp_path / "log"
+    async with served(log, drain_seconds=0.1) as (server, http):
+        async with Crowd(http, 5000) as crowd:
+            whole = asyncio.create_task(http.post(CHAT, json=question(5000, stream=False)))
+            while (await http.get("/debug/memory")).json()["engines"]["mlx-manager/demo"][
+                "running"
+            ] <= PEOPLE:
+                pass
+            server.process.terminate()
+        assert {told.error["code"] for told in crowd.told if told.error} == {"server_not_ready"}
+        assert all(told.error and told.pieces and not told.done for told in crowd.told)
+        assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (
+            503,
+            "server_not_ready",
+        )
+        assert await ended(server) == -signal.SIGTERM
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, second: signal.Signals):
+    async with served(tmp_path / "log", drain_seconds=600) as (server, http):
+        async with Crowd(http, 5000) as crowd:
+            server.process.terminate()
+            await refused(http, "/readyz")
+            server.process.send_signal(second)
+        assert all(told.broken for told in crowd.told)
+        assert await ended(server) == -second
+
+
+async def test_after_sigkill_a_new_server_goes_on_from_what_was_kept(tmp_path: Path):
+    kept = tmp_path / "responses.db"
+    asked = {"input": "What is 3 + 4?", "temperature": 0}
+    async with served(tmp_path / "log", response_store=kept) as (server, http):
+        first = (await http.post("/v1/responses", json=asked)).json()
+        async with Crowd(http, 5000) as crowd:
+            writers = [
+                asyncio.create_task(http.post("/v1/responses", json=asked)) for _ in range(8)
+            ]
+            await asyncio.wait(writers, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(server.process.pid, signal.SIGKILL)
+            await asyncio.wait(writers)
+        assert all(told.broken for told in crowd.told)
+        answered = [w.result().json() for w in writers if w.exception() is None]
+        assert answered
+    async with served(tmp_path / "log", response_store=kept) as (_, http):
+        for answer in [first, *answered]:
+            again = await http.get(f"/v1/responses/{answer['id']}")
+            assert again.json()["output"] == answer["output"]
+        went_on = asked | {"previous_response_id": first["id"]}
+        assert (await http.post("/v1/responses", json=went_on)).status_code == 200
+    with sqlite3.connect(kept) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)

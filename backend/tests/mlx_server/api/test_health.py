@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from scripted import MODEL, ScriptedBackend, ScriptedPool, says
+
+from mlx_manager.mlx_server.api.state import Server
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Started
+from mlx_manager.mlx_server.errors import MLXThreadFailed
+from mlx_manager.mlx_server.main import create_app
+
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+class Probed:
+    """An application whose server state a test changes as `main` does."""
+
+    def __init__(self, pool: ScriptedPool) -> None:
+        self.app = create_app(MLXServerSettings(model=MODEL, drain_seconds=30), pool)
+        self.server: Server = self.app.state.server
+
+    async def statuses(self) -> dict[str, int]:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            paths = ("/livez", "/readyz", "/health")
+            found = {path: (await client.get(path)).status_code for path in paths}
+            return found | {CHAT: (await client.post(CHAT, json=ASK)).status_code}
+
+
+ALIVE_ONLY = {"/livez": 200, "/readyz": 503, "/health": 503, CHAT: 503}
+ALL_WELL = dict.fromkeys(ALIVE_ONLY, 200)
+
+
+async def test_a_server_that_starts_is_alive_and_not_ready():
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("x")), asyncio.Event())
+    probed = Probed(pool)
+    async with probed.app.router.lifespan_context(probed.app):
+        assert await probed.statuses() == ALIVE_ONLY
+        assert pool.loading is not None
+        pool.loading.set()
+        await probed.server.started.wait()
+        assert await probed.statuses() == ALL_WELL
+
+
+async def test_a_draining_server_is_alive_and_says_when_to_come_back():
+    pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
+    probed = Probed(pool)
+    async with probed.app.router.lifespan_context(probed.app):
+        await probed.server.started.wait()
+        transport = httpx.ASGITransport(probed.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            running = asyncio.create_task(client.post(CHAT, json=ASK))
+            await pool.backend.until(lambda backend: backend.running == 1)
+            probed.server.drain.begin()
+            refused = await client.get("/readyz")
+            assert await probed.statuses() == ALIVE_ONLY
+            assert 25 < int(refused.headers["retry-after"]) <= 30
+            assert refused.headers["connection"] == "close"
+            assert "going out of service" in refused.text
+            assert not running.done()
+            probed.server.drain.revoke()
+            assert (await client.get("/readyz")).status_code == 200
+            running.cancel()
+
+
+async def test_a_server_that_recovers_is_alive_and_tells_what_was_lost():
+    pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
+    probed = Probed(pool)
+    async with probed.app.router.lifespan_context(probed.app):
+        await probed.server.started.wait()
+        transport = httpx.ASGITransport(probed.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            running = asyncio.create_task(client.post(CHAT, json=ASK))
+            await pool.backend.until(lambda backend: backend.running == 1)
+            probed.server.fail(MLXThreadFailed("It got stuck."))
+            lost = await running
+            assert (lost.status_code, lost.json()["error"]["code"]) == (500, "generation_failed")
+            assert lost.json()["error"]["message"] == "It got stuck."
+        assert await probed.statuses() == ALIVE_ONLY
+        probed.server.recover()
+        pool.backend.script = lambda _: says("x")
+        assert await probed.statuses() == ALL_WELL
+
+
+async def test_a_server_that_is_lost_is_not_alive():
+    probed = Probed(ScriptedPool(ScriptedBackend(lambda _: says("x"))))
+    async with probed.app.router.lifespan_context(probed.app):
+        await probed.server.started.wait()
+        probed.server.fail(MLXThreadFailed("It hangs."))
+        probed.server.lost.set()
+        assert await probed.statuses() == ALIVE_ONLY | {"/livez": 503}

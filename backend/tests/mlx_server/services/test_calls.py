@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
+
+from mlx_manager.mlx_server.config import TimeLimits
+from mlx_manager.mlx_server.core import Admitted, GenerationRequest, Started, Text, TextDelta
+from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
+from mlx_manager.mlx_server.services.calls import Calls
+from mlx_manager.mlx_server.services.drain import Drain
+from mlx_manager.mlx_server.services.inference import Inference
+
+SOON = 0.02
+REQUEST = GenerationRequest(MODEL, Text("x"))
+STARTED: Step = [Started(1)]
+
+
+def endless(*steps: Step) -> ScriptedPool:
+    """A model whose answer never gets beyond `steps`."""
+    return ScriptedPool(ScriptedBackend(lambda _: [*steps, asyncio.Event()]))
+
+
+def draining(seconds: float) -> tuple[Calls, Drain]:
+    def refusal() -> ServerNotReady | None:
+        return drain.refusal()
+
+    calls = Calls(refusal)
+    drain = Drain(calls, seconds)
+    return calls, drain
+
+
+async def read(pool: ScriptedPool, limits: TimeLimits, calls: Calls | None = None) -> None:
+    async for _ in Inference(pool, calls=calls, limits=limits).generate([REQUEST]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("steps", "limits", "param", "where"),
+    [
+        ([], TimeLimits(queue=SOON), "queue_timeout", "waiting for its turn"),
+        ([], TimeLimits(first_token=SOON), "first_token_timeout", "waiting for its turn"),
+        ([[Admitted()]], TimeLimits(first_token=SOON), "first_token_timeout", "prompt"),
+        ([[Admitted()]], TimeLimits(total=SOON), "timeout", "prompt"),
+        ([[Admitted()], STARTED], TimeLimits(total=SOON), "timeout", "answer"),
+        ([STARTED, [TextDelta("a")]], TimeLimits(total=SOON), "timeout", "answer"),
+    ],
+)
+async def test_the_error_names_the_limit_and_how_far_the_call_was(
+    steps: list[Step], limits: TimeLimits, param: str, where: str
+):
+    pool = endless(*steps)
+    with pytest.raises(RequestTimedOut, match=f"`{param}` of 0.02 s: .*{where}") as found:
+        await read(pool, limits)
+    assert found.value.param == param
+    assert (pool.leases, pool.backend.running, pool.backend.cancelled) == (0, 0, 1)
+
+
+async def test_loading_counts_for_the_first_token_and_not_for_the_queue():
+    pool = endless()
+    pool.loading = asyncio.Event()
+    with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
+        await read(pool, TimeLimits(queue=SOON / 100, first_token=SOON))
+
+
+async def test_a_call_that_is_on_time_is_left_alone():
+    pool = ScriptedPool(ScriptedBackend(lambda _: [[Admitted()], *says("a")]))
+    await read(pool, TimeLimits(queue=60, first_token=60, total=60))
+
+
+async def test_of_two_limits_the_shorter_counts():
+    owner, asked = TimeLimits(queue=5, total=10), TimeLimits(first_token=2, total=30)
+    assert owner.and_also(asked) == TimeLimits(5, 2, 10)
+
+
+async def test_the_rows_of_one_call_end_together():
+    pool = endless(STARTED)
+    with pytest.raises(RequestTimedOut):
+        async for _ in Inference(pool, limits=TimeLimits(total=SOON)).generate([REQUEST] * 3):
+            pass
+    assert pool.backend.cancelled == 3
+
+
+async def test_who_is_busy_with_what_came_learns_of_the_interruption_when_asking_for_more():
+    calls = Calls()
+    answer = Inference(ScriptedPool(ScriptedBackend(lambda _: says("a"))), calls=calls).generate(
+        [REQUEST]
+    )
+    await anext(answer)
+    calls.interrupt(lambda: GenerationFailed("lost"))
+    await asyncio.sleep(0)
+    with pytest.raises(GenerationFailed, match="lost"):
+        await anext(answer)
+    assert len(calls) == 0
+
+
+async def test_a_caller_who_is_cancelled_is_cancelled_and_not_interrupted():
+    calls, pool = Calls(), endless(STARTED)
+    reading = asyncio.create_task(read(pool, TimeLimits(), calls))
+    await pool.backend.until(lambda backend: backend.running == 1)
+    reading.cancel()
+    calls.interrupt(lambda: GenerationFailed("lost"))
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert len(calls) == 0
+
+
+async def test_draining_waits_for_calls_and_refuses_new_ones():
+    pool = endless(STARTED)
+    calls, drain = draining(60)
+    reading = asyncio.create_task(read(pool, TimeLimits(), calls))
+    await pool.backend.until(lambda backend: backend.running == 1)
+    drain.begin()
+    with pytest.raises(ServerNotReady) as refused:
+        await read(pool, TimeLimits(), calls)
+    assert 55 < (refused.value.retry_after or 0) <= 60
+    assert not reading.done()
+    reading.cancel()
+    await drain.done()
+    assert len(calls) == 0
+
+
+async def test_draining_cuts_at_the_deadline_who_has_not_ended():
+    pool, calls = endless(STARTED), Calls()
+    reading = asyncio.create_task(read(pool, TimeLimits(), calls))
+    await pool.backend.until(lambda backend: backend.running == 1)
+    drain = Drain(calls, SOON)
+    drain.begin()
+    with pytest.raises(ServerNotReady, match=r"not complete within 0\.02 s"):
+        await reading
+    await drain.done()
+
+
+async def test_a_drain_that_is_revoked_cuts_nobody():
+    pool = endless(STARTED)
+    calls, drain = draining(SOON)
+    drain.begin()
+    drain.revoke()
+    await drain.done()
+    assert not drain.begun
+    with pytest.raises(RequestTimedOut):
+        await read(pool, TimeLimits(total=5 * SOON), calls)
