@@ -1,4 +1,4 @@
-.PHONY: help setup serve test lint types check bench clean
+.PHONY: help setup clients serve test lint types check bench clean
 .DEFAULT_GOAL := help
 
 BIN := $(CURDIR)/.venv/bin
@@ -8,6 +8,7 @@ help:
 	@echo 'make serve   set up .venv if needed and serve the embedded model on 127.0.0.1:8000'
 	@echo '             more options: make serve ARGS="--model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000"'
 	@echo 'make setup   only set up .venv (PYTHON=/path/to/python3, MLX=metal|cuda13|cuda12|cpu to choose)'
+	@echo 'make clients install the OpenAI and Anthropic clients that the tests try (a gigabyte; else skipped)'
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
 	@echo 'make bench   run every benchmark (minutes); one of them: see benchmarks/README.md'
@@ -15,6 +16,9 @@ help:
 
 setup:
 	@scripts/setup.sh
+
+clients: setup
+	@scripts/clients.sh
 
 serve: setup
 	@exec $(BIN)/mlx-manager serve $(ARGS)
@@ -35,5 +39,5 @@ bench: setup
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 clean:
-	rm -rf .venv backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
+	rm -rf .venv .venv-clients backend/tests/clients/*/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
 	find backend benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -332,6 +332,22 @@ Progress = list[tuple[int, list[Event]]]
 # ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """What a client that makes its own prompts needs to know of a model's tokenizer.
+
+    The tokens are texts, None where the tokenizer has none; `chat_template` is in Jinja.
+    """
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    vocab_size: int
+    context_length: int
+    chat_template: str | None
+
+
 class Backend(Protocol):
     """A loaded model that answers requests."""
 

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.core import (
     Started,
     Text,
     TextDelta,
+    TokenizerInfo,
     TokenLogprob,
     Tokens,
     Usage,
@@ -165,6 +166,20 @@ class TextBackend:
             InvalidRequest: the conversation can't be rendered.
         """
         return self._loaded.adapter.render_text(conversation, self._loaded.tokenizer)
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What clients need to know of the tokenizer."""
+        tokenizer = self._loaded.tokenizer
+        templates = tokenizer.chat_template
+        return TokenizerInfo(
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            unk_token=tokenizer.unk_token,
+            vocab_size=self._vocabulary,
+            context_length=self._loaded.context_length,
+            chat_template=templates.get("default") if isinstance(templates, dict) else templates,
+        )
 
     def _tokenise(self, prompt: Prompt) -> tuple[list[int], OutputFormat]:
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import Backend, Conversation, GenerationRequest, Prompt
+from mlx_manager.mlx_server.core import (
+    Backend,
+    Conversation,
+    GenerationRequest,
+    Prompt,
+    TokenizerInfo,
+)
 from mlx_manager.mlx_server.models.loading import LoadedModel
 
 
@@ -33,6 +39,10 @@ class ModelBackend(Backend, Protocol):
 
     def render(self, conversation: Conversation) -> str:
         """A conversation as text."""
+        ...
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What clients need to know of the tokenizer."""
         ...
 
     def stats(self) -> Any:

@@ -481,6 +481,18 @@ class TokenizeResponse(Wire):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfoResponse(Wire):
+    """`GET /tokenizer_info`, by vLLM's names. `chat_template` is in Jinja."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
 class TextResponse(Wire):
     """A text, by vLLM's name and by llama.cpp's."""
 

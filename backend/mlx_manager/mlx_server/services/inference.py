@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.core import (
     GenerationRequest,
     Progress,
     Prompt,
+    TokenizerInfo,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.observer import Observer, observe_all
@@ -71,6 +72,10 @@ class TokenBackend(Backend, Protocol):
 
     def render(self, conversation: Conversation) -> str:
         """A conversation as text."""
+        ...
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What clients need to know of the tokenizer."""
         ...
 
 

@@ -60,6 +60,18 @@ async def test_a_conversation_is_rendered_as_the_model_sees_it(client: httpx.Asy
     assert back["prompt"] == text
 
 
+async def test_a_client_may_make_prompts_itself(client: httpx.AsyncClient):
+    for path in ("/tokenizer_info", "/v1/tokenizer_info?model=mlx-manager/demo"):
+        info = (await client.get(path)).json()
+        assert info["bos_token"] == "<|begin_of_text|>"
+        assert info["eos_token"] == "<|eot_id|>"
+        assert info["model_max_length"] == 8192
+        assert "messages" in info["chat_template"]
+    missing = await client.get("/tokenizer_info?model=other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

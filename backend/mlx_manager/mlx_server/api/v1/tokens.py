@@ -1,4 +1,8 @@
-"""`POST /v1/tokenize`, `/v1/detokenize` and `/v1/apply-template`, also without the `/v1`."""
+"""What a prompt is in tokens, and what a client must know to make its own.
+
+`POST /v1/tokenize`, `/v1/detokenize`, `/v1/apply-template` and `GET /v1/tokenizer_info`, also
+without the `/v1`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TextResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfoResponse,
 )
 
 router = APIRouter(tags=["tokens"], responses={422: {"model": ErrorBody}})
@@ -61,3 +66,21 @@ async def apply_template(request: Request, response: Response) -> TextResponse:
         server.pool.resolve(body.model), lambda model: model.render(asked)
     )
     return TextResponse(prompt=text, content=text)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfoResponse:
+    """A model's special tokens and chat template, for clients that make prompts themselves."""
+    server = server_of(request)
+    info = await server.inference(request).ask(
+        server.pool.resolve(model), lambda backend: backend.tokenizer_info()
+    )
+    return TokenizerInfoResponse(
+        bos_token=info.bos_token,
+        eos_token=info.eos_token,
+        pad_token=info.pad_token,
+        unk_token=info.unk_token,
+        vocab_size=info.vocab_size,
+        model_max_length=info.context_length,
+        chat_template=info.chat_template,
+    )
