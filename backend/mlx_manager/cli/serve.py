@@ -41,6 +41,10 @@ ModelAliases = Annotated[
         "NAME=ID,...",
     ),
 ]
+ModelsFile = Annotated[
+    Path | None,
+    option("TOML file with settings of single models; read again on SIGHUP", None, "FILE"),
+]
 ModelsDir = Annotated[Path | None, option("Folder whose sub-folders are models", None, "FOLDER")]
 HfCache = Annotated[bool | None, option("Offer the models found in the Hugging Face cache", "on")]
 AllowDownload = Annotated[
@@ -132,6 +136,10 @@ MemoryLimitGb = Annotated[
     float | None, option("Memory for weights and KV pages; default 0.9 of the device's")
 ]
 MaxModels = Annotated[int | None, option("Models kept loaded at once", "4")]
+ModelTtlSeconds = Annotated[
+    float | None,
+    option("Time without use after which a model is unloaded; default: never"),
+]
 Weights = Annotated[
     str | None,
     option(
@@ -180,6 +188,7 @@ def serve(
     model: Model = None,
     available_models: AvailableModels = None,
     model_aliases: ModelAliases = None,
+    models_file: ModelsFile = None,
     models_dir: ModelsDir = None,
     hf_cache: HfCache = None,
     allow_download: AllowDownload = None,
@@ -214,6 +223,7 @@ def serve(
     response_store_days: ResponseStoreDays = None,
     memory_limit_gb: MemoryLimitGb = None,
     max_models: MaxModels = None,
+    model_ttl_seconds: ModelTtlSeconds = None,
     weights: Weights = None,
     max_rows: MaxRows = None,
     max_waiting: MaxWaiting = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +36,13 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How many models stay loaded and how many bytes everything may take (None: ask the device)."""
+    """How many models stay loaded and how many bytes everything may take (None: ask the device).
+
+    ttl: seconds without use after which a model is unloaded, unless its own settings say otherwise.
+    """
 
     max_models: int = 4
+    ttl: float = math.inf
     memory_limit: int | None = None
     weights: Literal["auto", "keep", "dequantize"] = "auto"
     trust_remote_code: bool = False
@@ -48,10 +53,12 @@ class CatalogSources:
     """Where loadable models are looked for. `allow_download` lets a named model be fetched.
 
     model_aliases: patterns of names, each with the id it stands for; the first that fits counts.
+    models_file: TOML with the settings of single models (`models.settings`).
     """
 
     default_model: str = DEMO_MODEL
     available_models: tuple[str, ...] = ()
+    models_file: Path | None = None
     models_dir: Path | None = None
     hf_cache: bool = True
     allow_download: bool = False
@@ -200,12 +207,18 @@ class MLXServerSettings(BaseSettings):
     model_aliases: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
         (), description="Names that stand for others, such as `claude-*=mlx-manager/demo,gpt-*=...`"
     )
+    models_file: Path | None = Field(
+        None, description="TOML file with settings of single models; read again on SIGHUP"
+    )
     models_dir: Path | None = Field(None, description="Folder whose sub-folders are models")
     hf_cache: bool = Field(True, description="Offer the models found in the Hugging Face cache")
     allow_download: bool = Field(
         False, description="Let a request for a configured model download it"
     )
     max_models: int = Field(4, ge=1, description="Models kept loaded at once")
+    model_ttl_seconds: float | None = Field(
+        None, ge=0, description="Time without use after which a model is unloaded; default: never"
+    )
     memory_limit_gb: float | None = Field(
         None, gt=0, description="Memory for weights and KV pages; default 0.9 of the device's"
     )
@@ -312,13 +325,15 @@ class MLXServerSettings(BaseSettings):
     @cached_property
     def pool(self) -> PoolLimits:
         limit = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 2**30)
-        return PoolLimits(self.max_models, limit, self.weights, self.trust_remote_code)
+        ttl = math.inf if self.model_ttl_seconds is None else self.model_ttl_seconds
+        return PoolLimits(self.max_models, ttl, limit, self.weights, self.trust_remote_code)
 
     @cached_property
     def catalog(self) -> CatalogSources:
         return CatalogSources(
             self.model,
             self.available_models,
+            self.models_file,
             self.models_dir,
             self.hf_cache,
             self.allow_download,

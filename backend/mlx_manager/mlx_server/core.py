@@ -8,7 +8,7 @@ so that every other module may depend on it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -105,6 +105,7 @@ class Sampling:
     `repetition_penalty` is sign-aware and multiplicative (CTRL, arXiv:1909.05858) over prompt and
     output; `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
     The same `seed` gives the same tokens whoever shares the batch; None draws a fresh one.
+    `silent` names the fields that the request left open, for the model's settings to fill.
     """
 
     temperature: float = 1.0
@@ -116,6 +117,27 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    silent: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @staticmethod
+    def asked(**fields: Any) -> Sampling:
+        """What a request says, None where it is silent."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        return Sampling(**given, silent=SAMPLING_DEFAULTS - given.keys())
+
+    def filled(self, defaults: Mapping[str, float]) -> Sampling:
+        """With `defaults` where the request is silent."""
+        wanted: dict[str, Any] = {n: value for n, value in defaults.items() if n in self.silent}
+        return replace(self, **wanted)
+
+
+SAMPLING_DEFAULTS = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    }
+)
+"""The fields of `Sampling` that a model's settings may fill."""
 
 
 @dataclass(frozen=True, slots=True)

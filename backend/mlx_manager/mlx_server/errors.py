@@ -6,10 +6,12 @@
     │   ├── UnsupportedParameter      422 unsupported_parameter    known, and not honoured (yet)
     │   ├── ContextLengthExceeded     400 context_length_exceeded
     │   ├── RequestTooLarge           413 request_too_large
-    │   └── RequestNotReceived        408 request_not_received     the client stopped sending it
+    │   ├── RequestNotReceived        408 request_not_received     the client stopped sending it
+    │   └── ModelInUse                409 model_in_use             it can't be unloaded now
     ├── AuthenticationFailed          401 invalid_api_key
     ├── PermissionDenied              403 permission_denied        known, and not allowed that
     ├── ModelNotFound                 404 model_not_found
+    ├── InvalidSettings               422 invalid_settings         a file of the owner's
     ├── ResponseNotFound              404 response_not_found
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
     │   ├── ModelNotSupported         422 model_not_supported      no such architecture
@@ -78,6 +80,11 @@ class RequestNotReceived(InvalidRequest):
     code = "request_not_received"
 
 
+class ModelInUse(InvalidRequest):
+    status = 409
+    code = "model_in_use"
+
+
 class AuthenticationFailed(MLXManagerError):
     status = 401
     code = "invalid_api_key"
@@ -93,6 +100,12 @@ class PermissionDenied(MLXManagerError):
 class ModelNotFound(MLXManagerError):
     status = 404
     code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class InvalidSettings(MLXManagerError):
+    status = 422
+    code = "invalid_settings"
     type = "invalid_request_error"
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -28,7 +29,8 @@ from mlx_manager.mlx_server.api.v1 import tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
-from mlx_manager.mlx_server.errors import MLXManagerError, MLXThreadFailed
+from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
+from mlx_manager.mlx_server.models.settings import ModelsFile, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
@@ -76,13 +78,20 @@ MOST_NAMED = 5
 
 
 def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None = None) -> FastAPI:
-    """The server as an ASGI application. A `pool` that is handed in is not closed here."""
+    """The server as an ASGI application. A `pool` that is handed in is not closed here.
+
+    Raises:
+        InvalidSettings: the models' settings can't be read.
+    """
     server = Server(settings or MLXServerSettings())
+    owners = read_models_file(server.settings.models_file)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         def models() -> AbstractAsyncContextManager[Models]:
-            return open_models(server.settings) if pool is None else nullcontext(Models(pool))
+            if pool is not None:
+                return nullcontext(Models(pool))
+            return open_models(server.settings, read_again(server.settings.models_file, owners))
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
@@ -190,19 +199,33 @@ def report_end(server: Server, task: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def open_models(settings: MLXServerSettings) -> AsyncIterator[Models]:
-    """The MLX thread and the pool on it."""
+async def open_models(
+    settings: MLXServerSettings, models: ModelsFile | None = None
+) -> AsyncIterator[Models]:
+    """The MLX thread and the pool on it, which is tended. models: what their file said, if read."""
     thread = MLXThread()
     thread.start()
     try:
-        pool = await thread.call(partial(make_pool, settings, thread))
+        pool = await thread.call(partial(make_pool, settings, thread, models))
+        tending = asyncio.create_task(pool.tend(), name="tend the pool")
         try:
             yield Models(pool, thread)
         finally:
+            tending.cancel()
+            await asyncio.wait([tending])
             if thread.alive:
                 await pool.close()
     finally:
         await asyncio.to_thread(thread.close)
+
+
+def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:
+    """What the models' settings say now, or said last if they have become unreadable."""
+    try:
+        return read_models_file(file)
+    except InvalidSettings as error:
+        log.error("the models' settings stay as they were: %s", error.message)
+        return last
 
 
 @asynccontextmanager
@@ -212,7 +235,9 @@ async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
         yield models.pool
 
 
-def make_pool(settings: MLXServerSettings, thread: MLXThread) -> ModelPoolManager:
+def make_pool(
+    settings: MLXServerSettings, thread: MLXThread, models: ModelsFile | None = None
+) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     from mlx_manager.mlx_server.backends.text import TextBackend
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -225,7 +250,7 @@ def make_pool(settings: MLXServerSettings, thread: MLXThread) -> ModelPoolManage
     def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
         return TextBackend(loaded, thread, settings.engine, ledger)
 
-    return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend)
+    return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend, models=models)
 
 
 def make_script_pool() -> ModelPoolManager:

@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
-from mlx_manager.mlx_server.models.pool import ModelStatus
+from mlx_manager.mlx_server.models.status import ModelStatus
 
 Step = list[Event] | MLXManagerError | Exception | asyncio.Event
 Script = Callable[[GenerationRequest], Iterable[Step]]
@@ -97,6 +97,9 @@ class ScriptedPool:
 
     def resolve(self, model_id: str | None) -> str:
         return model_id or self.default
+
+    def sampling(self, model_id: str) -> dict[str, float]:
+        return {}
 
     async def models(self) -> list[ModelStatus]:
         state = "loading" if self.loading is not None and not self.loading.is_set() else "loaded"

@@ -99,6 +99,10 @@ class TextBackend:
         self._thread.detach(self._engine)
         self._engine.close()
 
+    def drop_prefixes(self) -> None:
+        """Forget the prompts that are kept for reuse. On the MLX thread."""
+        self._engine.drop_prefixes()
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.adapters import detect_model_family
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.settings import ModelsFile
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
@@ -51,11 +52,13 @@ class Catalog:
     def __init__(
         self,
         sources: CatalogSources,
+        models: ModelsFile | None = None,
         *,
         cache_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = sources
+        self._models = models or ModelsFile()
         self._cache_folder = cache_folder or hub.cache_folder()
         self._clock = clock
         self._lock = threading.Lock()
@@ -66,10 +69,7 @@ class Catalog:
         """Everything that can be loaded, the default model first."""
         with self._lock:
             if self._clock() >= self._fresh_until:
-                found: dict[str, ModelSource] = {}
-                for source in self._scan():
-                    found.setdefault(source.id, source)
-                self._found = found
+                self._found = {id: source for id, source in self._all().items() if self.allows(id)}
                 self._fresh_until = self._clock() + RESCAN_SECONDS
             return tuple(self._found.values())
 
@@ -91,13 +91,37 @@ class Catalog:
             param="model",
         )
 
+    def configure(self, models: ModelsFile) -> None:
+        """Offer by other settings from now on."""
+        with self._lock:
+            self._models = models
+            self._fresh_until = float("-inf")
+
     def rescan(self) -> None:
         """Look again at the next question: something was downloaded or removed."""
         with self._lock:
             self._fresh_until = float("-inf")
 
-    def _scan(self) -> Iterator[ModelSource]:
+    def allows(self, model_id: str) -> bool:
+        """Whether the owner lets it be named, if it is here at all."""
+        return model_id == self._sources.default_model or self._models.allows(model_id)
+
+    def _all(self) -> dict[str, ModelSource]:
+        """Everything by its id: what the owner's file makes of others, too, and above them."""
         cached = dict(hub.cached_models(self._cache_folder))
+        found: dict[str, ModelSource] = {}
+        for source in self._scan(cached):
+            found.setdefault(source.id, source)
+        made: dict[str, ModelSource] = {}
+        for name, settings in self._models.models.items():
+            if settings.base is not None:
+                base = found.get(settings.base) or self._named(
+                    settings.base, cached, downloadable=self._sources.allow_download
+                )
+                made[name] = replace(base, id=name, origin="configured")
+        return found | made
+
+    def _scan(self, cached: Mapping[str, Path]) -> Iterator[ModelSource]:
         # What the owner starts the server with may be fetched; more only if they said so.
         yield self._named(self._sources.default_model, cached, downloadable=True)
         yield described(DEMO_MODEL, demo_model_path(), "embedded")

@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -31,7 +33,8 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.folder import ModelFolder, read_json
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.models.timing import faster_by_columns, fastest, layers_alike
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
@@ -47,6 +50,7 @@ from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 log = logging.getLogger(__name__)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
 # What mlx-lm, transformers and MLX raise over files that are not as they expect.
@@ -83,9 +87,11 @@ def weights_line(model_id: str) -> str:
     return f"weights:{model_id}"
 
 
-def load(source: ModelSource, limits: PoolLimits, ledger: Ledger) -> LoadedModel:
+def load(
+    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
+) -> LoadedModel:
     """Load a model in one go; see `loading`."""
-    steps = loading(source, limits, ledger)
+    steps = loading(source, limits, ledger, recipe)
     while (loaded := advance(steps)) is None:
         pass
     return loaded
@@ -102,7 +108,7 @@ def advance(steps: Generator[None, None, LoadedModel]) -> LoadedModel | None:
 
 
 def loading(
-    source: ModelSource, limits: PoolLimits, ledger: Ledger
+    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
 ) -> Generator[None, None, LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
 
@@ -116,11 +122,16 @@ def loading(
     """
     blas = load_fast_blas()
     log.info("CPU products by %s (%s)", blas.name, blas.reason)
+    limits = replace(limits, weights=recipe.weights or limits.weights)
     folder = checked_folder(source, limits)
-    with granted(source.id, folder.nbytes, ledger), explained(source.id):
+    context = allowed_context(source.id, folder.context_length, recipe)
+    nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
+    with granted(source.id, nbytes, ledger), explained(source.id):
         model, config = load_model(
             folder.path, lazy=True, trust_remote_code=limits.trust_remote_code
         )
+        if recipe.adapter is not None:
+            model = adapted(model, recipe.adapter)
         yield
         tokenizer = load_tokenizer(
             folder.path,
@@ -146,7 +157,7 @@ def loading(
             config,
             adapter,
             adapter.family,
-            folder.context_length,
+            context,
             nbytes,
             weights,
         )
@@ -174,6 +185,51 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
         )
     folder.check_weights()
     return folder
+
+
+def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
+    """
+    Raises:
+        ModelLoadFailed: the owner asks for more than the model can take.
+    """
+    asked = recipe.context_length or own
+    if asked > own:
+        raise ModelLoadFailed(
+            f"The settings give {model_id} a context_length of {asked}, and it can take {own}."
+        )
+    return asked
+
+
+def adapter_bytes(adapter: Path | None) -> int:
+    """
+    Raises:
+        ModelLoadFailed: there is no adapter of mlx-lm's in that folder.
+    """
+    if adapter is None:
+        return 0
+    try:
+        read_json(adapter / ADAPTER_CONFIG)
+        return (adapter / ADAPTER_WEIGHTS).stat().st_size
+    except OSError as error:
+        raise ModelLoadFailed(
+            f"{adapter / ADAPTER_WEIGHTS} can't be read: {error.strerror}."
+        ) from error
+
+
+def adapted(model: nn.Module, adapter: Path) -> nn.Module:
+    """The model with its adapter's layers, which become part of the weights where those are dense.
+
+    Quantised weights keep the adapter beside them: to quantise the sum again would blur it.
+    """
+    model = load_adapters(model, str(adapter))
+    model.eval()
+    dense = [
+        (name, module.fuse())
+        for name, module in model.named_modules()
+        if isinstance(module, LoRALinear | DoRALinear) and isinstance(module.linear, nn.Linear)
+    ]
+    model.update_modules(tree_unflatten(dense))
+    return model
 
 
 def settle_weights(

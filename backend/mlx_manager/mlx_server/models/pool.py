@@ -1,5 +1,8 @@
 """Which models are in memory: loaded when asked for, kept while there is room, evicted when idle.
 
+What the owner's file says of single models is read here, again whenever somebody asks for it; what
+it can't change while a model is loaded takes effect once that model is idle.
+
 Loads run piece by piece on the MLX thread, between the steps of models that are answering. One
 load a model, however many ask for it; who asks for a model that does not fit beside those in use
 waits for them to be given back, for a while.
@@ -13,27 +16,30 @@ import gc
 import importlib
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
 from mlx_manager.mlx_server.errors import (
-    InvalidRequest,
     MLXManagerError,
+    ModelInUse,
     ModelNotFound,
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource
 from mlx_manager.mlx_server.models.loading import LoadedModel, advance, loading, weights_line
+from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
-from mlx_manager.mlx_server.models.weights import WeightsForm
+from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
+from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
@@ -44,7 +50,6 @@ from mlx_manager.mlx_server.utils.memory import (
 )
 
 T = TypeVar("T")
-State = Literal["loaded", "loading", "loadable"]
 PATIENCE = 60.0
 """Seconds that a load waits for models in use to be given back."""
 log = logging.getLogger(__name__)
@@ -56,25 +61,11 @@ class Thread(Protocol):
     async def call(self, function: Callable[[], T]) -> T: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """What `/v1/models` says of one model. nbytes: measured once loaded, of its files before."""
-
-    id: str
-    state: State
-    origin: str
-    family: str
-    model_type: str
-    context_length: int
-    nbytes: int
-    weights: WeightsForm | None = None
-    leases: int = 0
-
-
 class ModelPoolManager:
     """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
 
-    make_backend: called on the MLX thread with a model just loaded.
+    make_backend: called on the MLX thread with a model just loaded. models: the owner's settings of
+    single models, until they are read again.
     """
 
     def __init__(
@@ -84,9 +75,12 @@ class ModelPoolManager:
         thread: Thread,
         make_backend: Callable[[LoadedModel, Ledger], ModelBackend],
         *,
+        models: ModelsFile | None = None,
         catalog: Catalog | None = None,
         patience: float = PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._models_file = sources.models_file
         self.ledger = Ledger(limits.memory_limit or default_limit())
         self.ledger.add_relief(Relief.IDLE_MODELS, self._relieve_on_mlx)
         self.catalog = catalog or Catalog(sources)
@@ -96,7 +90,15 @@ class ModelPoolManager:
         self._thread = thread
         self._make_backend = make_backend
         self._patience = patience
-        self._residents = Residents()
+        self._residents = Residents(clock)
+        self._policy = Policy(
+            models or read_models_file(sources.models_file),
+            limits.ttl,
+            self.catalog,
+            self._residents,
+        )
+        self._reading = asyncio.Lock()
+        self._preloads: set[asyncio.Task[None]] = set()
         self._loads_done: Counter[str] = Counter()
         self._unloads_done: Counter[str] = Counter()
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -121,6 +123,8 @@ class ModelPoolManager:
     async def lease(self, model_id: str | None = None) -> AsyncIterator[Resident]:
         """`get_model`, and the model stays in memory for the length of the context."""
         name = self.resolve(model_id)
+        if not self.catalog.allows(name):
+            await asyncio.to_thread(self.catalog.find, name)
         while (resident := self._residents.lease(name)) is None:
             await self._load_once(name)
         try:
@@ -136,16 +140,34 @@ class ModelPoolManager:
         """
         if model_id is None or model_id in ("", "default"):
             return self._default
-        fits = (model for name, model in self._aliases if fnmatchcase(model_id, name))
+        aliases = (*self._policy.models.aliases(), *self._aliases)
+        fits = (model for name, model in aliases if fnmatchcase(model_id, name))
         return next(fits, model_id)
+
+    def sampling(self, model_id: str) -> Mapping[str, float]:
+        """What the owner has set for a model where a request is silent."""
+        return self._policy.sampling(model_id)
 
     # -- looking at it -------------------------------------------------------------------------
 
     async def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that a request may name, also while one is loading."""
-        sources = await asyncio.to_thread(self.catalog.models)
+        """Every model that a request may name, and those that are loaded, also while one loads."""
+        sources = {source.id: source for source in await asyncio.to_thread(self.catalog.models)}
         residents = {resident.id: resident for resident in self._residents.all()}
-        return tuple(self._status(source, residents.get(source.id)) for source in sources)
+        sources |= {r.id: r.source for r in residents.values() if r.id not in sources}
+        return tuple(self._status(source, residents.get(id)) for id, source in sources.items())
+
+    async def status(self, model_id: str) -> ModelStatus:
+        """One of them, also by an alias.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        name = self.resolve(model_id)
+        found = (status for status in await self.models() if status.id == name)
+        return next(found, None) or self._status(
+            await asyncio.to_thread(self.catalog.find, name), None
+        )
 
     def figures(self) -> dict[str, Any]:
         """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
@@ -158,18 +180,26 @@ class ModelPoolManager:
         }
 
     def _status(self, source: ModelSource, resident: Resident | None) -> ModelStatus:
+        settings = self._policy.of(source.id)
+        context = min(source.context_length, settings.context_length or source.context_length)
         status = ModelStatus(
             source.id,
             "loading" if source.id in self._loads else "loadable",
             source.origin,
             source.family,
             source.model_type,
-            source.context_length,
+            context,
             source.nbytes,
+            aliases=settings.aliases,
+            recipe=settings.recipe,
+            pinned=self._policy.is_pinned(source.id),
+            preload=settings.preload,
+            ttl=self._policy.ttl(source.id),
         )
         if resident is None:
             return status
         loaded = resident.loaded
+        lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
         return replace(
             status,
             state="loaded",
@@ -178,24 +208,120 @@ class ModelPoolManager:
             nbytes=loaded.nbytes,
             weights=loaded.weights,
             leases=resident.leases,
+            recipe=resident.recipe,
+            idle=None if resident.leases else self._residents.idle_for(resident),
+            outdated=self._policy.is_outdated(resident),
+            memory={kind: nbytes for kind, _, id, nbytes in lines if id == resident.id},
         )
 
     # -- letting go ----------------------------------------------------------------------------
 
-    async def unload(self, model_id: str) -> None:
-        """Free a model's memory; nothing happens if it is not loaded.
+    async def unload(self, model_id: str) -> Unloaded | None:
+        """Free a model's memory, pinned or not; None if it was not loaded.
 
         Raises:
-            InvalidRequest: it is answering requests.
+            ModelInUse: it is answering requests, or being loaded.
+            ModelNotFound: nothing of that name is offered.
         """
-        if await self._thread.call(partial(self._evict_on_mlx, model_id)):
-            return
-        if any(resident.id == model_id for resident in self._residents.all()):
-            raise InvalidRequest(f"{model_id} is answering requests.", param="model")
+        name = self.resolve(model_id)
+        if name in self._loads:
+            raise ModelInUse(f"{name} is being loaded.", param="model")
+        gone = await self._thread.call(partial(self._evict_on_mlx, lambda r: r.id == name))
+        if gone is not None:
+            return gone
+        for resident in self._residents.all():
+            if resident.id == name:
+                raise ModelInUse(
+                    f"{name} is answering {resident.leases} requests. Cancel them, or wait.",
+                    param="model",
+                )
+        await asyncio.to_thread(self.catalog.find, name)
+        return None
+
+    async def pin(self, model_id: str, pinned: bool) -> None:
+        """Keep a model that is loaded, or let it go when room is needed or its time is over.
+
+        Holds until the program ends, whatever the settings say.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        name = (await self.status(model_id)).id
+        self._policy.pin(name, pinned)
+        self._returns.announce()
+
+    async def clear_prefixes(self, model_id: str | None = None) -> dict[str, int]:
+        """Forget the prompts kept for reuse, of one model or of all; bytes given back, by model.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        name = None if model_id is None else (await self.status(model_id)).id
+        return await self._thread.call(partial(self._clear_prefixes_on_mlx, name))
+
+    async def tend(self) -> None:
+        """Preload what is to be, and unload what has been idle for too long, until cancelled."""
+        self._preload()
+        while True:
+            seen = self._returns.count
+            await self._returns.wait(seen, await self.expire())
+
+    async def expire(self) -> float | None:
+        """Unload what has been idle for too long, or must be loaded anew.
+
+        Returns: seconds until it will be the next one's turn; None: not before one is used.
+        """
+        policy = self._policy
+        while any(policy.is_over(resident) for resident in self._idle()):
+            await self._thread.call(partial(self._evict_on_mlx, policy.is_over))
+        rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
+        return None if rest == NEVER else max(0.0, rest)
+
+    def _idle(self) -> list[Resident]:
+        return [resident for resident in self._residents.all() if not resident.leases]
+
+    async def reload(self) -> Reloaded:
+        """Read the models' settings again. What is idle and made otherwise is unloaded.
+
+        Raises:
+            InvalidSettings: those in force stay; the message names file, key and what is allowed.
+        """
+        async with self._reading:
+            new = await asyncio.to_thread(read_models_file, self._models_file)
+            old = self._policy.models
+            self._policy.configure(new)
+            idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
+            await self.expire()
+            self._returns.announce()
+            self._preload()
+            kept = {r.id: r for r in self._residents.all()}
+            offered = {source.id for source in await asyncio.to_thread(self.catalog.models)}
+        names = sorted({*old.models, *new.models})
+        reloaded = Reloaded(
+            self._models_file,
+            tuple(name for name in names if old.of(name) != new.of(name)),
+            tuple(id for id in idle if id not in kept),
+            tuple(r.id for r in kept.values() if self._policy.is_outdated(r)),
+            tuple(name for name in new.models if name not in offered),
+        )
+        log.info("the settings of the models have been read again: %s", reloaded)
+        return reloaded
+
+    def _preload(self) -> None:
+        task = asyncio.create_task(self._preload_all(), name="preload")
+        self._preloads.add(task)
+        task.add_done_callback(self._preloads.discard)
+
+    async def _preload_all(self) -> None:
+        """The default model first; `_loaded` logs those that fail."""
+        settings = self._policy.models.models
+        for model_id in (self._default, *(id for id, its in settings.items() if its.preload)):
+            with suppress(MLXManagerError):
+                await self.get_model(model_id)
 
     async def close(self) -> None:
         """Abandon loads and free every model, in use or not."""
-        loads = list(self._loads.values())
+        loads = [*self._preloads, *self._loads.values()]
         for load in loads:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
@@ -251,12 +377,13 @@ class ModelPoolManager:
     async def _load_pieces(self, source: ModelSource) -> None:
         """Load between other models' steps, one model at a time."""
         async with self._loading:
-            steps = loading(source, self._limits, self.ledger)
+            recipe = self._policy.of(source.id).recipe
+            steps = loading(source, self._limits, self.ledger, recipe)
             try:
                 await self._thread.call(self._make_place_on_mlx)
                 while (loaded := await self._thread.call(partial(advance, steps))) is None:
                     pass
-                await self._thread.call(partial(self._take_on_mlx, loaded))
+                await self._thread.call(partial(self._take_on_mlx, loaded, source, recipe))
             finally:
                 await self._thread.call(steps.close)
 
@@ -264,20 +391,25 @@ class ModelPoolManager:
         """Evict until one more model may be loaded."""
         while len(self._residents.all()) >= self._limits.max_models:
             if not self._evict_on_mlx():
-                raise OutOfMemory(
-                    f"{self._limits.max_models} models are loaded and in use, and no more may be "
-                    "(MLX_SERVER_MAX_MODELS).",
-                    retry_after=10,
-                )
+                raise OutOfMemory(self._crowd(), retry_after=10)
 
-    def _take_on_mlx(self, loaded: LoadedModel) -> None:
+    def _crowd(self) -> str:
+        residents = self._residents.all()
+        in_use = sum(1 for resident in residents if resident.leases)
+        pinned = sum(1 for resident in residents if self._policy.is_pinned(resident.id))
+        return (
+            f"{len(residents)} models are loaded, {in_use} in use and {pinned} pinned, and no more "
+            "may be (MLX_SERVER_MAX_MODELS)."
+        )
+
+    def _take_on_mlx(self, loaded: LoadedModel, source: ModelSource, recipe: Recipe) -> None:
         backend: ModelBackend | None = None
         try:
             backend = self._make_backend(loaded, self.ledger)
         finally:
             if backend is None:
                 self.ledger.record(weights_line(loaded.id), 0)
-        self._residents.add(Resident(loaded.id, loaded, backend))
+        self._residents.add(Resident(loaded.id, loaded, backend, source, recipe))
         self._loads_done[loaded.id] += 1
         log.info(
             "%s is loaded: %s bytes, weights %s (%s)",
@@ -295,27 +427,43 @@ class ModelPoolManager:
         while self.ledger.available() < enough and self._evict_on_mlx():
             pass
 
-    def _evict_on_mlx(self, model_id: str | None = None) -> bool:
-        """Free the least recently used idle model, or that one; False if there is none."""
-        return self._free_on_mlx(partial(self._residents.remove_idle, model_id))
+    def _evict_on_mlx(self, fits: Callable[[Resident], bool] | None = None) -> Unloaded | None:
+        """Free the least recently used idle model of those that fit, or are not pinned."""
+        remove = partial(self._residents.remove_idle, fits or self._policy.may_make_place)
+        return self._free_on_mlx(remove)
 
     def _close_on_mlx(self) -> None:
         while self._free_on_mlx(self._residents.remove_any):
             pass
 
-    def _free_on_mlx(self, remove: Callable[[], Resident | None]) -> bool:
+    def _free_on_mlx(self, remove: Callable[[], Resident | None]) -> Unloaded | None:
         resident = remove()
         if resident is None:
-            return False
-        log.info("%s is unloaded", resident.id)
-        self._unloads_done[resident.id] += 1
+            return None
+        model_id, nbytes = resident.id, resident.loaded.nbytes
+        before = get_memory_usage()["active"]
+        self._unloads_done[model_id] += 1
         resident.backend.close()
         self.ledger.record(weights_line(resident.id), 0)
         # The last reference, but for those among modules and bound methods of their own.
         del resident
         gc.collect()
         clear_cache()
-        return True
+        gone = Unloaded(model_id, nbytes, before, get_memory_usage()["active"])
+        log.info("%s is unloaded: %s bytes before, %s after", model_id, gone.before, gone.after)
+        if gone.before - gone.after < nbytes:
+            log.warning("of the weights of %s, %s bytes, not all came back", model_id, nbytes)
+        return gone
+
+    def _clear_prefixes_on_mlx(self, model_id: str | None) -> dict[str, int]:
+        freed: dict[str, int] = {}
+        for resident in self._residents.all():
+            if model_id in (None, resident.id):
+                before = self.ledger.available()
+                resident.backend.drop_prefixes()
+                freed[resident.id] = self.ledger.available() - before
+        clear_cache()
+        return freed
 
 
 def without_frames(error: MLXManagerError) -> MLXManagerError:
@@ -349,7 +497,7 @@ class Returns:
         self.count += 1
         self._next.set()
 
-    async def wait(self, seen: int, seconds: float) -> None:
+    async def wait(self, seen: int, seconds: float | None) -> None:
         """Until `count` exceeds `seen`, or the seconds have passed."""
         if self.count > seen:
             return

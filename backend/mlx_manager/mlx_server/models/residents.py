@@ -8,7 +8,8 @@ goes" one step: no model in use is ever evicted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from mlx_manager.mlx_server.core import (
     Prompt,
     TokenizerInfo,
 )
+from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.settings import Recipe
 
 
 class ModelBackend(Backend, Protocol):
@@ -49,6 +52,10 @@ class ModelBackend(Backend, Protocol):
         """Figures of its engine, a dataclass."""
         ...
 
+    def drop_prefixes(self) -> None:
+        """Forget the prompts that are kept for reuse. On the MLX thread."""
+        ...
+
     def close(self) -> None:
         """Fail what is running and free everything. On the MLX thread."""
         ...
@@ -56,19 +63,27 @@ class ModelBackend(Backend, Protocol):
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A loaded model. `leases` and `last_used` belong to `Residents`."""
+    """A loaded model, where it came from and what it was made by.
+
+    The rest belongs to `Residents`: `uses` counts everybody's uses up to its last one, which was
+    at `used_at` by the clock.
+    """
 
     id: str
     loaded: LoadedModel
     backend: ModelBackend
+    source: ModelSource
+    recipe: Recipe
     leases: int = field(default=0, init=False)
-    last_used: int = field(default=0, init=False)
+    uses: int = field(default=0, init=False)
+    used_at: float = field(default=0.0, init=False)
 
 
 class Residents:
     """Loaded models by id. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._models: dict[str, Resident] = {}
         self._uses = 0
         self._lock = threading.Lock()
@@ -92,17 +107,17 @@ class Residents:
             resident.leases -= 1
             self._touch(resident)
 
-    def remove_idle(self, model_id: str | None = None) -> Resident | None:
-        """Take out the least recently used model without a lease (or that one); None if none."""
+    def remove_idle(self, fits: Callable[[Resident], bool]) -> Resident | None:
+        """Take out the least recently used model that fits and has no lease; None if none."""
         with self._lock:
-            idle = [
-                resident
-                for resident in self._models.values()
-                if not resident.leases and model_id in (None, resident.id)
-            ]
+            idle = [r for r in self._models.values() if not r.leases and fits(r)]
             if not idle:
                 return None
-            return self._models.pop(min(idle, key=lambda resident: resident.last_used).id)
+            return self._models.pop(min(idle, key=lambda resident: resident.uses).id)
+
+    def idle_for(self, resident: Resident) -> float:
+        """Seconds since the last lease ended; 0 while there is one."""
+        return 0.0 if resident.leases else self._clock() - resident.used_at
 
     def remove_any(self) -> Resident | None:
         """Take out a model, in use or not; None if there is none."""
@@ -115,4 +130,5 @@ class Residents:
 
     def _touch(self, resident: Resident) -> None:
         self._uses += 1
-        resident.last_used = self._uses
+        resident.uses = self._uses
+        resident.used_at = self._clock()

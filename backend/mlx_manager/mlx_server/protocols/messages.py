@@ -101,15 +101,10 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
         UnsupportedParameter: a field or a kind of content that can't be honoured.
     """
     refuse_unsupported(body, UNSUPPORTED)
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "top_k")
-        if (value := getattr(body, name)) is not None
-    }
     return GenerationRequest(
         model=head.model,
         prompt=conversation(body),
-        sampling=Sampling(**given),
+        sampling=Sampling.asked(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         stop=StopRules(strings=tuple(body.stop_sequences or ())),
         max_tokens=body.max_tokens,
         constraint=_constraint(body),

@@ -71,18 +71,14 @@ def _same(value: object, harmless: object) -> bool:
 
 def sampling(body: GenerationParameters, draw: int = 0) -> Sampling:
     """The sampling of the `draw`-th of a prompt's n answers: the first has the seed as given."""
-    fields = (
-        "temperature",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    )
-    given = {name: value for name in fields if (value := getattr(body, name)) is not None}
-    return Sampling(
-        **given,
-        top_k=max(body.top_k or 0, 0),
+    return Sampling.asked(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(body.top_k, 0),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
         seed=None if body.seed is None else (body.seed + draw) & SEED_MASK,
         logit_bias=tuple((body.logit_bias or {}).items()),
     )

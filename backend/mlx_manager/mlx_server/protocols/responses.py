@@ -135,16 +135,11 @@ def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationReques
     """
     body = head.body
     _refuse(body)
-    given = {
-        name: value
-        for name in ("temperature", "top_p")
-        if (value := getattr(body, name)) is not None
-    }
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
     return GenerationRequest(
         model=head.model,
         prompt=_conversation(body, [*Items.validate_python(history), *input_items(body)]),
-        sampling=Sampling(**given),
+        sampling=Sampling.asked(temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
         constraint=_constraint(body.text),

@@ -33,7 +33,7 @@ from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
 from mlx_manager.mlx_server.services.calls import UNHURRIED, Calls
 
 if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.pool import ModelStatus
+    from mlx_manager.mlx_server.models.status import ModelStatus
 
 T = TypeVar("T")
 
@@ -96,6 +96,10 @@ class ModelPool(Protocol):
         """The id that a request's `model` means; the default model's if it names none."""
         ...
 
+    def sampling(self, model_id: str) -> Mapping[str, float]:
+        """What the owner has set for a model where a request is silent."""
+        ...
+
     async def models(self) -> Sequence[ModelStatus]:
         """What a request may name."""
         ...
@@ -154,7 +158,11 @@ class Inference:
             MLXManagerError: one row's failure ends them all.
         """
         self.account.check_priority(requests)
-        requests = [replace(request, caller=self.caller) for request in requests]
+        defaults = self.pool.sampling(requests[0].model)
+        requests = [
+            replace(request, caller=self.caller, sampling=request.sampling.filled(defaults))
+            for request in requests
+        ]
         with (
             self.calls.enter(requests, self.limits) as call,
             observe_all(self.observers, requests) as observations,

@@ -156,7 +156,9 @@ async def test_model_in_use_is_never_evicted_and_who_waits_gets_its_place(models
 
 async def test_waiting_for_place_ends_with_the_numbers(models_dir: Path):
     async with open_pool(models_dir, max_models=1, patience=0.0) as pool, pool.lease("a"):
-        with pytest.raises(OutOfMemory, match="1 models are loaded and in use") as refusal:
+        with pytest.raises(
+            OutOfMemory, match="1 models are loaded, 1 in use and 0 pinned"
+        ) as refusal:
             await pool.get_model("b")
         assert refusal.value.retry_after
 

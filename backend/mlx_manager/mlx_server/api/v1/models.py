@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.schemas.openai import ModelCard, ModelList, ModelWei
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.pool import ModelStatus
+    from mlx_manager.mlx_server.models.status import ModelStatus
 
 router = APIRouter()
 

@@ -1,0 +1,68 @@
+"""Who may stay in memory: what the owner's settings and pins say of each model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_manager.mlx_server.models.catalog import Catalog
+from mlx_manager.mlx_server.models.residents import Resident, Residents
+from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile
+
+
+class Policy:
+    """The settings in force, and the pins that were set since the start, which go before them.
+
+    Asyncio writes it, a value at a time; any thread may ask.
+
+    Args:
+        ttl: seconds without use until a model goes whose own settings name none.
+    """
+
+    def __init__(
+        self, models: ModelsFile, ttl: float, catalog: Catalog, residents: Residents
+    ) -> None:
+        self.models = models
+        self._default_ttl = ttl
+        self._catalog = catalog
+        self._residents = residents
+        self._pins: dict[str, bool] = {}
+        catalog.configure(models)
+
+    def configure(self, models: ModelsFile) -> None:
+        """These settings count from now on."""
+        self.models = models
+        self._catalog.configure(models)
+
+    def pin(self, model_id: str, pinned: bool) -> None:
+        self._pins[model_id] = pinned
+
+    def of(self, model_id: str) -> ModelSettings:
+        return self.models.of(model_id)
+
+    def sampling(self, model_id: str) -> Mapping[str, float]:
+        return self.of(model_id).sampling.given()
+
+    def ttl(self, model_id: str) -> float:
+        own = self.of(model_id).ttl
+        return self._default_ttl if own is None else own
+
+    def is_pinned(self, model_id: str) -> bool:
+        return self._pins.get(model_id, self.of(model_id).pinned)
+
+    def may_make_place(self, resident: Resident) -> bool:
+        return not self.is_pinned(resident.id)
+
+    def is_outdated(self, resident: Resident) -> bool:
+        """Whether it would be loaded otherwise now, or not at all."""
+        made_otherwise = resident.recipe != self.of(resident.id).recipe
+        return made_otherwise or not self._catalog.allows(resident.id)
+
+    def is_over(self, resident: Resident) -> bool:
+        """Whether an idle model is to go even if nobody needs its place."""
+        return self.is_outdated(resident) or self.rest(resident) <= 0
+
+    def rest(self, resident: Resident) -> float:
+        """Seconds that an idle model may still stay if nobody uses it."""
+        if self.is_pinned(resident.id):
+            return float("inf")
+        return self.ttl(resident.id) - self._residents.idle_for(resident)

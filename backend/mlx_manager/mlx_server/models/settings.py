@@ -1,0 +1,232 @@
+"""What the owner says of single models, in one TOML file.
+
+    allow = ["mlx-community/*", "support"]      # what may be named; without it, all there is
+
+    [models."mlx-community/Llama-3.2-3B-Instruct-4bit"]
+    aliases = ["small", "gpt-4o*"]
+    pinned = true
+    ttl = "30m"
+    sampling = { temperature = 0.7, top_p = 0.9 }
+
+    [models.support]
+    base = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+    adapter = "adapters/support"
+
+It is parsed once into frozen pieces; nothing reads it but `read_models_file`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import ErrorDetails
+
+from mlx_manager.mlx_server.errors import InvalidSettings
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
+NEVER = math.inf
+
+
+def _seconds(value: object) -> float:
+    match value:
+        case "never":
+            return NEVER
+        case bool():
+            pass
+        case int() | float() if value >= 0:
+            return float(value)
+        case str() if found := DURATION.fullmatch(value):
+            return float(found[1]) * UNITS[found[2]]
+    raise ValueError('must be seconds, a text such as "90s", "30m", "2h" or "1d", or "never"')
+
+
+def _beside(path: Path, info: ValidationInfo) -> Path:
+    folder: Path = info.context  # type: ignore[assignment]
+    return folder / path.expanduser()
+
+
+def _id_or_folder(name: str, info: ValidationInfo) -> str:
+    return str(_beside(Path(name), info)) if name.startswith((".", "~")) else name
+
+
+Name = Annotated[str, Field(min_length=1)]
+Duration = Annotated[float, BeforeValidator(_seconds)]
+Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
+Switch = Annotated[bool, Field(strict=True)]
+KNOWN_ONLY = ConfigDict(extra="forbid")
+IN_TOML = {
+    "bool_type": "must be true or false",
+    "dataclass_type": "must be a table",
+    "dict_type": "must be a table",
+    "path_type": "must be a path",
+    "tuple_type": "must be a list",
+}
+"""What some of pydantic's findings are called there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How a model draws where a request is silent; None: as the request's protocol has it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
+
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
+
+    def given(self) -> Mapping[str, float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a model is made of and how: if it changes, the model must be loaded again.
+
+    base: the id or folder of its weights; None: its own name. adapter: a folder of mlx-lm's.
+    context_length: fewer tokens than it could take. weights: None as the server has it.
+    """
+
+    base: str | None = None
+    adapter: Path | None = None
+    context_length: int | None = None
+    weights: Literal["auto", "keep", "dequantize"] | None = None
+
+
+AS_IT_IS = Recipe()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model's table. ttl: seconds without use until it is unloaded; None as the server has it.
+
+    The first four make up its `recipe`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
+
+    base: Annotated[Name, AfterValidator(_id_or_folder)] | None = None
+    adapter: Annotated[Path, AfterValidator(_beside)] | None = None
+    context_length: Annotated[int, Field(strict=True, ge=1)] | None = None
+    weights: Literal["auto", "keep", "dequantize"] | None = None
+    aliases: tuple[Name, ...] = ()
+    pinned: Switch = False
+    preload: Switch = False
+    ttl: Duration | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(self.base, self.adapter, self.context_length, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsFile:
+    """The whole file. allow: patterns of the ids on offer; None: all that the catalog finds."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
+
+    allow: tuple[Name, ...] | None = None
+    models: Mapping[Name, ModelSettings] = field(default_factory=dict)
+
+    def of(self, model_id: str) -> ModelSettings:
+        return self.models.get(model_id, PLAIN)
+
+    def allows(self, model_id: str) -> bool:
+        return self.allow is None or any(fnmatchcase(model_id, name) for name in self.allow)
+
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """Patterns of names, each with the id it stands for, in the file's order."""
+        return tuple(
+            (alias, model) for model, settings in self.models.items() for alias in settings.aliases
+        )
+
+
+PLAIN = ModelSettings()
+_FILE = TypeAdapter(ModelsFile)
+
+
+def read_models_file(path: Path | None) -> ModelsFile:
+    """The file's settings; without a file, none.
+
+    Paths in it that are not absolute start in its folder.
+
+    Raises:
+        InvalidSettings: it can't be read, or says what can't be; the message names file, key and
+            what is allowed.
+    """
+    if path is None:
+        return ModelsFile()
+    path = path.expanduser()
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = _FILE.validate_python(content, context=path.absolute().parent)
+    except OSError as error:
+        raise InvalidSettings(f"{path} can't be read: {error.strerror}.") from error
+    except ValidationError as error:
+        problems = "; ".join(_sentence(problem) for problem in error.errors(include_url=False))
+        raise InvalidSettings(f"{path}: {problems}.") from None
+    except ValueError as error:
+        raise InvalidSettings(f"{path} is not TOML: {error}.") from error
+    _check_aliases(path, found)
+    return found
+
+
+def _check_aliases(path: Path, found: ModelsFile) -> None:
+    owners: dict[str, str] = {}
+    for alias, model in found.aliases():
+        other = owners.setdefault(alias, model)
+        if other != model or (alias in found.models and alias != model):
+            taken = f"stands for {other!r} already" if other != model else "is a model's own name"
+            raise InvalidSettings(
+                f"{path}: {_key(('models', model, 'aliases'))}: {alias!r} {taken}."
+            )
+
+
+def _sentence(problem: ErrorDetails) -> str:
+    location = problem["loc"]
+    if problem["type"] == "unexpected_keyword_argument":
+        return f"{_key(location)} is no setting; allowed are {', '.join(_allowed(location))}"
+    said = problem["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+    rule = IN_TOML.get(problem["type"], said)
+    given = problem["input"]
+    shown = f", not {given!r}" if isinstance(given, str | int | float) else ""
+    return f"{_key(location)}: {rule}{shown}"
+
+
+def _key(location: Sequence[int | str]) -> str:
+    """`models."a/b".sampling.top_p`, as one writes it in TOML."""
+    plain = re.compile(r"[\w-]+")
+    steps = (str(step) for step in location if step != "[key]")
+    return ".".join(step if plain.fullmatch(step) else f'"{step}"' for step in steps)
+
+
+def _allowed(location: Sequence[int | str]) -> list[str]:
+    match location:
+        case ("models", _, "sampling", _):
+            kind: type[Any] = SamplingDefaults
+        case ("models", _, _):
+            kind = ModelSettings
+        case _:
+            kind = ModelsFile
+    return [each.name for each in fields(kind)]

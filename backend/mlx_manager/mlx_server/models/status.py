@@ -1,0 +1,66 @@
+"""What the pool says of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, NEVER, Recipe
+from mlx_manager.mlx_server.models.weights import WeightsForm
+
+State = Literal["loaded", "loading", "loadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What is known of one model. nbytes: measured once loaded, of its files before.
+
+    ttl: seconds without use after which it goes, and idle: how many of them have passed; None
+    while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
+    its settings have changed since it was loaded; it is loaded anew once it is idle.
+    """
+
+    id: str
+    state: State
+    origin: str
+    family: str
+    model_type: str
+    context_length: int
+    nbytes: int
+    weights: WeightsForm | None = None
+    leases: int = 0
+    aliases: tuple[str, ...] = ()
+    recipe: Recipe = AS_IT_IS
+    pinned: bool = False
+    preload: bool = False
+    ttl: float = NEVER
+    idle: float | None = None
+    outdated: bool = False
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """A model that has been unloaded. `nbytes`: its weights'; MLX's active bytes around it."""
+
+    id: str
+    nbytes: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What reading the models' settings again has changed, by ids.
+
+    unloaded: idle models that are to be loaded anew. outdated: the same, while they answer.
+    unknown: names in the file that nothing on offer has.
+    """
+
+    file: Path | None
+    changed: tuple[str, ...]
+    unloaded: tuple[str, ...]
+    outdated: tuple[str, ...]
+    unknown: tuple[str, ...]
