@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_manager.cli.serve import AvailableModels, HfCache, Model, ModelsDir, parse_settings
-from mlx_manager.cli.terminal import AsJson, show, size, table
+from mlx_manager.cli.serve import (
+    AvailableModels,
+    HfCache,
+    Model,
+    ModelsDir,
+    ModelsFile,
+    parse_settings,
+)
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, show, size, table
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -22,6 +29,7 @@ def list_models(
     *,
     model: Model = None,
     available_models: AvailableModels = None,
+    models_file: ModelsFile = None,
     models_dir: ModelsDir = None,
     hf_cache: HfCache = None,
     as_json: AsJson = False,
@@ -35,9 +43,15 @@ def list_models(
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
     # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlx_manager.mlx_server.errors import InvalidSettings
     from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.settings import read_models_file
 
-    models = Catalog(settings.catalog).models()
+    try:
+        owners = read_models_file(settings.models_file)
+    except InvalidSettings as error:
+        fail(error.message, ExitCode.USAGE)
+    models = Catalog(settings.catalog, owners).models()
     if as_json:
         found = [asdict(model) | {"path": model.path and str(model.path)} for model in models]
         typer.echo(json.dumps(found, indent=2))
