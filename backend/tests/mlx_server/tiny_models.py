@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import _get_classes, quantize_model
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import _get_classes, load_model, quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 SPECIAL_TOKENS = (
@@ -564,6 +565,25 @@ def make_tiny_model(
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(config, indent=1))
     write_byte_tokenizer(path)
+    return path
+
+
+def make_tiny_adapter(path: Path, model: Path, *, seed: int = 1) -> Path:
+    """Write a random LoRA adapter for `model` to the folder `path`, as mlx-lm's training does."""
+    path.mkdir(parents=True, exist_ok=True)
+    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.5}
+    settings = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    adapted, _ = load_model(model, lazy=True)
+    linear_to_lora_layers(adapted, 2, parameters)
+    shapes = tree_flatten(adapted.parameters())
+    lora = [(name, array) for name, array in shapes if name.endswith(("lora_a", "lora_b"))]
+    keys = mx.random.split(mx.random.key(seed), len(lora))
+    drawn = {
+        name: mx.random.normal(array.shape, key=key) * 0.1
+        for (name, array), key in zip(lora, keys, strict=True)
+    }
+    mx.save_safetensors(str(path / "adapters.safetensors"), drawn)
     return path
 
 

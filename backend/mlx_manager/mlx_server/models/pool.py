@@ -199,7 +199,6 @@ class ModelPoolManager:
         if resident is None:
             return status
         loaded = resident.loaded
-        lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
         return replace(
             status,
             state="loaded",
@@ -211,8 +210,13 @@ class ModelPoolManager:
             recipe=resident.recipe,
             idle=None if resident.leases else self._residents.idle_for(resident),
             outdated=self._policy.is_outdated(resident),
-            memory={kind: nbytes for kind, _, id, nbytes in lines if id == resident.id},
+            memory=self._memory(resident.id),
         )
+
+    def _memory(self, model_id: str) -> dict[str, int]:
+        """The ledger's lines of a model, in bytes: weights, pages, prefill, snapshots."""
+        lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
+        return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
     # -- letting go ----------------------------------------------------------------------------
 
@@ -459,9 +463,9 @@ class ModelPoolManager:
         freed: dict[str, int] = {}
         for resident in self._residents.all():
             if model_id in (None, resident.id):
-                before = self.ledger.available()
+                before = sum(self._memory(resident.id).values())
                 resident.backend.drop_prefixes()
-                freed[resident.id] = self.ledger.available() - before
+                freed[resident.id] = before - sum(self._memory(resident.id).values())
         clear_cache()
         return freed
 

@@ -10,6 +10,7 @@ from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
 from mlx_manager.mlx_server.errors import ModelNotFound
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import RESCAN_SECONDS, Catalog
+from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile
 
 
 class Clock:
@@ -20,9 +21,12 @@ class Clock:
         return self.now
 
 
-def catalog(tmp_path: Path, clock: Clock | None = None, **sources: object) -> Catalog:
+def catalog(
+    tmp_path: Path, clock: Clock | None = None, models: ModelsFile | None = None, **sources: object
+) -> Catalog:
     return Catalog(
         CatalogSources(**sources),  # type: ignore[arg-type]
+        models,
         cache_folder=tmp_path / "hub",
         clock=clock or Clock(),
     )
@@ -127,3 +131,38 @@ def test_changed_config_is_read_again(tmp_path: Path):
     config.write_text(config.read_text().replace("2048", "4096"))
     models.rescan()
     assert models.find("m").context_length == 4096
+
+
+def test_only_what_the_owner_allows_can_be_named(tmp_path: Path):
+    for name in ("a/one", "a/two", "b"):
+        make_tiny_model(tmp_path / "models" / name)
+    allowed = catalog(tmp_path, models=ModelsFile(allow=("a/*",)), models_dir=tmp_path / "models")
+    assert [model.id for model in allowed.models()] == [DEMO_MODEL, "a/one", "a/two"]
+    assert allowed.allows(DEMO_MODEL), "the model that the server is started with"
+    assert not allowed.allows("b")
+    with pytest.raises(ModelNotFound, match=r"Offered: mlx-manager/demo, a/one, a/two\."):
+        allowed.find("b")
+    allowed.configure(ModelsFile())
+    assert allowed.find("b").id == "b"
+
+
+def test_a_name_of_the_owners_stands_for_the_files_of_another(tmp_path: Path):
+    make_tiny_model(tmp_path / "models" / "base", "qwen3")
+    elsewhere = make_tiny_model(tmp_path / "elsewhere")
+    made = {
+        "support": ModelSettings(base="base"),
+        "folder": ModelSettings(base=str(elsewhere)),
+        "hub": ModelSettings(base="owner/name"),
+        "base": ModelSettings(pinned=True),
+    }
+    models = catalog(
+        tmp_path,
+        models=ModelsFile(("support", "folder", "hub"), made),
+        models_dir=tmp_path / "models",
+    )
+    support = models.find("support")
+    assert (support.path, support.model_type) == (tmp_path / "models" / "base", "qwen3")
+    assert models.find("folder").path == elsewhere
+    assert (models.find("hub").path, models.find("hub").downloadable) == (None, False)
+    with pytest.raises(ModelNotFound, match="no model 'base'"):
+        models.find("base")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from tiny_models import EOS_ID, EOT_ID, make_tiny_model
+from mlx_lm.utils import load_adapters, load_model
+from tiny_models import EOS_ID, EOT_ID, make_tiny_adapter, make_tiny_model
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -17,6 +18,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
 from mlx_manager.mlx_server.models.loading import advance, load, loading
+from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
 PLENTY = 10**9
@@ -150,3 +152,56 @@ def test_the_ends_of_both_configs_stop_a_model(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOT_ID, 65]}))
     loaded = load(source(folder), PoolLimits(weights="keep"), Ledger(1 << 30))
     assert {EOS_ID, EOT_ID, 65} <= set(loaded.adapter.get_stop_tokens(loaded.tokenizer))
+
+
+TOKENS = mx.array([[256, 104, 101, 108, 108, 111]])
+
+
+@pytest.mark.parametrize("quantize", [None, {"group_size": 32, "bits": 4}])
+def test_an_adapter_is_part_of_what_the_model_computes(tmp_path: Path, quantize: dict | None):
+    folder = make_tiny_model(tmp_path / "m", quantize=quantize)
+    adapter = make_tiny_adapter(tmp_path / "adapter", folder)
+    reference = load_adapters(load_model(folder)[0], str(adapter))
+    reference.eval()
+    ledger = Ledger(PLENTY)
+    loaded = load(source(folder), PoolLimits(weights="keep"), ledger, Recipe(adapter=adapter))
+    assert mx.allclose(loaded.model(TOKENS), reference(TOKENS), atol=1e-4)
+    plain = load(source(folder), PoolLimits(weights="keep"), Ledger(PLENTY))
+    assert not mx.allclose(loaded.model(TOKENS), plain.model(TOKENS), atol=0.1)
+    beside = loaded.nbytes - plain.nbytes
+    assert beside == (0 if quantize is None else beside) >= 0
+    assert ledger.figures()["weights:m"] == loaded.nbytes
+
+
+def test_an_adapter_that_is_none_is_refused_before_the_weights_are_read(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m")
+    ledger = Ledger(PLENTY)
+    for missing, message in (
+        ("gone", "adapter_config.json can't be read"),
+        ("m", "adapter_config"),
+    ):
+        with pytest.raises(ModelLoadFailed, match=message):
+            load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / missing))
+    make_tiny_adapter(tmp_path / "adapter", folder)
+    (tmp_path / "adapter" / "adapters.safetensors").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"adapters.safetensors can't be read"):
+        load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / "adapter"))
+    other = make_tiny_model(tmp_path / "other", hidden_size=32)
+    make_tiny_adapter(tmp_path / "adapter", other)
+    with pytest.raises(ModelLoadFailed, match=r"m can't be loaded: .*incompatible"):
+        load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / "adapter"))
+    assert "weights:m" not in ledger.figures()
+
+
+def test_the_owner_may_shorten_the_context_and_not_lengthen_it(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m")
+    shorter = load(source(folder), PoolLimits(), Ledger(PLENTY), Recipe(context_length=100))
+    assert shorter.context_length == 100
+    with pytest.raises(ModelLoadFailed, match="context_length of 4096, and it can take 2048"):
+        load(source(folder), PoolLimits(), Ledger(PLENTY), Recipe(context_length=4096))
+
+
+def test_a_models_own_weights_setting_goes_before_the_servers(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m", dtype=mx.bfloat16)
+    loaded = load(source(folder), PoolLimits(), Ledger(PLENTY), Recipe(weights="keep"))
+    assert loaded.weights.reason == "the setting is keep"

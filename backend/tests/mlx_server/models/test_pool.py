@@ -1,24 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from pools import answer, open_pool, states
 from pydantic import ValidationError
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.backends.text import TextBackend
 from mlx_manager.mlx_server.config import (
     CatalogSources,
-    EngineLimits,
     MLXServerSettings,
     PoolLimits,
 )
-from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -28,14 +24,12 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
-from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
 A_FEW_BYTES = 1024
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
-GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,62 +40,9 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@asynccontextmanager
-async def open_pool(
-    models_dir: Path,
-    *,
-    default: str = "a",
-    patience: float = 60.0,
-    aliases: str = "",
-    **limits: object,
-) -> AsyncIterator[ModelPoolManager]:
-    """A pool as `main` composes it: an MLX thread, text backends."""
-    thread = MLXThread()
-    thread.start()
-    named = MLXServerSettings(model_aliases=aliases).catalog.model_aliases
-    sources = CatalogSources(
-        str(models_dir / default), models_dir=models_dir, hf_cache=False, model_aliases=named
-    )
-
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
-        return TextBackend(loaded, thread, EngineLimits(), ledger)
-
-    build = partial(
-        ModelPoolManager,
-        PoolLimits(**limits),  # type: ignore[arg-type]
-        sources,
-        thread,
-        make_backend,
-        catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
-        patience=patience,
-    )
-    pool = await thread.call(build)
-    try:
-        yield pool
-    finally:
-        await pool.close()
-        await asyncio.to_thread(thread.close)
-
-
-def request(model: str, prompt: str = "hello", tokens: int = 8) -> GenerationRequest:
-    return GenerationRequest(model, Text(prompt), GREEDY, max_tokens=tokens)
-
-
-async def answer(pool: ModelPoolManager, model: str, tokens: int = 8) -> str:
-    async with pool.lease(model) as lease:
-        events: list[Event] = []
-        async for step in lease.backend.generate(request(lease.id, tokens=tokens)):
-            events += step
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
 async def until_loading(pool: ModelPoolManager, name: str) -> None:
     while (await states(pool))[name] != "loading":  # noqa: ASYNC110 the pool tells nobody
         await asyncio.sleep(0)
-
-
-async def states(pool: ModelPoolManager) -> dict[str, str]:
-    return {status.id: status.state for status in await pool.models() if len(status.id) == 1}
 
 
 async def test_model_answers_and_is_listed_with_its_figures(models_dir: Path):

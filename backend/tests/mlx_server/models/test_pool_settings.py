@@ -1,0 +1,265 @@
+"""The pool and the owner's settings: times, pins, preloads, reading them again, what is unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from pools import Clock, answer, open_pool, states
+from tiny_models import make_tiny_adapter, make_tiny_model
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.errors import (
+    InvalidSettings,
+    ModelInUse,
+    ModelLoadFailed,
+    ModelNotFound,
+    OutOfMemory,
+)
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.services.inference import generate_completion
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc"):
+        make_tiny_model(folder / name, seed=seed)
+    return folder
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "models.toml").write_text(text)
+    return tmp_path / "models.toml"
+
+
+async def loaded(pool: ModelPoolManager) -> set[str]:
+    return {name for name, state in (await states(pool)).items() if state == "loaded"}
+
+
+async def until(pool: ModelPoolManager, names: set[str]) -> None:
+    while await loaded(pool) != names:  # noqa: ASYNC110 the pool tells nobody
+        await asyncio.sleep(0.001)
+
+
+async def test_a_model_goes_when_nobody_has_used_it_for_its_time(models_dir: Path, tmp_path: Path):
+    clock = Clock()
+    file = write(tmp_path, '[models.b]\nttl = "10s"\n[models.c]\nttl = "never"')
+    async with open_pool(models_dir, models_file=file, ttl=60.0, clock=clock) as pool:
+        for name in "abc":
+            await pool.get_model(name)
+        assert await pool.expire() == 10
+        clock.now = 9.0
+        async with pool.lease("b"):
+            clock.now = 30.0
+            assert await pool.expire() == 30
+            assert await loaded(pool) == {"a", "b", "c"}
+        clock.now = 39.0
+        assert await pool.expire() == 1
+        clock.now = 40.0
+        assert await pool.expire() == 20
+        assert await loaded(pool) == {"a", "c"}
+        clock.now = 60.0
+        assert await pool.expire() is None
+        assert await loaded(pool) == {"c"}
+        status = await pool.status("c")
+        assert (status.idle, status.ttl) == (60.0, float("inf"))
+
+
+async def test_a_pool_that_is_tended_preloads_and_unloads_by_itself(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, "[models.b]\npreload = true\n[models.c]\npreload = true\nttl = 0")
+    async with open_pool(models_dir, default="a", models_file=file) as pool:
+        tending = asyncio.create_task(pool.tend())
+        await until(pool, {"b"})
+        await answer(pool, "c")
+        await until(pool, {"b"})
+        tending.cancel()
+
+
+async def test_a_pinned_model_makes_no_place_and_outlives_its_time(
+    models_dir: Path, tmp_path: Path
+):
+    clock = Clock()
+    file = write(tmp_path, "[models.a]\npinned = true\nttl = 5")
+    async with open_pool(
+        models_dir, models_file=file, max_models=2, patience=0.0, clock=clock
+    ) as pool:
+        for name in ("a", "b", "c"):
+            await pool.get_model(name)
+        clock.now = 100.0
+        assert await pool.expire() is None
+        assert await loaded(pool) == {"a", "c"}
+        await pool.pin("c", True)
+        with pytest.raises(OutOfMemory, match="2 models are loaded, 0 in use and 2 pinned"):
+            await pool.get_model("b")
+        await pool.pin("a", False)
+        await pool.get_model("b")
+        assert await loaded(pool) == {"b", "c"}
+        with pytest.raises(ModelNotFound):
+            await pool.pin("nope", True)
+
+
+async def test_unloading_says_what_memory_came_back(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        size = (await pool.get_model("a")).loaded.nbytes
+        gone = await pool.unload("a")
+        assert gone is not None
+        assert (gone.id, gone.nbytes) == ("a", size)
+        assert gone.before - gone.after >= size
+        assert gone.after == mx.get_active_memory()
+        assert await pool.unload("a") is None
+        with pytest.raises(ModelNotFound):
+            await pool.unload("nope")
+        async with pool.lease("b"), pool.lease("b"):
+            with pytest.raises(ModelInUse, match="b is answering 2 requests") as refusal:
+                await pool.unload("b")
+            assert refusal.value.status == 409
+
+
+async def test_settings_that_are_read_again_take_effect(models_dir: Path, tmp_path: Path):
+    file = write(tmp_path, '[models.a]\naliases = ["first"]\n[models.b]\ncontext_length = 100')
+    async with open_pool(models_dir, models_file=file) as pool:
+        assert (await pool.get_model("first")).id == "a"
+        assert (await pool.get_model("b")).loaded.context_length == 100
+        write(
+            tmp_path,
+            '[models.a]\naliases = ["one"]\n[models.b]\ncontext_length = 200\n[models.nope]',
+        )
+        reloaded = await pool.reload()
+        assert (reloaded.changed, reloaded.unloaded) == (("a", "b"), ("b",))
+        assert (reloaded.outdated, reloaded.unknown) == ((), ("nope",))
+        assert (pool.resolve("one"), pool.resolve("first")) == ("a", "first")
+        assert await loaded(pool) == {"a"}
+        assert (await pool.status("b")).context_length == 200
+        assert (await pool.get_model("b")).loaded.context_length == 200
+
+
+async def test_settings_that_can_not_be_leave_the_old_ones_in_force(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, '[models.a]\naliases = ["first"]')
+    async with open_pool(models_dir, models_file=file) as pool:
+        write(tmp_path, '[models.a]\naliases = ["second"]\npinned = "perhaps"')
+        with pytest.raises(InvalidSettings, match=r"models.a.pinned: must be true or false"):
+            await pool.reload()
+        file.unlink()
+        with pytest.raises(InvalidSettings, match="can't be read"):
+            await pool.reload()
+        assert pool.resolve("first") == "a"
+        assert (await pool.status("first")).aliases == ("first",)
+
+
+async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, "")
+    async with open_pool(models_dir, models_file=file) as pool:
+        tending = asyncio.create_task(pool.tend())
+        async with pool.lease("b") as old:
+            write(tmp_path, "[models.b]\ncontext_length = 100")
+            assert (await pool.reload()).outdated == ("b",)
+            async with pool.lease("b") as same:
+                assert same is old
+            assert (await pool.status("b")).outdated
+        await until(pool, set())
+        assert (await pool.get_model("b")).loaded.context_length == 100
+        tending.cancel()
+
+
+async def test_a_model_that_is_no_longer_allowed_is_gone_even_if_loaded(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, "")
+    async with open_pool(models_dir, default="a", models_file=file) as pool:
+        async with pool.lease("b"):
+            write(tmp_path, 'allow = ["c"]')
+            assert (await pool.reload()).outdated == ("b",)
+            with pytest.raises(ModelNotFound, match=r"no model 'b' here\. Offered: "):
+                await pool.get_model("b")
+            assert (await pool.status("b")).state == "loaded"
+        await pool.expire()
+        with pytest.raises(ModelNotFound):
+            await pool.status("b")
+        assert (await pool.get_model("c")).id == "c"
+        assert (await pool.get_model()).id.endswith("a")
+
+
+async def test_one_base_is_served_with_and_without_its_adapter(models_dir: Path, tmp_path: Path):
+    make_tiny_adapter(tmp_path / "adapter", models_dir / "a")
+    file = write(tmp_path, '[models.tuned]\nbase = "a"\nadapter = "adapter"')
+    async with open_pool(models_dir, models_file=file) as pool:
+        assert await answer(pool, "tuned") != await answer(pool, "a")
+        status = await pool.status("tuned")
+        assert (status.recipe.base, status.recipe.adapter) == ("a", tmp_path / "adapter")
+        assert status.memory["weights"] == status.nbytes
+        (tmp_path / "adapter" / "adapters.safetensors").unlink()
+        await pool.unload("tuned")
+        with pytest.raises(ModelLoadFailed, match=r"adapters.safetensors can't be read"):
+            await answer(pool, "tuned")
+
+
+async def test_the_models_own_sampling_fills_what_a_request_leaves_open(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, "[models.b]\nsampling = { temperature = 0, top_k = 1 }")
+    async with open_pool(models_dir, models_file=file) as pool:
+
+        async def text(**fields: object) -> str:
+            body = await generate_completion("b", "hello", pool=pool, max_tokens=12, **fields)
+            assert isinstance(body, dict)
+            return body["choices"][0]["text"]
+
+        greedy = await text(temperature=0)
+        assert await text() == await text(seed=1) == greedy
+        assert await text(temperature=2, top_k=0, seed=1) != greedy
+        # What the request says goes before the owner's: a single candidate is the greedy one.
+        assert await text(temperature=2, seed=1) == greedy
+
+
+async def test_prompts_kept_for_reuse_are_forgotten(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        await answer(pool, "a", tokens=64)
+        await answer(pool, "b", tokens=64)
+        assert pool.figures()["engines"]["a"]["pages_cached"] > 0
+        freed = await pool.clear_prefixes("a")
+        assert list(freed) == ["a"]
+        assert freed["a"] > 0
+        assert pool.figures()["engines"]["a"]["pages_cached"] == 0
+        assert pool.figures()["engines"]["b"]["pages_cached"] > 0
+        assert set(await pool.clear_prefixes()) == {"a", "b"}
+        assert pool.figures()["engines"]["b"]["pages_cached"] == 0
+        with pytest.raises(ModelNotFound):
+            await pool.clear_prefixes("nope")
+
+
+async def test_a_loaded_model_whose_files_are_gone_is_still_listed_and_served(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "models" / "a")
+    make_tiny_model(tmp_path / "models" / "b")
+    async with open_pool(tmp_path / "models", default="b") as pool:
+        before = await answer(pool, "a")
+        for file in folder.iterdir():
+            file.unlink()
+        pool.catalog.rescan()
+        assert (await pool.status("a")).state == "loaded"
+        assert await answer(pool, "a") == before
+        await pool.unload("a")
+        with pytest.raises(ModelNotFound):
+            await answer(pool, "a")
+
+
+def test_the_time_to_live_is_a_setting():
+    assert MLXServerSettings().pool.ttl == float("inf")
+    assert MLXServerSettings(model_ttl_seconds=90).pool.ttl == 90
+
+
+def test_sampling_knows_what_was_left_open():
+    asked = Sampling.asked(temperature=0.5, top_p=None, seed=3, top_k=None)
+    assert asked == Sampling(temperature=0.5, seed=3)
+    filled = asked.filled({"temperature": 0.1, "top_p": 0.9, "min_p": 0.1})
+    assert filled == Sampling(temperature=0.5, top_p=0.9, min_p=0.1, seed=3)
+    assert Sampling().filled({"temperature": 0.1}) == Sampling()

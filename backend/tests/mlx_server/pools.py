@@ -1,0 +1,94 @@
+"""A pool as `main` composes it, over a folder of tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from mlx_manager.mlx_server.backends.text import TextBackend
+from mlx_manager.mlx_server.config import (
+    CatalogSources,
+    EngineLimits,
+    MLXServerSettings,
+    PoolLimits,
+)
+from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.models.catalog import Catalog
+from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def open_pool(
+    models_dir: Path,
+    *,
+    default: str = "a",
+    patience: float = 60.0,
+    aliases: str = "",
+    models_file: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: object,
+) -> AsyncIterator[ModelPoolManager]:
+    """A pool as `main` composes it: an MLX thread, text backends."""
+    thread = MLXThread()
+    thread.start()
+    named = MLXServerSettings(model_aliases=aliases).catalog.model_aliases
+    sources = CatalogSources(
+        str(models_dir / default),
+        models_file=models_file,
+        models_dir=models_dir,
+        hf_cache=False,
+        model_aliases=named,
+    )
+
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
+        return TextBackend(loaded, thread, EngineLimits(), ledger)
+
+    build = partial(
+        ModelPoolManager,
+        PoolLimits(**limits),  # type: ignore[arg-type]
+        sources,
+        thread,
+        make_backend,
+        catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
+        patience=patience,
+        clock=clock,
+    )
+    pool = await thread.call(build)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        await asyncio.to_thread(thread.close)
+
+
+def request(model: str, prompt: str = "hello", tokens: int = 8) -> GenerationRequest:
+    return GenerationRequest(model, Text(prompt), GREEDY, max_tokens=tokens)
+
+
+async def answer(pool: ModelPoolManager, model: str, tokens: int = 8) -> str:
+    async with pool.lease(model) as lease:
+        events: list[Event] = []
+        async for step in lease.backend.generate(request(lease.id, tokens=tokens)):
+            events += step
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+async def states(pool: ModelPoolManager) -> dict[str, str]:
+    return {status.id: status.state for status in await pool.models() if len(status.id) == 1}
