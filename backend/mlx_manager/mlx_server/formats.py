@@ -10,7 +10,7 @@ import random
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -47,8 +47,36 @@ class CallBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Digits:
-    """A number that the model chooses, in a `CallShape`."""
+class Parameters:
+    """Arguments that stand one after the other, each after its name.
+
+    They can be read while they are written: text as it is, anything else as JSON.
+
+    item: a regular expression (of the `regex` package) for what stands before each value and after
+    the last. It ends in one of these groups, which may be empty:
+        value   the beginning of a value. Group `key` is its name; where the format says what it is,
+                group `text` takes part if it is text, and group `json` if it is JSON
+        object  the beginning of all the arguments as one JSON object
+        end     the end of the call
+        close   the end of the call and of all calls
+    end: the text that ends a value. object_end: the text that ends an object. call_end: the text
+    that ends a call. line: a line feed at either end of a value belongs to the markup. wrap: texts
+    around values that look like markup.
+    """
+
+    item: str
+    end: str
+    call_end: str
+    object_end: str = ""
+    line: bool = False
+    wrap: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Text that the model chooses, in a `CallShape`: what a regular expression matches."""
+
+    regex: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +87,57 @@ class Aside:
     end: str
 
 
-Piece = str | Digits | Aside
+Piece = str | Pattern | Aside
+
+
+@dataclass(frozen=True, slots=True)
+class AsObject:
+    """Arguments as a JSON object. key: what it is called where the call is a JSON object too."""
+
+    key: str = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Arguments as `begin`, name, `middle`, value, `end`: text as it is, anything else as JSON.
+
+    text, other: what stands after `middle`, before text and before anything else (`{type}` is its
+    type in JSON Schema). wrap: as in `Parameters`.
+    """
+
+    begin: str
+    middle: str
+    end: str
+    tail: str = ""
+    text: str = ""
+    other: str = ""
+    wrap: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keywords:
+    """Arguments as in Python: `name=value, ...`, the values in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Braces:
+    """Arguments as an object whose names have no quotes, and whose texts are between `quote`s."""
+
+    quote: str
+
+
+ArgumentShape = AsObject | OneByOne | Keywords | Braces
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
     """How calls are written when they must be made: opening, calls with `between`s, closing.
 
-    Each call is its head, the name, the middle, the arguments as JSON, the tail. key: what the
-    arguments are called where a call is a JSON object. bare: calls begin with that object's brace,
-    as an answer in JSON does. whole: the shape covers the answer from its first token, and not
-    from the end of the thinking on.
+    Each call is its head, the name, the middle, the arguments, the tail. name: a regular expression
+    for the names that can be written. bare: calls begin with a JSON object's brace, as an answer in
+    JSON does. whole: the shape covers the answer from its first token, and not from the end of the
+    thinking on. other: another head and middle that mean the same. message, joint: where answers
+    are messages with headers, the header of one that is no call, and what stands between two.
     """
 
     head: tuple[Piece, ...]
@@ -78,9 +146,13 @@ class CallShape:
     opening: tuple[Piece, ...] = ()
     between: tuple[Piece, ...] = ()
     closing: tuple[Piece, ...] = ()
-    key: str = "arguments"
+    arguments: ArgumentShape = AsObject()
+    name: str = r"[^\s\"<>]+"
     bare: bool = False
     whole: bool = False
+    other: tuple[tuple[Piece, ...], tuple[Piece, ...]] | None = None
+    message: tuple[Piece, ...] = ()
+    joint: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +163,7 @@ class CallFormat:
     after the last. It ends in one of these groups:
         object  a `{`: the call is a JSON object that holds its name and its arguments
         args    a `{`: the arguments, as JSON; group `name` is the call's and group `id` may be
+        params  the beginning of what `parameters` reads; group `name` is the call's
         block   the beginning of what `block` reads
         close   the end of the calls
     bare: calls may also begin an answer with no marker before them; such an object must hold
@@ -99,6 +172,7 @@ class CallFormat:
     """
 
     item: str
+    parameters: Parameters | None = None
     block: CallBlock | None = None
     bare: bool = False
     shape: CallShape | None = None
@@ -112,11 +186,11 @@ class OutputFormat:
     shown. initial: "reasoning" when the prompt itself opened the thinking. header: a regular
     expression (of the `regex` package) for the whole of a header; group `channel` names what
     follows, as `channels` says (otherwise content), group `name` the function it calls.
-    offered: the tools that may be called; a call of any other is text. parallel: whether more than
-    one call may be made. keep: ids of special tokens whose text matters because it is (part of) a
-    marker; other special tokens have no text. continues: the output goes on in the prompt's own
-    text, so that a space at its beginning counts. thinking_end: what ends the thinking and begins
-    the content, "" for a model that does not think.
+    offered: the tools that may be called, each with its parameters' schema; a call of any other is
+    text. parallel: whether more than one call may be made. keep: ids of special tokens whose text
+    matters because it is (part of) a marker; other special tokens have no text. continues: the
+    output goes on in the prompt's own text, so that a space at its beginning counts. thinking_end:
+    what ends the thinking and begins the content, "" for a model that does not think.
     """
 
     edges: Mapping[Region, tuple[tuple[str, Region], ...]] = field(default_factory=dict)
@@ -124,7 +198,7 @@ class OutputFormat:
     header: str | None = None
     channels: Mapping[str, Region] = field(default_factory=dict)
     calls: CallFormat | None = None
-    offered: frozenset[str] = frozenset()
+    offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     keep: frozenset[int] = frozenset()
     continues: bool = False

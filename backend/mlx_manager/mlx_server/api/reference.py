@@ -44,11 +44,21 @@ in the schema's order. With `tools` the answer may be a call instead.
 
 ## Tools
 
-`tool_choice` "required" and a named function are held to likewise: a call, in the model's own
-format, of a function that is offered, with arguments that fit its parameters (a named function is
-called once). Models whose format is not JSON (Qwen3-Coder, GLM-4.5, MiniMax, Gemma and others)
-refuse them by name. With "auto" the model is free, and `strict` functions are not held to their
-parameters. Python's names of types ("dict", "float", "tuple", "any") are understood in parameters.
+`tool_choice` "required" and a named function are held to likewise: after the thinking comes a
+call, in the model's own format, of a function that is offered, with arguments that fit its
+parameters (a named function is called once, and so is any with `parallel_tool_calls` false). With
+"auto" the text is free; if one of `tools` is `strict`, then from the marker that opens a call on,
+its name and its arguments are held to the same. Once a call is held to its schema, it has no
+parameters that the schema does not name, unless `additionalProperties` allows them, and integers of
+18 digits at most. Texts and lists are as long as the schema lets them be: a model that does not end
+one runs into `max_tokens`, which comes back as `finish_reason` "length".
+
+Where arguments stand one by one (Qwen3-Coder, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi K3,
+MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no form
+for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text. So
+are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2) names
+that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of types
+("dict", "float", "tuple", "any") are understood in parameters.
 
 ## Log probabilities
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+
+from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
 from mlx_manager.mlx_server.engine.grammar import Grammars
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape, OutputFormat
+
+_ANY_ARGUMENTS = {"type": "object"}
 
 
 class Guidance:
@@ -55,7 +60,7 @@ class Guidance:
             matcher = self._grammars.calls(shape, forced, parallel=several)
             whole = shape.whole
         elif constraint is None:
-            return None
+            return self._strict(conversation, output) if conversation else None
         elif conversation is None or output.calls is None or output.header is not None:
             # Where headers announce calls, the content is never one.
             matcher = self._grammars.answer(constraint)
@@ -69,6 +74,38 @@ class Guidance:
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
         return Rules(matcher, self._grammars.texts, self._end_ids, openers, whole)
+
+    def _strict(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
+        """The rules of an answer that is free but for its calls, if there are strict tools."""
+        strict = [i for i, tool in enumerate(conversation.tools) if tool.strict]
+        if conversation.tool_choice != "auto" or not strict:
+            return None
+        param = f"tools[{strict[0]}].function.strict"
+        shape = _known(output.calls.shape if output.calls else None, param)
+        if shape.whole and not shape.message:
+            raise UnsupportedParameter(
+                f"`{param}`: this model's answers are messages whose headers are its own choice; "
+                "only `tool_choice` 'required' or a function's name holds its calls to a schema.",
+                param=param,
+            )
+        markers = [m for m, region in output.edges.get("content", ()) if region == "calls"]
+        matcher = self._free_calls(shape, conversation.tools, markers, param)
+        openers = () if shape.whole else self._openers(output)
+        return Rules(matcher, self._grammars.texts, self._end_ids, openers, shape.whole, free=True)
+
+    def _free_calls(
+        self, shape: CallShape, tools: Sequence[Tool], markers: Sequence[str], param: str
+    ) -> LLMatcher:
+        """Of the tools that are not strict, those that can't be held to their parameters aren't."""
+        try:
+            return self._grammars.free_calls(shape, tools, markers, param=param)
+        except InvalidParameter as error:
+            found = re.match(r"tools\[(\d+)\]\.function\.parameters", error.param or "")
+            place = int(found[1]) if found else -1
+            if place < 0 or tools[place].strict or tools[place].parameters == _ANY_ARGUMENTS:
+                raise
+        eased = [*tools[:place], replace(tools[place], parameters=_ANY_ARGUMENTS)]
+        return self._free_calls(shape, [*eased, *tools[place + 1 :]], markers, param)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""
@@ -106,8 +143,9 @@ def _forced(conversation: Conversation) -> Sequence[Tool]:
 def _known(shape: CallShape | None, param: str) -> CallShape:
     if shape is None:
         raise UnsupportedParameter(
-            f"`{param}`: this model writes tool calls in a format that it can't be held to; "
-            "only `tool_choice` 'auto' and 'none' without a response format are possible.",
+            f"`{param}`: this model writes tool calls in a format that it can't be held to; only "
+            "`tool_choice` 'auto' and 'none' with tools that are not strict and no response format "
+            "are possible.",
             param=param,
         )
     return shape
@@ -118,6 +156,6 @@ def _as_ruled(output: OutputFormat, rules: Rules) -> OutputFormat:
     the text is text."""
     edges = dict(output.edges)
     edges["reasoning"] = tuple(e for e in edges.get("reasoning", ()) if e[1] != "calls")
-    if not rules.openers:
+    if not rules.openers and not rules.free:
         edges["content"] = tuple(e for e in edges.get("content", ()) if e[1] != "reasoning")
     return replace(output, edges={region: found for region, found in edges.items() if found})

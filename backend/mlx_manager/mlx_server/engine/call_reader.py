@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat
+from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value
+from mlx_manager.mlx_server.engine.schemas import Kind, kinds_by_name
+from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
 
 CallEvent = ToolCallStarted | ToolCallDelta
 
@@ -81,13 +83,16 @@ class CallReader:
     ) -> None:
         self._offered = output.offered
         self._item_pattern = regex.compile(form.item)
+        self._parameters = form.parameters
         self._block = form.block
         self._bare = form.bare and not opener
         self._log = log
         self._name = name
         self._events: list[CallEvent] = []
         self._undecided = [opener]
-        self._arguments: list[str] | None = None
+        self._arguments: list[str] = []
+        self._passing = False
+        self._missing = ""
         self._unread_block: list[str] | None = None
         self._tail = False
         self._steps = self._section()
@@ -111,6 +116,9 @@ class CallReader:
 
     def finish(self, cut: bool) -> Progress:
         """The end of the output; `cut` if it was cut off rather than ended by the model."""
+        if self._missing and not cut:
+            ended = self.feed(self._missing)
+            return ended if ended.rest is not None else self._with_end(ended)
         if self._unread_block is not None and self._block is not None and not cut:
             try:
                 self._emit_block(self._block, "".join(self._unread_block))
@@ -124,21 +132,27 @@ class CallReader:
     # -- What is kept in case it is no call ----------------------------------------------------
 
     def _keep(self, char: str) -> None:
-        (self._undecided if self._arguments is None else self._arguments).append(char)
+        (self._arguments if self._passing else self._undecided).append(char)
 
     def _unkeep(self) -> None:
-        (self._undecided if self._arguments is None else self._arguments).pop()
+        (self._arguments if self._passing else self._undecided).pop()
 
     def _end(self, rest: str) -> Progress:
         self._flush_arguments()
         return Progress(self._events, "".join(self._undecided), rest)
+
+    def _with_end(self, progress: Progress) -> Progress:
+        """The end of the output after `progress`, whose calls are complete but for their end."""
+        self._events = progress.events
+        self._undecided.clear()
+        return self._end("")
 
     # -- The grammar: each generator is sent one character after the other ---------------------
 
     def _section(self) -> Steps:
         ahead = ""
         while True:
-            match = yield from self._item(ahead)
+            match = yield from self._item(self._item_pattern, ahead)
             groups = match.groupdict()
             if groups.get("close") is not None:
                 if not self._tail:
@@ -148,7 +162,14 @@ class CallReader:
             if self._block and groups.get("block") is not None:
                 yield from self._read_block(self._block, groups["block"])
                 return
-            if groups.get("args") is not None:
+            if self._parameters and groups.get("params") is not None:
+                closed = yield from self._read_parameters(
+                    self._parameters, groups["name"], groups["params"]
+                )
+                if closed:
+                    return
+                ahead = ""
+            elif groups.get("args") is not None:
                 name = groups.get("name") or self._name
                 ahead = yield from self._stream(name, groups.get("id"))
             else:
@@ -156,10 +177,12 @@ class CallReader:
             self._undecided[:] = [ahead]
             self._tail = True
 
-    def _item(self, text: str) -> Generator[None, str, regex.Match[str]]:
+    def _item(
+        self, pattern: regex.Pattern[str], text: str
+    ) -> Generator[None, str, regex.Match[str]]:
         while True:
             if text:
-                match = self._item_pattern.fullmatch(text, partial=True)
+                match = pattern.fullmatch(text, partial=True)
                 if match is None or len(text) > _LONGEST_ITEM:
                     raise _NotACallError
                 if not match.partial:
@@ -219,22 +242,101 @@ class CallReader:
             raise _NotACallError
         self._events.append(self._log.start(name, call_id))
         self._undecided.clear()
-        self._arguments = ["{", blanks, char]
+        self._arguments += ["{", blanks, char]
+        self._passing = True
         ahead = ""
         try:
             yield from self._balanced("{", char)
         except _NotACallError:
             ahead = self._arguments.pop()
             self._undecided.append(ahead)
-        self._flush_arguments()
-        self._arguments = None
-        self._log.finished += 1
+        self._end_call()
         return ahead
+
+    def _end_call(self) -> None:
+        self._flush_arguments()
+        self._passing = False
+        self._log.finished += 1
 
     def _flush_arguments(self) -> None:
         if self._arguments:
-            self._events.append(ToolCallDelta(self._log.started - 1, "".join(self._arguments)))
+            text = "".join(self._arguments)
             self._arguments.clear()
+            if text:
+                self._events.append(ToolCallDelta(self._log.started - 1, text))
+
+    # -- Arguments that are written one by one -------------------------------------------------
+
+    def _read_parameters(
+        self, form: Parameters, name: str, ahead: str
+    ) -> Generator[None, str, bool]:
+        """A call's arguments after its name; `ahead` has been read already.
+
+        Returns whether this was the end of all calls.
+        """
+        if name not in self._offered:
+            raise _NotACallError
+        pattern = regex.compile(form.item)
+        kinds = kinds_by_name(self._offered[name])
+        before = ""
+        while True:
+            try:
+                match = yield from self._item(pattern, ahead)
+            except _NotACallError:
+                if before:
+                    self._close_arguments(before)
+                raise
+            groups = match.groupdict()
+            if before == "{}" and groups.get("end") is None:
+                self._close_arguments(before)
+                raise _NotACallError
+            if not before:
+                self._events.append(self._log.start(name, None))
+            self._undecided.clear()
+            ahead, self._missing = "", form.call_end
+            if groups.get("value") is not None:
+                self._arguments.append(f"{before or '{'}{_dumps(match['key'].strip())}: ")
+                yield from self._read_value(form, _kinds_of(match, kinds))
+                before = ", "
+            elif groups.get("object") is not None:
+                yield from self._read_object(form, match["object"])
+                self._missing, before = form.call_end, "{}"
+            else:
+                self._close_arguments(before)
+                return groups.get("close") is not None
+
+    def _read_value(self, form: Parameters, kinds: frozenset[Kind]) -> Steps:
+        ends = (f"\n{form.end}", form.end) if form.line else (form.end,)
+        wrap = form.wrap and (form.wrap[0], [form.wrap[1] + form.end])
+        value = Value(kinds, ends, line=form.line, wrap=wrap)
+        self._missing = form.end + form.call_end
+        ended = False
+        while not ended:
+            char = yield
+            known, ended = value.add(char)
+            self._undecided.clear()
+            self._arguments.append(known)
+        self._missing = form.call_end
+
+    def _read_object(self, form: Parameters, beginning: str) -> Steps:
+        value = Value(frozenset({"object"}), (form.object_end,))
+        ended = False
+        for char in beginning:
+            value.add(char)
+        self._missing = form.object_end + form.call_end
+        while not ended:
+            char = yield
+            known, ended = value.add(char)
+            self._undecided.clear()
+            self._arguments.append(known)
+
+    def _close_arguments(self, before: str) -> None:
+        """`before` is what would stand before another argument, "{}" if none can follow."""
+        self._missing = ""
+        if before != "{}":
+            self._arguments.append("}" if before else "{}")
+        self._tail = True
+        self._end_call()
 
     # -- Calls that are emitted when they are complete -----------------------------------------
 
@@ -386,3 +488,16 @@ def _loads_string(literal: str) -> str:
     if not isinstance(text, str):
         raise _NotACallError
     return text
+
+
+def _kinds_of(match: regex.Match[str], named: Mapping[str, frozenset[Kind]]) -> frozenset[Kind]:
+    """The types that an argument may have: what its call says, else what its schema says."""
+    groups = match.groupdict()
+    if groups.get("text") is not None:
+        return TEXT
+    kinds = named.get(match["key"].strip(), ANYTHING)
+    return (kinds - TEXT or ANYTHING) if groups.get("json") is not None else kinds
+
+
+def _dumps(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

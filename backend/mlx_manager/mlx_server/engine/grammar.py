@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from mlx_manager.mlx_server.core import (
-    STRING_FORMATS,
     Choice,
     Constraint,
     Grammar,
@@ -30,21 +29,22 @@ from mlx_manager.mlx_server.core import (
     Regex,
     Tool,
 )
+from mlx_manager.mlx_server.engine.call_grammar import (
+    bare_calls,
+    calls_grammar,
+    free_calls_grammar,
+    json_of,
+    literal,
+)
+from mlx_manager.mlx_server.engine.schemas import without_unknown_formats
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
-from mlx_manager.mlx_server.formats import Aside, CallShape, Digits, Piece
+from mlx_manager.mlx_server.formats import CallShape
 
 Mask = NDArray[np.int32]
 """(words,): bit i of word w allows token 32 * w + i."""
 
 MOST_KEPT = 128
 """Compiled grammars kept per model."""
-
-BLANKS = r"\x20|\n{1,2}[\x20\t]{0,20}"
-"""Between JSON's tokens: a space or a line break with its indentation. With blanks without end,
-which JSON allows, small models write nothing else."""
-
-_TYPE_ALIASES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
-"""Names of types that tools written for Python carry; JSON Schema has none of them."""
 
 
 class Grammars:
@@ -61,6 +61,8 @@ class Grammars:
         self._ids = {
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()
         }
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._texts: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -124,22 +126,47 @@ class Grammars:
     def calls(
         self, shape: CallShape, tools: Sequence[Tool], *, parallel: bool, param: str = "tool_choice"
     ) -> LLMatcher:
-        """A matcher for one call of `tools` or, if `parallel`, for several.
+        """A matcher for one call of `tools` or, if `parallel`, for one or more.
 
         Raises:
-            InvalidParameter: a tool's parameters can't be honoured; says why.
+            InvalidParameter: a tool can't be honoured; says which and why.
         """
+        split = self._split
+
+        def lark(some: Sequence[Tool]) -> str:
+            return calls_grammar(shape, some, split, parallel=parallel)
+
+        return self._of_tools(lark, tools, param)
+
+    def free_calls(
+        self, shape: CallShape, tools: Sequence[Tool], openers: Sequence[str], *, param: str
+    ) -> LLMatcher:
+        """A matcher for any text, in which only calls of `tools` can follow `openers`.
+
+        Raises:
+            InvalidParameter: a tool can't be honoured; says which and why.
+        """
+        split = self._split
+
+        def lark(some: Sequence[Tool]) -> str:
+            return free_calls_grammar(shape, some, split, openers)
+
+        return self._of_tools(lark, tools, param)
+
+    def _of_tools(
+        self, lark: Callable[[Sequence[Tool]], str], tools: Sequence[Tool], param: str
+    ) -> LLMatcher:
         try:
-            return self.matcher(calls_grammar(shape, tools, self._ids.get, parallel), param)
-        except InvalidParameter:
-            self._check(tools)
+            return self.matcher(lark(tools), param)
+        except InvalidParameter as error:
+            if error.param == param:
+                for i, tool in enumerate(tools):
+                    self.matcher(lark([tool]), f"tools[{i}].function.parameters")
             raise
 
-    def _check(self, tools: Sequence[Tool]) -> None:
-        """Name the tool whose parameters can't be honoured."""
-        for i, tool in enumerate(tools):
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(_arguments(tool)))
-            self.matcher(grammar, f"tools[{i}].function.parameters")
+    def _split(self, text: str) -> list[tuple[str, int | None]]:
+        parts = self._added.split(text) if self._ids else [text]
+        return [(part, self._ids.get(part)) for part in parts if part]
 
     def answer_or_calls(
         self, constraint: Constraint, shape: CallShape, tools: Sequence[Tool], *, parallel: bool
@@ -151,14 +178,14 @@ class Grammars:
         """
         answer = answer_grammar(constraint)
         if not shape.bare:
-            calls = calls_grammar(shape, tools, self._ids.get, parallel)
+            calls = calls_grammar(shape, tools, self._split, parallel=parallel)
         elif "json_schema" in answer:
             # Both begin with a brace: only as JSON can they be followed side by side.
             schema = json.dumps(answer["json_schema"])
-            lark = f"start: calls | answer\nanswer: %json {schema}\n{_bare_calls(shape, tools)}"
+            lark = f"start: calls | answer\nanswer: %json {schema}\n{bare_calls(shape, tools)}"
             return self.matcher(lark, constraint.param)
         else:
-            calls = f"start: calls\n{_bare_calls(shape, tools)}"
+            calls = f"start: calls\n{bare_calls(shape, tools)}"
         grammars = [
             {"name": "either", "lark_grammar": "start: @calls | @answer"},
             {"name": "calls", "lark_grammar": calls},
@@ -184,138 +211,20 @@ def answer_grammar(constraint: Constraint) -> dict[str, Any]:
     """
     match constraint:
         case JsonObject():
-            return {"json_schema": _json({"type": "object"})}
+            return {"json_schema": json_of({"type": "object"})}
         case JsonSchema(text, strict):
             schema = json.loads(text)
-            return {"json_schema": _json(schema if strict else _without_unknown_formats(schema))}
+            return {"json_schema": json_of(schema if strict else without_unknown_formats(schema))}
         case Regex(pattern):
             found = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
             return {"lark_grammar": found["lark_grammar"]}
         case Choice(options):
-            return {"lark_grammar": "start: " + " | ".join(map(_literal, options))}
+            return {"lark_grammar": "start: " + " | ".join(map(literal, options))}
         case Grammar(text, param):
             try:
                 return {"lark_grammar": grammar_from("grammar", text)}
             except ValueError as error:
                 raise _refused(param, str(error)) from error
-
-
-def _json(schema: Any) -> Any:
-    """`schema` with our blanks, unless it brings its own."""
-    if not isinstance(schema, dict):
-        return _json({} if schema is True else {"enum": []})
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS} | schema.get("x-guidance", {})}
-
-
-def _without_unknown_formats(schema: Any) -> Any:
-    """JSON Schema 2020-12, 7.2.3: a format that is not known is an annotation."""
-    if isinstance(schema, list):
-        return [_without_unknown_formats(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    unknown = isinstance(schema.get("format"), str) and schema["format"] not in STRING_FORMATS
-    return {
-        key: value if key in {"enum", "const"} else _without_unknown_formats(value)
-        for key, value in schema.items()
-        if not (unknown and key == "format")
-    }
-
-
-# ---------------------------------------------------------------------------------------------
-# Tool calls
-# ---------------------------------------------------------------------------------------------
-
-
-def calls_grammar(
-    shape: CallShape,
-    tools: Sequence[Tool],
-    token_id: Callable[[str], int | None],
-    parallel: bool,
-) -> str:
-    """Calls of `tools`, written as `shape` says, in Lark.
-
-    Args:
-        token_id: the id of an added token by its text, None for any other text.
-    """
-
-    def written(pieces: Sequence[Piece]) -> str:
-        return " ".join(filter(None, (_piece(piece, token_id) for piece in pieces)))
-
-    more = f"({written(shape.between)} call)*" if parallel else ""
-    rules = [
-        f"start: {written(shape.opening)} call {more} {written(shape.closing)}",
-        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
-    ]
-    for i, tool in enumerate(tools):
-        head, middle, tail = map(written, (shape.head, shape.middle, shape.tail))
-        rules.append(f"call_{i}: {head} {_literal(tool.name)} {middle} arguments_{i} {tail}")
-        rules.append(f"arguments_{i}: %json {json.dumps(_arguments(tool))}")
-    return "\n".join(rules) + "\n"
-
-
-def _bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
-    """One call as a JSON object of free layout."""
-    objects = []
-    for tool in tools:
-        arguments = _arguments(tool)
-        moved = {"$defs", "definitions", "x-guidance"} & arguments.keys()
-        definitions = {key: arguments.pop(key) for key in moved}
-        objects.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, shape.key: arguments},
-                "required": ["name", shape.key],
-                "additionalProperties": False,
-                **definitions,
-            }
-        )
-    rules = ["calls: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    rules += [f"call_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(objects)]
-    return "\n".join(rules) + "\n"
-
-
-def _arguments(tool: Tool) -> dict[str, Any]:
-    schema = _without_unknown_formats(_with_json_types(dict(tool.parameters)))
-    schema = schema or {"type": "object", "properties": {}}
-    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
-        schema = {"type": "object", **schema}
-    return dict(_json(schema))
-
-
-def _with_json_types(schema: Any) -> Any:
-    """`schema` with Python's names of types in JSON Schema's."""
-    if isinstance(schema, list):
-        return [_with_json_types(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    fixed = {
-        key: value if key in {"enum", "const", "default"} else _with_json_types(value)
-        for key, value in schema.items()
-    }
-    named = fixed.get("type")
-    if isinstance(named, str) and named in _TYPE_ALIASES:
-        alias = _TYPE_ALIASES[named]
-        fixed = {key: value for key, value in fixed.items() if key != "type"}
-        if alias is not None:
-            fixed = {"type": alias, **fixed}
-    return fixed
-
-
-def _piece(piece: Piece, token_id: Callable[[str], int | None]) -> str:
-    """A piece of text in Lark; tokens in it that were added to the vocabulary stand by id."""
-    match piece:
-        case Digits():
-            return "/[0-9]+/"
-        case Aside(begin, end):
-            anything = r"/(.|\n)*/"
-            return f"({_piece(begin, token_id)} {anything} {_piece(end, token_id)})?"
-    parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", piece)
-    found = [(part, token_id(part)) for part in parts if part]
-    return " ".join(_literal(text) if number is None else f"<[{number}]>" for text, number in found)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------------------------------------

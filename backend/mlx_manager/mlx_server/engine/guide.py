@@ -29,7 +29,8 @@ class Rules:
     matcher: at the beginning of the grammar; the row's own. texts: its vocabulary. end_ids: tokens
     that end an answer: not before the grammar has begun. openers: tokens that may begin thinking
     in place of the grammar's first token. whole: the grammar covers the answer from its first
-    token, and not from the end of the thinking on.
+    token, and not from the end of the thinking on. free: nothing has to be said, so that the answer
+    may end before the grammar has begun, and may think wherever it likes.
     """
 
     matcher: LLMatcher
@@ -37,6 +38,7 @@ class Rules:
     end_ids: tuple[int, ...]
     openers: tuple[int, ...] = ()
     whole: bool = False
+    free: bool = False
 
 
 class Guide:
@@ -115,7 +117,7 @@ class Guide:
         """`allowed`: the mask of `matching`."""
         if self._forced:
             self.mask = only(self._forced[0], self.words)
-        elif self._rules is None:
+        elif self._rules is None or (allowed is None and self._rules.free):
             self.mask = None
         elif allowed is None:
             self.mask = _all_but(self._rules.end_ids, self.words)

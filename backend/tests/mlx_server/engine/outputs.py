@@ -37,7 +37,7 @@ TOOLS = [
     _tool("note", text="string"),
     _tool("now"),
 ]
-OFFERED = frozenset({"get_weather", "note", "now"})
+OFFERED = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from engine.outputs import (
     SAMPLES,
     THINKING,
     THINKING_HERMES,
+    TOOLS,
     WEATHER,
     Call,
     Sample,
@@ -175,11 +177,8 @@ MALFORMED = (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>other\n```json\n{}\n```",
     ),
     (GLM, "<tool_call>other\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
-    (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par"),
-    (
-        CODER,
-        "<tool_call>\n<function=get_weather>\n<parameter=days>\ntwo\n</parameter>\n</function>\n</tool_call>",
-    ),
+    (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n"),
+    (CODER, "<tool_call>\n<function=other>\n<parameter=days>\n2\n</parameter>\n</function>"),
     (CODER, "<tool_call>\n<function=get_weather>\n</tool_call>\nnothing"),
     (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Par'),
     (GEMMA, "<|tool_call>call:note{text:{}<tool_call|>"),
@@ -207,6 +206,64 @@ def test_arguments_stream_as_they_are_written() -> None:
         '{"city": "Paris", ',
         '{"city": "Paris", "days"',
     ]
+
+
+def test_text_streams_as_it_is_written_where_it_has_no_quotes() -> None:
+    parts = [
+        "<tool_call>\n<function=note>\n<parameter=text>\nA ",
+        '"b"',
+        "\n</par",
+        "t\n</parameter>",
+    ]
+    answers = [parse(parts[: n + 1], CODER, reason="length") for n in range(4)]
+    assert [answer.calls[0].arguments for answer in answers] == [
+        '{"text": "A ',
+        r'{"text": "A \"b\"',
+        r'{"text": "A \"b\"',
+        r'{"text": "A \"b\"\n</part"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "value"),
+    [
+        ("string", "5", "5"),
+        ("string", "null", "null"),
+        ("string", ' "a" \n', ' "a" \n'),
+        ("integer", " 5\n", 5),
+        ("integer", "two", "two"),
+        ("boolean", "True", True),
+        ("array", "['a', 1]", ["a", 1]),
+        ("object", '{"a": "</parameter>"}', {"a": "</parameter>"}),
+        (["string", "null"], "null", None),
+        (["string", "null"], "5", "5"),
+        (["integer", "null"], "5", 5),
+        (["string", "integer"], "5", 5),
+        (["string", "number"], "5", 5),
+        (["string", "integer"], "5a", "5a"),
+        (None, "[1]", [1]),
+        (None, "NaN", "NaN"),
+    ],
+)
+def test_an_argument_is_read_as_its_parameter_says(
+    kind: object, written: str, value: object
+) -> None:
+    schema = {"type": "object", "properties": {"a": {} if kind is None else {"type": kind}}}
+    output = replace(CODER, offered={"now": schema})
+    text = f"<tool_call>\n<function=now>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert parse(text, output).values == [("now", {"a": value})]
+
+
+@pytest.mark.parametrize("module", ["glm47", "qwen3_coder", "minimax_m2", "longcat", "kimi_k3"])
+def test_what_mlx_lm_reads_is_read_alike(module: str) -> None:
+    titles = {"glm47": "glm", "qwen3_coder": "qwen3 coder", "minimax_m2": "minimax"}
+    title = titles.get(module, module.replace("_", " "))
+    parser = import_module(f"mlx_lm.tool_parsers.{module}")
+    text = next(sample.text for sample in SAMPLES if sample.title == title)
+    first = text[text.index(parser.tool_call_start) + len(parser.tool_call_start) :]
+    found = parser.parse_tool_call(first[: first.index(parser.tool_call_end)].strip(), TOOLS)
+    call = found[0] if isinstance(found, list) else found
+    assert parse(text, of_mlx(module)).values[0] == (call["name"], call["arguments"])
 
 
 def test_arguments_are_exactly_what_the_model_wrote() -> None:
@@ -257,7 +314,9 @@ def test_blanks_around_calls_are_not_content() -> None:
 def test_a_block_without_its_end_is_read_when_the_model_has_ended() -> None:
     text = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     assert parse(text, GLM).values == [("get_weather", {"city": "Paris"})]
-    assert parse(text, GLM, reason="length").content == text
+    cut = parse(text, GLM, reason="length")
+    assert (cut.calls[0].arguments, cut.content) == ('{"city": "Paris"', "")
+    assert parse(text[:-15], GLM).values == [("get_weather", {"city": "Par"})]
 
 
 def test_many_markers_take_linear_time() -> None:

@@ -81,6 +81,9 @@ def kept_tokens(
     patterns = [header]
     if form is not None:
         patterns.append(form.item)
+        if form.parameters is not None:
+            patterns.append(form.parameters.item)
+            texts += [form.parameters.end, form.parameters.call_end, form.parameters.object_end]
         if form.block is not None:
             texts += [text for quote in form.block.quotes for text in quote]
             texts.append(form.block.end or "")

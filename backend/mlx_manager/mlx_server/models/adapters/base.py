@@ -38,6 +38,7 @@ from mlx_manager.mlx_server.models.adapters.template import (
     probe,
 )
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
 
 Tokenizer = Any
 """mlx-lm's `TokenizerWrapper`, or anything that has the methods used."""
@@ -240,7 +241,7 @@ class DefaultAdapter:
             edges=edges,
             initial=initial,
             calls=form,
-            offered=frozenset(tool.name for tool in conversation.tools if syntax),
+            offered={tool.name: tool.parameters for tool in conversation.tools if syntax},
             parallel=conversation.parallel_tool_calls,
             keep=kept_tokens(tokenizer, edges, form),
             thinking_end=marks[1] if marks else "",
@@ -275,13 +276,6 @@ def _template_args(conversation: Conversation) -> dict[str, Any]:
 
 def _offers(conversation: Conversation) -> bool:
     return bool(conversation.tools) and conversation.tool_choice != "none"
-
-
-def token_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of a token of this very name, None if the vocabulary has none."""
-    found = tokenizer.convert_tokens_to_ids(name)
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    return found if isinstance(found, int) and found != unknown else None
 
 
 def _tokenizer_eos(tokenizer: Tokenizer) -> list[int]:

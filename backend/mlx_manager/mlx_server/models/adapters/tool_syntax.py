@@ -1,22 +1,37 @@
 """How models write tool calls: those that mlx-lm has a parser for, and a few it has none for.
 
-Where the arguments are JSON, the engine streams them as they are written; otherwise mlx-lm's
-parser reads the whole block. mlx-lm decides which of its formats a model has, by its template.
+Where the arguments are JSON, or stand one by one, the engine streams them as they are written;
+otherwise mlx-lm's parser reads the whole block. mlx-lm decides which of its formats a model has, by
+its template.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.tool_parsers import pythonic
+from mlx_lm.tool_parsers import function_gemma, gemma4, pythonic
 
 from mlx_manager.mlx_server.core import ToolCall
-from mlx_manager.mlx_server.formats import Aside, CallBlock, CallFormat, CallShape, Digits
+from mlx_manager.mlx_server.formats import (
+    Aside,
+    AsObject,
+    Braces,
+    CallBlock,
+    CallFormat,
+    CallShape,
+    Keywords,
+    OneByOne,
+    Parameters,
+    Pattern,
+)
 from mlx_manager.mlx_server.models.adapters.messages import WriteCalls, call_object
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
 
 _NAME = r"(?P<name>[\w.\-]{1,128})"
 _PYTHON_QUOTES = (('"', '"'), ("'", "'"))
@@ -66,21 +81,9 @@ def _objects(key: str, opening: str = "", between: str = ", ", closing: str = ""
         opening=(opening,),
         between=(between,),
         closing=(closing,),
-        key=key,
+        arguments=AsObject(key),
         bare=not opening,
     )
-
-
-def _block(
-    start: str, end: str, head: str, parser: BlockParser, quotes: tuple[tuple[str, str], ...]
-) -> ToolSyntax:
-    """Calls for one of mlx-lm's parsers. `head`: what the block's beginning looks like."""
-
-    def form(tools: ToolDicts) -> CallFormat:
-        block = CallBlock(lambda text: read_block(parser, text, tools), end, quotes)
-        return CallFormat(rf"(?P<block>{head})", block)
-
-    return ToolSyntax((start,), form)
 
 
 def read_block(parser: BlockParser, text: str, tools: ToolDicts) -> list[tuple[str, str]]:
@@ -100,7 +103,20 @@ def read_block(parser: BlockParser, text: str, tools: ToolDicts) -> list[tuple[s
 def _dump(arguments: Any) -> str:
     if not isinstance(arguments, Mapping):
         raise ValueError("arguments are not an object")
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(arguments), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with the largest number there is in place of those that JSON has but floats don't."""
+    match value:
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+        case Mapping():
+            return {key: _finite(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_finite(inner) for inner in value]
+        case _:
+            return value
 
 
 # ---------------------------------------------------------------------------------------------
@@ -153,7 +169,7 @@ KIMI_K2 = _json(
     r"<\|tool_call_argument_begin\|>\s*(?P<args>\{))",
     CallShape(
         head=("<|tool_call_begin|>functions.",),
-        middle=(":", Digits(), "<|tool_call_argument_begin|>"),
+        middle=(":", Pattern("[0-9]+"), "<|tool_call_argument_begin|>"),
         tail=("<|tool_call_end|>",),
         opening=("<|tool_calls_section_begin|>",),
         closing=("<|tool_calls_section_end|>",),
@@ -213,6 +229,12 @@ HARMONY = _json(
         opening=(Aside("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),),
         between=("<|call|><|start|>assistant",),
         whole=True,
+        other=(
+            ("<|channel|>commentary to=functions.",),
+            (" <|constrain|>json<|message|>",),
+        ),
+        message=("<|channel|>", Pattern("analysis|commentary|final"), "<|message|>"),
+        joint=("<|end|><|start|>assistant",),
     ),
 )
 """The body of a message to a function in gpt-oss's harmony format; the header names it."""
@@ -231,7 +253,7 @@ def _llama_form(tools: ToolDicts) -> CallFormat:
     return CallFormat(
         r"(?:[\s,;\[\]]|<\|python_tag\|>|<\|python_end\|>)*"
         r"(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
-        block,
+        block=block,
         bare=True,
         shape=_objects("parameters", between="\n"),
     )
@@ -243,44 +265,300 @@ by `;` or line feeds, or a Python list of calls. Also what a model without any k
 """
 
 # ---------------------------------------------------------------------------------------------
-# mlx-lm's parsers
+# Arguments one by one
 # ---------------------------------------------------------------------------------------------
 
-_STREAMED = {"json_tools": HERMES, "mistral": MISTRAL, "kimi_k2": KIMI_K2}
 
-_BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
-    "function_gemma": (r"\s*call:", (("<escape>", "<escape>"),)),
-    "gemma4": (r"\s*call:", (('<|"|>', '<|"|>'),)),
-    "glm47": (
-        r"\s*(?:\{|[\w.\-]{1,128}\s*[<{])",
-        (("<arg_value>", "</arg_value>"),),
+def _parameters(
+    openers: tuple[str, ...], item: str, parameters: Parameters, shape: CallShape
+) -> ToolSyntax:
+    form = CallFormat(item, parameters=parameters, shape=shape)
+    return ToolSyntax(openers, lambda _: form)
+
+
+QWEN_CODER = _parameters(
+    ("<tool_call>",),
+    rf"\s*(?:(?P<close></tool_call>)|<function=\s*{_NAME}\s*>(?P<params>))",
+    Parameters(
+        r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
+        end="</parameter>",
+        call_end="</function>",
+        line=True,
     ),
-    "kimi_k3": (
-        r"\s*<\|open\|>call",
-        (
-            ("<|open|>argument", "<|close|>argument<|sep|>"),
-            ("<|open|>json", "<|close|>json<|sep|>"),
+    CallShape(
+        head=("<tool_call>\n<function=",),
+        middle=(">\n",),
+        tail=("</function>\n</tool_call>",),
+        between=("\n",),
+        arguments=OneByOne("<parameter=", ">\n", "\n</parameter>", "\n"),
+    ),
+)
+"""Qwen3-Coder and its kin."""
+
+
+def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
+    """GLM's format, whose markers LongCat begins with a prefix of its own."""
+    call, key, value = (f"{prefix}{name}" for name in ("tool_call", "arg_key", "arg_value"))
+    line = "\n" if lines else ""
+    return _parameters(
+        (f"<{call}>",),
+        rf"\s*(?:(?P<close></{call}>)|(?P<object>\{{)"
+        rf"|{_NAME}\s*(?:(?P<params><)|(?P<args>\{{)))",
+        Parameters(
+            rf"\s*(?:<{key}>\s*(?P<key>[^<]+?)\s*</{key}>\s*<{value}>(?P<value>)"
+            rf"|(?P<close></{call}>))",
+            end=f"</{value}>",
+            call_end=f"</{call}>",
+        ),
+        CallShape(
+            head=(f"<{call}>",),
+            middle=(line,),
+            tail=(f"</{call}>",),
+            between=("\n",),
+            arguments=OneByOne(f"<{key}>", f"</{key}>{line}<{value}>", f"</{value}>", line),
+        ),
+    )
+
+
+GLM = _glm("", lines=True)
+"""GLM 4.5 and 4.6, and Laguna."""
+
+GLM_47 = _glm("", lines=False)
+"""Without line feeds: since GLM 4.7. All are read either way."""
+
+LONGCAT = _glm("longcat_", lines=True)
+
+MINIMAX = _parameters(
+    ("<minimax:tool_call>",),
+    r"\s*(?:(?P<close></minimax:tool_call>)"
+    rf"|<invoke name=[\"']?{_NAME}[\"']?\s*>(?P<params>))",
+    Parameters(
+        r"\s*(?:<parameter name=[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
+        r"|(?P<end></invoke>))",
+        end="</parameter>",
+        call_end="</invoke>",
+    ),
+    CallShape(
+        head=('<invoke name="',),
+        middle=('">\n',),
+        tail=("</invoke>\n",),
+        opening=("<minimax:tool_call>\n",),
+        closing=("</minimax:tool_call>",),
+        arguments=OneByOne('<parameter name="', '">', "</parameter>", "\n"),
+    ),
+)
+
+_DSML = "｜DSML｜"
+_DSML_BLOCK = "(?:function_calls|tool_calls)"
+
+
+def _dsml(block: str) -> ToolSyntax:
+    return _parameters(
+        (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
+        rf"\s*(?:(?P<close></{_DSML}{_DSML_BLOCK}>)"
+        rf'|<{_DSML}invoke name="{_NAME}"\s*>(?P<params>))',
+        Parameters(
+            rf'\s*(?:<{_DSML}parameter name="(?P<key>[^<>"\n]+)"'
+            r'(?:\s+string="(?:(?P<text>true)|(?P<json>false))")?\s*>(?P<value>)'
+            rf"|(?P<end></{_DSML}invoke>))",
+            end=f"</{_DSML}parameter>",
+            call_end=f"</{_DSML}invoke>",
+        ),
+        CallShape(
+            head=(f'<{_DSML}invoke name="',),
+            middle=('">\n',),
+            tail=(f"</{_DSML}invoke>\n",),
+            opening=(f"<{_DSML}{block}>\n",),
+            closing=(f"</{_DSML}{block}>",),
+            arguments=OneByOne(
+                f'<{_DSML}parameter name="',
+                '" string="',
+                f"</{_DSML}parameter>",
+                "\n",
+                text='true">',
+                other='false">',
+            ),
+        ),
+    )
+
+
+DEEPSEEK_32 = _dsml("function_calls")
+"""DeepSeek V3.2's DSML."""
+
+DEEPSEEK_4 = _dsml("tool_calls")
+"""The same with another name for the block. Both are read either way."""
+
+MINICPM = _parameters(
+    ("<function name=",),
+    rf"[\"']?{_NAME}[\"']?\s*>(?P<params>)",
+    Parameters(
+        r"\s*(?:<param name\s*=\s*[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
+        r"|(?P<close></function>))",
+        end="</param>",
+        call_end="</function>",
+        wrap=("<![CDATA[", "]]>"),
+    ),
+    CallShape(
+        head=('<function name="',),
+        middle=('">',),
+        tail=("</function>",),
+        arguments=OneByOne('<param name="', '">', "</param>", wrap=("<![CDATA[", "]]>")),
+    ),
+)
+
+MUSE_SPARK = _parameters(
+    ("<atem:function_calls>",),
+    r"\s*(?:(?P<close></atem:function_calls>)"
+    rf'|<atem:invoke\s(?:[^<>]*\s)?name="{_NAME}"[^<>]*>(?P<params>))',
+    Parameters(
+        r'\s*(?:<atem:parameter\s(?:[^<>]*\s)?name="(?P<key>[^<>"\n]+)"[^<>]*>(?P<value>)'
+        r"|(?P<end></atem:invoke>))",
+        end="</atem:parameter>",
+        call_end="</atem:invoke>",
+    ),
+    CallShape(
+        head=('<atem:invoke name="',),
+        middle=('">\n',),
+        tail=("</atem:invoke>\n",),
+        opening=(
+            Pattern(r"to=[\w.\-]+"),
+            Aside("<|message|>", "<|eom|><|start|>assistant to=functions"),
+            "<|message|><atem:function_calls>\n",
+        ),
+        closing=("</atem:function_calls>",),
+        arguments=OneByOne('<atem:parameter name="', '">', "</atem:parameter>", "\n"),
+        whole=True,
+    ),
+)
+
+KIMI_K3 = _parameters(
+    ("<|open|>tools<|sep|>",),
+    r"\s*(?:(?P<close><\|close\|>tools<\|sep\|>)"
+    rf'|<\|open\|>call\s(?:[^<]*\s)?tool="{_NAME}"[^<]*<\|sep\|>(?P<params>))',
+    Parameters(
+        r'\s*(?:<\|open\|>argument\s(?:[^<]*\s)?key="(?P<key>[^<"\n]+)"'
+        r'(?:\s+type="(?:(?P<text>string)|(?P<json>\w+))")?[^<]*<\|sep\|>(?P<value>)'
+        r"|<\|open\|>json[^<]*<\|sep\|>(?P<object>)"
+        r"|(?P<end><\|close\|>call<\|sep\|>))",
+        end="<|close|>argument<|sep|>",
+        object_end="<|close|>json<|sep|>",
+        call_end="<|close|>call<|sep|>",
+    ),
+    CallShape(
+        head=('<|open|>call tool="',),
+        middle=('" index="', Pattern("[0-9]+"), '"<|sep|>'),
+        tail=("<|close|>call<|sep|>",),
+        opening=("<|open|>tools<|sep|>",),
+        closing=("<|close|>tools<|sep|>",),
+        arguments=OneByOne(
+            '<|open|>argument key="',
+            '" type="',
+            "<|close|>argument<|sep|>",
+            text='string"<|sep|>',
+            other='{type}"<|sep|>',
         ),
     ),
-    "longcat": (
-        r"\s*(?:\{|[\w.\-]{1,128}\s*<)",
-        (("<longcat_arg_value>", "</longcat_arg_value>"),),
+)
+
+# ---------------------------------------------------------------------------------------------
+# Arguments that mlx-lm's parsers read once they are complete
+# ---------------------------------------------------------------------------------------------
+
+
+def _block(
+    start: str,
+    end: str,
+    head: str,
+    parser: BlockParser,
+    quotes: tuple[tuple[str, str], ...] = (),
+    *,
+    shape: CallShape | None = None,
+) -> ToolSyntax:
+    """Calls for one of mlx-lm's parsers. `head`: what the block's beginning looks like."""
+
+    def form(tools: ToolDicts) -> CallFormat:
+        block = CallBlock(lambda text: read_block(parser, text, tools), end, quotes)
+        return CallFormat(rf"(?P<block>{head})", block=block, shape=shape)
+
+    return ToolSyntax((start,), form)
+
+
+_BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...], CallShape]] = {
+    "function_gemma": (
+        r"\s*call:",
+        (("<escape>", "<escape>"),),
+        CallShape(
+            head=("<start_function_call>call:",),
+            middle=(),
+            tail=("<end_function_call>",),
+            arguments=Braces("<escape>"),
+            name=r"[\w\-]+",
+        ),
     ),
-    "minicpm5": (r"\s*[\"'\w]", (("<param ", "</param>"),)),
-    "minimax_m2": (r"\s*<invoke name=", (("<parameter name=", "</parameter>"),)),
-    "muse_spark": (r"\s*<atem:invoke", (("<atem:parameter", "</atem:parameter>"),)),
-    "pythonic": (r"\s*\[", _PYTHON_QUOTES),
-    "qwen3_coder": (r"\s*<function=", (("<parameter=", "</parameter>"),)),
+    "gemma4": (
+        r"\s*call:",
+        (('<|"|>', '<|"|>'),),
+        CallShape(
+            head=("<|tool_call>call:",),
+            middle=(),
+            tail=("<tool_call|>",),
+            arguments=Braces('<|"|>'),
+            name=r"[\w\-]+",
+        ),
+    ),
+    "pythonic": (
+        r"\s*\[",
+        _PYTHON_QUOTES,
+        CallShape(
+            head=(),
+            middle=("(",),
+            tail=(")",),
+            opening=("<|tool_call_start|>[",),
+            between=(", ",),
+            closing=("]<|tool_call_end|>",),
+            arguments=Keywords(),
+            name=r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*",
+        ),
+    ),
 }
-"""What a block begins with, short of its end, and what surrounds values in it, by the parser."""
+"""What a block begins with, what surrounds values in it, and how it is written, by the parser."""
+
+
+def _gemma(text: str, tools: ToolDicts) -> Any:
+    """FunctionGemma's calls are Gemma 4's but for the quotes, and its own parser knows no nesting.
+
+    What has no quotes at all is text, which only FunctionGemma's own parser knows.
+    """
+    try:
+        return gemma4.parse_tool_call(text.replace("<escape>", '<|"|>'), tools)
+    except PARSE_ERRORS:
+        return function_gemma.parse_tool_call(text, tools)
+
+
+_STREAMED: Mapping[str, ToolSyntax] = {
+    "json_tools": HERMES,
+    "mistral": MISTRAL,
+    "kimi_k2": KIMI_K2,
+    "kimi_k3": KIMI_K3,
+    "qwen3_coder": QWEN_CODER,
+    "glm47": GLM,
+    "laguna": GLM,
+    "longcat": LONGCAT,
+    "minimax_m2": MINIMAX,
+    "minicpm5": MINICPM,
+    "muse_spark": MUSE_SPARK,
+}
 
 
 def of_mlx_parser(module: str, start: str, end: str, parser: BlockParser) -> ToolSyntax:
     """The syntax that the parser in `mlx_lm.tool_parsers.<module>` reads."""
     if module in _STREAMED:
         return _STREAMED[module]
-    head, quotes = _BLOCKS.get(module, (r"\s*\S", ()))
-    return _block(start, end, head, parser, quotes)
+    if module not in _BLOCKS:
+        return _block(start, end, r"\s*\S", parser)
+    head, quotes, shape = _BLOCKS[module]
+    reader = _gemma if module == "function_gemma" else parser
+    return _block(start, end, head, reader, quotes, shape=shape)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -288,6 +566,8 @@ def of_mlx_parser(module: str, start: str, end: str, parser: BlockParser) -> Too
 # ---------------------------------------------------------------------------------------------
 
 _BY_TEMPLATE = (
+    (f"<{_DSML}tool_calls>", DEEPSEEK_4),
+    (_DSML, DEEPSEEK_32),
     ("<｜tool▁calls▁begin｜>", DEEPSEEK),
     ("<|tool_call|>", GRANITE),
     ("<tool_call>", HERMES),
@@ -308,9 +588,12 @@ def syntax_of(tokenizer: Any) -> ToolSyntax:
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         found = of_mlx_parser(module, start, end, parser)
     else:
-        found = next((syntax for marker, syntax in _BY_TEMPLATE if marker in templates), LLAMA)
+        said = templates + _DSML * (token_id(tokenizer, _DSML) is not None)
+        found = next((syntax for marker, syntax in _BY_TEMPLATE if marker in said), LLAMA)
     if found is MISTRAL and "[ARGS]" in templates:
         return MISTRAL_ARGS
+    if found is GLM and "{function-name}<arg_key>" in templates:
+        return GLM_47
     if found is DEEPSEEK and "```json" not in templates:
         return DEEPSEEK_31
     return found

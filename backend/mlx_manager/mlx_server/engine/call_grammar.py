@@ -1,0 +1,444 @@
+"""Tool calls in a model's own format, as a grammar in llguidance's Lark.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_manager.mlx_server.core import Tool
+from mlx_manager.mlx_server.engine.schemas import (
+    Branch,
+    Kind,
+    UnwritableError,
+    branches,
+    parameters_schema,
+    properties,
+    required,
+)
+from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.formats import (
+    Aside,
+    AsObject,
+    Braces,
+    CallShape,
+    Keywords,
+    OneByOne,
+    Pattern,
+    Piece,
+)
+
+Split = Callable[[str], Sequence[tuple[str, int | None]]]
+"""A text to its parts, with their ids for those that are tokens of their own."""
+
+BLANKS = r"\x20|\n{1,2}[\x20\t]{0,20}"
+"""Between JSON's tokens: a space or a line break with its indentation. With blanks without end,
+which JSON allows, small models write nothing else."""
+
+ANYTHING = "/(?s:.*)/"
+
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_ZONE = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?{_ZONE}"
+_LABEL = r"[a-z0-9]{1,32}(-[a-z0-9]{1,16}){0,3}"
+_WORD = r"[A-Za-z0-9_+-]{1,32}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+_FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": r"P([0-9]{1,9}[DWMY]|T[0-9]{1,9}[HMS])",
+    "email": rf"{_WORD}(\.{_WORD}){{0,3}}@({_LABEL}\.){{1,4}}[a-z]{{2,16}}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,4}}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
+    "ipv6": r"([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
+    "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "uri": r"[a-z][a-z0-9+.-]{1,15}://[A-Za-z0-9._~:/?#@!$&'*+,;=-]+",
+}
+"""Text of these formats; not all of it, but none that is not."""
+
+
+def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
+    """Calls of `tools`, written as `shape` says, in Lark: one or, if `parallel`, one or more.
+
+    Raises:
+        InvalidParameter: a tool can't be called in this form; says why.
+    """
+    writer = _Writer(shape, split)
+    call = writer.calls(tools)
+    more = f"({writer.pieces(shape.between)} {call})*" if parallel else ""
+    opening, closing = writer.pieces(shape.opening), writer.pieces(shape.closing)
+    writer.rules.insert(0, f"start: {opening} {call} {more} {closing}")
+    return "\n".join(writer.rules) + "\n"
+
+
+def free_calls_grammar(
+    shape: CallShape, tools: Sequence[Tool], split: Split, openers: Sequence[str]
+) -> str:
+    """Text of any kind, in which `openers` begin calls of `tools`.
+
+    Raises:
+        InvalidParameter: a tool can't be called in this form; says why.
+    """
+    writer = _Writer(shape, split)
+    call = writer.calls(tools)
+    closing = writer.pieces(shape.closing)
+    more = f"({writer.pieces(shape.between)} {call})*"
+    text = f"{ANYTHING} & ~/{_slashed(_beginning(tools))}(?s:.*)/" if shape.bare else ANYTHING
+    starts = [
+        f"{writer.opened(text, opener)} {writer.after(opener, call)} {more} {closing}"
+        for opener in openers
+        if writer.begins_with(opener)
+    ]
+    free = writer.without(text, openers)
+    if shape.message:
+        message, joint = writer.pieces(shape.message), writer.pieces(shape.joint)
+        start = f"(message {joint})* (message | {call} {more})\nmessage: {message} {free}"
+    elif shape.bare:
+        start = " | ".join([f"{call} {more}", *starts, free])
+    else:
+        start = f"({' | '.join(starts)})* {free}"
+    return "\n".join([f"start: {start}", *writer.rules]) + "\n"
+
+
+def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
+    """One call as a JSON object of free layout: the rule `calls`."""
+    assert isinstance(shape.arguments, AsObject)
+    objects = []
+    for tool in tools:
+        arguments = json_of(parameters_schema(tool))
+        moved = {"$defs", "definitions", "x-guidance"} & arguments.keys()
+        definitions = {key: arguments.pop(key) for key in moved}
+        objects.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, shape.arguments.key: arguments},
+                "required": ["name", shape.arguments.key],
+                "additionalProperties": False,
+                **definitions,
+            }
+        )
+    rules = ["calls: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    rules += [f"call_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(objects)]
+    return "\n".join(rules) + "\n"
+
+
+def _beginning(tools: Sequence[Tool]) -> str:
+    """What a call without a marker begins with."""
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    keys = rf'name"\s*:\s*"({names})"|(parameters|arguments|type)"'
+    return rf'\s*(\{{\s*"({keys})|\[\s*({names})\()'
+
+
+def json_of(schema: Any) -> dict[str, Any]:
+    """`schema` with our blanks, unless it brings its own."""
+    if not isinstance(schema, dict):
+        return json_of({} if schema is True else {"enum": []})
+    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS} | schema.get("x-guidance", {})}
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _slashed(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)
+
+
+class _Writer:
+    """Collects the rules of one grammar."""
+
+    def __init__(self, shape: CallShape, split: Split) -> None:
+        self._shape = shape
+        self._split = split
+        self.rules: list[str] = []
+        self._known: dict[str, str] = {}
+
+    # -- Calls ---------------------------------------------------------------------------------
+
+    def calls(self, tools: Sequence[Tool]) -> str:
+        """The rule for a call of any of `tools`."""
+        shape = self._shape
+        self._called = [(tool.name, self._checked(i, tool)) for i, tool in enumerate(tools)]
+        ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
+        found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
+        return self._rule("call", " | ".join(found))
+
+    def _checked(self, place: int, tool: Tool) -> str:
+        """The rule for a tool's arguments, if it can be called in this form."""
+        param = f"tools[{place}].function"
+        if not re.fullmatch(self._shape.name, tool.name):
+            raise InvalidParameter(
+                f"`{param}.name`: this model's format of calls has no form for {tool.name!r}.",
+                param=f"{param}.name",
+            )
+        try:
+            return self._arguments(tool)
+        except UnwritableError as error:
+            raise InvalidParameter(
+                f"`{param}.parameters` can't be honoured in this model's format of calls: {error}.",
+                param=f"{param}.parameters",
+            ) from error
+
+    def _bodies(self, middle: Sequence[Piece]) -> str:
+        """What follows a call's head."""
+        between, tail = self.pieces(middle), self.pieces(self._shape.tail)
+        ways = [
+            self._rule("body", f"{self._text(name)} {between} {arguments} {tail}")
+            for name, arguments in self._called
+        ]
+        return self._rule("bodies", " | ".join(ways))
+
+    # -- Text around calls ---------------------------------------------------------------------
+
+    def after(self, opener: str, call: str) -> str:
+        """The first call and what stands before it, once `opener` has been written."""
+        if self._shape.bare:
+            return call
+        if self._shape.opening:
+            return f"{self.pieces(_less(self._shape.opening, opener))} {call}"
+        return f"{self.pieces(_less(self._shape.head, opener))} {self._bodies(self._shape.middle)}"
+
+    def begins_with(self, opener: str) -> bool:
+        """Whether calls as they are written here may begin with `opener`."""
+        first = (self._shape.opening + self._shape.head)[0]
+        return self._shape.bare or (isinstance(first, str) and first.startswith(opener))
+
+    def opened(self, text: str, opener: str) -> str:
+        """`text`, a terminal's expression, up to the first `opener`."""
+        return self._rule("opened", self._until(text, opener))
+
+    def without(self, text: str, openers: Sequence[str]) -> str:
+        """`text`, a terminal's expression, as long as none of `openers` is in it."""
+        excluded = " ".join(f"& ~{_containing(opener)}" for opener in openers)
+        return self._rule("TEXT", f"({text}) {excluded}", terminal=True)
+
+    # -- Arguments -----------------------------------------------------------------------------
+
+    def _arguments(self, tool: Tool) -> str:
+        root = parameters_schema(tool)
+        match self._shape.arguments:
+            case AsObject():
+                return self._json(root, root)
+            case OneByOne() as form:
+                ways = [
+                    (self._parameter(form, name, schema, root), name in required(root))
+                    for name, schema in properties(root).items()
+                ]
+                return " ".join(rule if needed else f"{rule}?" for rule, needed in ways)
+            case Keywords():
+                return self._listed(self._keywords(root))
+            case Braces(quote):
+                return f'"{{" {self._members(root, root, quote)} "}}"'
+
+    def _keywords(self, root: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        needed = required(root)
+        found = []
+        for name, schema in properties(root).items():
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise UnwritableError(f"{name!r} is no name of an argument in Python")
+            found.append((f"{literal(name + '=')} {self._json(schema, root)}", name in needed))
+        return found
+
+    def _listed(self, ways: Sequence[tuple[str, bool]], comma: str = ", ") -> str:
+        """Members in their order with commas between them; those that need not be may be absent."""
+        first, more = '""', '""'
+        for member, needed in reversed(ways):
+            absent_first, absent_more = ("", "") if needed else (f" | {first}", f" | {more}")
+            first = self._rule("first", f"{member} {more}{absent_first}")
+            more = self._rule("more", f"{literal(comma)} {member} {more}{absent_more}")
+        return first
+
+    def _parameter(self, form: OneByOne, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+        if re.search(r'[<>"\'\n]', name) or name != name.strip() or not name:
+            raise UnwritableError(f"{name!r} can't be the name of a parameter")
+        values = []
+        found = branches(schema, root)
+        kinds = {branch.kind for branch in found}
+        for branch in found:
+            if branch.kind in ("string", "any"):
+                values.append(self._written(form, branch, kinds))
+            else:
+                other = form.other.replace("{type}", branch.kind)
+                end = self._text(form.end)
+                values.append(f"{self._text(other)} {self._json(branch.schema, root)} {end}")
+        if not values:
+            raise UnwritableError(f"{name!r} can have no value")
+        begin, middle, tail = map(self._text, (f"{form.begin}{name}", form.middle, form.tail))
+        return self._rule("parameter", f"{begin} {middle} ({' | '.join(values)}) {tail}")
+
+    def _written(self, form: OneByOne, branch: Branch, kinds: set[Kind]) -> str:
+        """Text as it is, and its end."""
+        mark = self._text(form.text)
+        text = text_of(branch)
+        if not form.text and kinds - {"string", "any", "null"}:
+            # What looks like another of the types that are allowed would be read as such.
+            text = rf"({text}) & ~/\s*(?:[-0-9\[{{]|true|false)(?s:.*)/"
+        if form.wrap is None or branch.schema:
+            return f"{mark} {self._until(text, form.end)}"
+        plain = self._until("/[^<&\\n]*/", form.end)
+        opening, closing = form.wrap
+        wrapped = self._until(text, closing + form.end)
+        return f"{mark} ({plain} | {self._text(opening)} {wrapped})"
+
+    # -- Objects without quotes ----------------------------------------------------------------
+
+    def _members(self, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
+        named = properties({**schema, **_definitions(root)})
+        for name in named:
+            if not re.fullmatch(r"\w+", name):
+                raise UnwritableError(f"{name!r} can't be the name of a parameter")
+        needed = set(schema.get("required", ()))
+        if not named and schema is not root and schema.get("additionalProperties") is not False:
+            value = self._value(schema.get("additionalProperties", {}), root, quote)
+            member = f'/[A-Za-z_]\\w*/ ":" {value}'
+            return self._rule("members", f'({member} ("," {member})*)?')
+        ways = [
+            (f"{literal(name + ':')} {self._value(inner, root, quote)}", name in needed)
+            for name, inner in named.items()
+        ]
+        return self._listed(ways, ",")
+
+    def _value(self, schema: Any, root: Mapping[str, Any], quote: str) -> str:
+        key = json.dumps(schema, sort_keys=True)
+        if key not in self._known:
+            # Known before it is written: a schema may hold itself.
+            self._known[key] = name = f"value_{len(self._known)}"
+            ways = [self._branch(branch, root, quote) for branch in branches(schema, root)]
+            if not ways:
+                raise UnwritableError("a value that nothing fits")
+            self.rules.append(f"{name}: {' | '.join(ways)}")
+        return self._known[key]
+
+    def _branch(self, branch: Branch, root: Mapping[str, Any], quote: str) -> str:
+        match branch.kind:
+            case "string":
+                return f"{self._text(quote)} {self._until(text_of(branch), quote)}"
+            case "any":
+                scalars = {"type": ["integer", "number", "boolean", "null"]}
+                text = self._branch(Branch("string", {}), root, quote)
+                return f"{text} | {self._json(scalars, root)}"
+            case "array":
+                return self._array(branch.schema, root, quote)
+            case "object":
+                return f'"{{" {self._members(branch.schema, root, quote)} "}}"'
+            case _:
+                return self._json(branch.schema, root)
+
+    def _array(self, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
+        for word in ("prefixItems", "uniqueItems", "contains", "enum"):
+            if schema.get(word):
+                raise UnwritableError(f"`{word}` for a list")
+        item = self._value(schema.get("items", {}), root, quote)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[" "]"'
+        upper = "" if most is None else most - 1
+        members = f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
+        return f'"[" ({members}) "]"' if least else f'"[" ({members})? "]"'
+
+    # -- Pieces --------------------------------------------------------------------------------
+
+    def pieces(self, pieces: Sequence[Piece]) -> str:
+        return " ".join(filter(None, map(self._piece, pieces)))
+
+    def _piece(self, piece: Piece) -> str:
+        match piece:
+            case Pattern(regex):
+                return f"/{_slashed(regex)}/"
+            case Aside(begin, end):
+                return f"({self._text(begin)} {self._until(ANYTHING, end)})?"
+            case text:
+                return self._text(text)
+
+    def _text(self, text: str) -> str:
+        """A text; tokens in it that were added to the vocabulary stand by their ids."""
+        return " ".join(
+            literal(part) if number is None else f"<[{number}]>"
+            for part, number in self._split(text)
+            if part
+        )
+
+    def _until(self, text: str, end: str) -> str:
+        """What `text`, a terminal's expression, matches, but for `end`; then `end`."""
+        parts = list(self._split(end))
+        before = ""
+        if parts[0][1] is None:
+            before = literal(parts.pop(0)[0])
+        inner = f"(({text}) & ~{_containing(end.strip())}) {before}"
+        found = self._rule("TEXT", inner, terminal=True)
+        if not parts:
+            return self._rule("lazy", found, "[lazy]")
+        after = "".join(part for part, _ in parts)
+        return f"{found} {self._text(after)}"
+
+    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        if schema is not root:
+            for reference in _references(schema):
+                if not reference.startswith(("#/$defs/", "#/definitions/")):
+                    raise UnwritableError(f"a reference to {reference}")
+            schema = {**schema, **_definitions(root)}
+        return self._rule("json", f"%json {json.dumps(json_of(dict(schema)))}")
+
+    def _rule(self, kind: str, body: str, option: str = "", *, terminal: bool = False) -> str:
+        """The name of a rule, or of a terminal, with this body."""
+        key = f"{kind}{option}: {body}"
+        if key not in self._known:
+            name = f"{kind}_{len(self._known)}"
+            self._known[key] = name.upper() if terminal else name
+            self.rules.append(f"{self._known[key]}{option}: {body}")
+        return self._known[key]
+
+
+def text_of(branch: Branch) -> str:
+    """The texts that a schema allows, as the expression of a terminal."""
+    schema = branch.schema
+    if branch.kind == "any":
+        return ANYTHING
+    if "enum" in schema:
+        return " | ".join(map(literal, schema["enum"]))
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    found = [f"/(?s:.){{{least},{most}}}/" if least or most != "" else ANYTHING]
+    if "pattern" in schema:
+        found.append(f"/{_slashed(_anywhere(schema['pattern']))}/")
+    if schema.get("format") in _FORMATS:
+        found.append(f"/{_slashed(_FORMATS[schema['format']])}/")
+    return " & ".join(found)
+
+
+def _anywhere(pattern: str) -> str:
+    """A pattern of JSON Schema, which may match anywhere, as one for the whole text."""
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[begins : len(pattern) - ends]
+    return ("" if begins else "(?s:.*)") + f"({inner})" + ("" if ends else "(?s:.*)")
+
+
+def _containing(text: str) -> str:
+    return f"/(?s:.*){_slashed(re.escape(text))}(?s:.*)/"
+
+
+def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def _references(schema: Any) -> list[str]:
+    if isinstance(schema, list):
+        return [found for inner in schema for found in _references(inner)]
+    if not isinstance(schema, Mapping):
+        return []
+    own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+    return own + [found for inner in schema.values() for found in _references(inner)]
+
+
+def _less(pieces: Sequence[Piece], opener: str) -> Sequence[Piece]:
+    """`pieces` after `opener`, with which they begin."""
+    first, *rest = pieces
+    assert isinstance(first, str)
+    assert first.startswith(opener)
+    return [first.removeprefix(opener), *rest]

@@ -1,0 +1,287 @@
+"""JSON Schemas of tools' parameters: as JSON Schema has them, and taken apart by type.
+
+Formats that write arguments one by one write text as it is and everything else as JSON, so that
+the type of each parameter decides how it is read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_manager.mlx_server.core import STRING_FORMATS, Tool
+
+Kind = Literal["string", "integer", "number", "boolean", "null", "array", "object", "any"]
+
+LARGEST_INTEGER = 10**18 - 1
+"""Integers that a tool is called with have 18 digits at most, where its schema says nothing: they
+fit 64 bits, and a model that repeats a digit for ever comes to an end."""
+
+_TYPE_ALIASES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
+"""Names of types that tools written for Python carry; JSON Schema has none of them."""
+
+_DATA = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by name."""
+
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+
+_IMPLIED: Mapping[str, Kind] = {
+    "properties": "object",
+    "required": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+    "minItems": "array",
+    "maxItems": "array",
+    "pattern": "string",
+    "format": "string",
+    "minLength": "string",
+    "maxLength": "string",
+    "minimum": "number",
+    "maximum": "number",
+    "exclusiveMinimum": "number",
+    "exclusiveMaximum": "number",
+    "multipleOf": "number",
+}
+"""The type that a keyword speaks of, for schemas that don't name it."""
+
+_KINDS: Sequence[tuple[type, Kind]] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+)
+
+_COMBINED = ("allOf", "not", "if", "dependentSchemas", "$dynamicRef")
+
+
+class UnwritableError(ValueError):
+    """The arguments that a schema asks for have no form in the format that calls are written in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One of the types that a schema allows, and what it demands of values of that type."""
+
+    kind: Kind
+    schema: Mapping[str, Any]
+
+
+def parameters_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, an object in any case.
+
+    What a model may write is narrowed where the schema leaves it open: no parameters that it does
+    not name, and no integers of endless length.
+    """
+    schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
+    schema = schema or {"type": "object", "properties": {}}
+    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+        schema = {"type": "object", **schema}
+    narrowed: dict[str, Any] = _narrowed(schema)
+    return narrowed
+
+
+def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """`schema` with `change` made to each of the schemas in it."""
+
+    def changed(key: str, value: Any) -> Any:
+        if key in _DATA:
+            return value
+        if key in _NAMED and isinstance(value, Mapping):
+            return {name: change(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [change(inner) for inner in value]
+        return change(value)
+
+    return {key: changed(key, value) for key, value in schema.items()}
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """JSON Schema 2020-12, 7.2.3: a format that is not known is an annotation."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = _within(schema, without_unknown_formats)
+    if isinstance(found.get("format"), str) and found["format"] not in STRING_FORMATS:
+        del found["format"]
+    return found
+
+
+def _with_json_types(schema: Any) -> Any:
+    """`schema` with Python's names of types in JSON Schema's."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = _within(schema, _with_json_types)
+    named = found.get("type")
+    if isinstance(named, str) and named in _TYPE_ALIASES:
+        del found["type"]
+        alias = _TYPE_ALIASES[named]
+        if alias is not None:
+            found = {"type": alias, **found}
+    return found
+
+
+def _narrowed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found = _within(schema, _narrowed)
+    if found.get("type") == "integer":
+        bounds = {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
+        given = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+        taken = {given[key] for key in given if key in found} | (found.keys() & bounds.keys())
+        found |= {key: bound for key, bound in bounds.items() if key not in taken}
+    open_ended = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+    combined = {"$ref", "allOf", "anyOf", "oneOf", "if"}
+    if found.get("properties") and not (open_ended | combined) & found.keys():
+        found["additionalProperties"] = False
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Taken apart
+# ---------------------------------------------------------------------------------------------
+
+
+def properties(root: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a tool's schema names, and those that it only requires.
+
+    Raises:
+        UnwritableError: it is no plain object of parameters.
+    """
+    found = resolved(root, root)
+    for keyword in ("anyOf", "oneOf", *_COMBINED, "minProperties", "dependentRequired"):
+        if keyword in found:
+            raise UnwritableError(f"`{keyword}` is about several parameters at once")
+    named = dict(found.get("properties", {}))
+    return named | {key: {} for key in found.get("required", ()) if key not in named}
+
+
+def required(root: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(resolved(root, root).get("required", ()))
+
+
+def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[Kind]:
+    """The types that `schema` allows, as far as they can be told."""
+    try:
+        return frozenset(branch.kind for branch in branches(schema, root))
+    except UnwritableError:
+        return frozenset({"any"})
+
+
+def branches(schema: Any, root: Mapping[str, Any]) -> Sequence[Branch]:
+    """`schema` as alternatives of one type each.
+
+    Args:
+        root: what its references are relative to.
+
+    Raises:
+        UnwritableError: it can't be taken apart.
+    """
+    return tuple(_branches(schema, root, 0))
+
+
+def _branches(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Branch]:
+    if depth > 16:
+        raise UnwritableError("a schema that refers to nothing but itself")
+    if schema is True:
+        schema = {}
+    if schema is False:
+        return
+    found = resolved(schema, root)
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in found:
+            rest = {key: value for key, value in found.items() if key != keyword}
+            for option in found[keyword]:
+                yield from _branches(_joined(rest, resolved(option, root)), root, depth + 1)
+            return
+    if "const" in found or "enum" in found:
+        values = [found["const"]] if "const" in found else found["enum"]
+        yield from _values(values)
+        return
+    named = found.get("type")
+    if isinstance(named, list):
+        for one in named:
+            yield from _branches({**found, "type": one}, root, depth + 1)
+        return
+    implied: Sequence[Kind] = [_IMPLIED[key] for key in found if key in _IMPLIED]
+    kind: Kind = named or (implied[0] if implied else "any")
+    if kind in ("string", "any") and (combined := found.keys() & set(_COMBINED)):
+        raise UnwritableError(f"`{min(combined)}` for text")
+    yield Branch(kind, found)
+
+
+def _values(values: Sequence[Any]) -> Iterator[Branch]:
+    texts = [value for value in values if isinstance(value, str)]
+    others = [value for value in values if not isinstance(value, str)]
+    if texts:
+        yield Branch("string", {"enum": texts})
+    for value in others:
+        yield Branch(kind_of(value), {"enum": [value]})
+
+
+def kind_of(value: Any) -> Kind:
+    """The type of a value that JSON held."""
+    if value is None:
+        return "null"
+    return next((kind for held, kind in _KINDS if isinstance(value, held)), "object")
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`schema` with what it refers to in its place.
+
+    Raises:
+        UnwritableError: there is nothing there, or the reference leads in a circle.
+    """
+    seen = 0
+    while isinstance(schema, Mapping) and ("$ref" in schema or len(schema.get("allOf", ())) == 1):
+        seen += 1
+        if seen > 16:
+            raise UnwritableError("a reference to itself")
+        if "$ref" in schema:
+            rest = {key: value for key, value in schema.items() if key != "$ref"}
+            schema = _joined(rest, _at(root, schema["$ref"]))
+        else:
+            rest = {key: value for key, value in schema.items() if key != "allOf"}
+            schema = _joined(rest, schema["allOf"][0])
+    if not isinstance(schema, Mapping):
+        return {}
+    return schema
+
+
+def _at(root: Mapping[str, Any], reference: str) -> Any:
+    found: Any = root
+    if not reference.startswith("#"):
+        raise UnwritableError(f"a reference to {reference}")
+    for step in reference[1:].strip("/").split("/"):
+        if not step:
+            continue
+        key = step.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(key) if isinstance(found, list) else key]
+        except (LookupError, TypeError, ValueError) as error:
+            raise UnwritableError(f"a reference to {reference}, which is not there") from error
+    return found
+
+
+def _joined(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
+    """Two schemas that both hold; annotations don't count."""
+    if not isinstance(inner, Mapping):
+        return outer
+    outer = {key: value for key, value in outer.items() if key not in _ANNOTATIONS}
+    if any(inner[key] != value for key, value in outer.items() if key in inner):
+        raise UnwritableError("schemas that say different things of one value")
+    return {**outer, **inner}
+
+
+def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]]:
+    """The types of the parameters that a tool's schema names, as far as they can be told."""
+    root = _with_json_types(parameters)
+    try:
+        named = dict(resolved(root, root).get("properties", {}))
+    except UnwritableError:
+        return {}
+    return {name: kinds(schema, root) for name, schema in named.items()}

@@ -1,0 +1,283 @@
+"""Calls that must be made, in every format: whatever the masks let through is read as a call of an
+offered function whose arguments fit."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from engine.outputs import Answer
+from llguidance import LLMatcher
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from models.adapters.published import Published, write_tokenizer
+
+from mlx_manager.mlx_server.core import Tool
+from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.formats import Aside, OutputFormat, Region
+from mlx_manager.mlx_server.models.adapters import tool_syntax
+from mlx_manager.mlx_server.models.adapters.answer import kept_tokens
+from mlx_manager.mlx_server.models.adapters.families import HARMONY_ENDS, HARMONY_HEADER
+from mlx_manager.mlx_server.models.adapters.messages import template_tools
+
+MARKERS = (
+    r"<\|[\w/]+\|?>|<\w+\|>|<｜[^｜]+｜>|｜DSML｜|\[[A-Z_]+\]|</?(?:longcat_)?(?:tool_call|arg_\w+)>"
+    r"|</?minimax:tool_call>|</?(?:start|end)_function_call>|<escape>"
+)
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "number"},
+        "label": {"type": "string", "maxLength": 6},
+        "inner": {"$ref": "#/$defs/leaf"},
+    },
+    "required": ["x"],
+    "additionalProperties": False,
+}
+EVERYTHING = Tool(
+    "every-thing",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "New York", 'the "Big" one']},
+            "note": {"type": "string"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            "ratio": {"type": "number"},
+            "flag": {"type": "boolean"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "count": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+            "place": PLACE,
+            "leaf": {"allOf": [{"$ref": "#/$defs/leaf"}], "description": "What else"},
+            "mixed": {"type": ["string", "integer"]},
+            "free": {},
+            "day": {"type": "string", "format": "date"},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]+/?$"},
+            "kind": {"const": "a b"},
+            "short": {"type": "string", "minLength": 2, "maxLength": 3},
+            "level": {"enum": [1, 2, "top", None]},
+        },
+        "required": ["city", "days", "place", "mixed", "short", "level"],
+        "$defs": {
+            "leaf": {
+                "type": "object",
+                "properties": {"v": {"type": "boolean"}},
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)
+CLOCK = Tool("clock")
+TOOLS = (EVERYTHING, CLOCK)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format, and how an answer in it begins."""
+
+    name: str
+    syntax: tool_syntax.ToolSyntax
+    initial: Region = "content"
+
+
+def of_module(module: str, start: str, end: str) -> tool_syntax.ToolSyntax:
+    parser = import_module(f"mlx_lm.tool_parsers.{module}").parse_tool_call
+    return tool_syntax.of_mlx_parser(module, start, end, parser)
+
+
+CASES = (
+    *(
+        Case(name.lower(), getattr(tool_syntax, name))
+        for name in (
+            *("HERMES", "GRANITE", "MISTRAL", "MISTRAL_ARGS", "KIMI_K2", "DEEPSEEK", "DEEPSEEK_31"),
+            *("LLAMA", "QWEN_CODER", "GLM", "GLM_47", "LONGCAT", "MINIMAX", "DEEPSEEK_32"),
+            *("DEEPSEEK_4", "MINICPM", "KIMI_K3"),
+        )
+    ),
+    Case("muse_spark", tool_syntax.MUSE_SPARK, "header"),
+    Case("harmony", tool_syntax.HARMONY, "header"),
+    Case("gemma4", of_module("gemma4", "<|tool_call>", "<tool_call|>")),
+    Case(
+        "function_gemma",
+        of_module("function_gemma", "<start_function_call>", "<end_function_call>"),
+    ),
+    Case("pythonic", of_module("pythonic", "<|tool_call_start|>", "<|tool_call_end|>")),
+)
+
+
+def tools_of(case: Case) -> tuple[Tool, ...]:
+    if case.name == "pythonic":
+        return (replace(EVERYTHING, name="every.thing"), CLOCK)
+    return TOOLS
+
+
+def output_of(case: Case, tokenizer: Any, tools: tuple[Tool, ...]) -> OutputFormat:
+    form = case.syntax.form(template_tools(tools))
+    edges: dict[Region, tuple[tuple[str, Region], ...]] = {
+        "content": tuple((opener, "calls") for opener in case.syntax.openers)
+    }
+    if case.name == "muse_spark":
+        edges = {
+            "header": (("<atem:function_calls>", "calls"), ("to=self<|message|>", "reasoning")),
+            "reasoning": (("<|eom|>", "header"),),
+        }
+    harmony = case.name == "harmony"
+    if harmony:
+        edges = {"content": HARMONY_ENDS, "reasoning": HARMONY_ENDS}
+    return OutputFormat(
+        edges=edges,
+        initial=case.initial,
+        header=HARMONY_HEADER if harmony else None,
+        channels={"analysis": "reasoning"} if harmony else {},
+        calls=form,
+        offered={tool.name: tool.parameters for tool in tools},
+        keep=kept_tokens(tokenizer, edges, form, HARMONY_HEADER if harmony else ""),
+    )
+
+
+@cache
+def tokenizer_of(name: str, *, tokens: bool) -> tuple[TokenizerWrapper, Grammars]:
+    """One token a byte and, if `tokens`, one for each of the format's markers."""
+    case = next(case for case in CASES if case.name == name)
+    form = case.syntax.form([])
+    said = " ".join([repr(form.shape), form.item, repr(form.parameters), *case.syntax.openers])
+    markers = re.findall(MARKERS, said.replace("\\\\", "").replace("\\", "")) if tokens else []
+    with TemporaryDirectory() as folder:
+        made = Published("x", "llama", None, "<|eos|>", tuple(dict.fromkeys(markers)))
+        write_tokenizer(Path(folder), made, None)
+        tokenizer = load(Path(folder))
+    return tokenizer, Grammars(tokenizer, [tokenizer.eos_token_id])
+
+
+class Walk:
+    """Draws tokens at random from what a matcher allows, and closes what is open now and then."""
+
+    def __init__(self, case: Case, seed: int, *, tokens: bool) -> None:
+        self.case = case
+        self.tokenizer, self.grammars = tokenizer_of(case.name, tokens=tokens)
+        self.random = random.Random(seed)
+        form = case.syntax.form([])
+        assert form.shape is not None
+        shape = form.shape
+        ways = shape.arguments
+        asides = [piece.end for piece in shape.opening if isinstance(piece, Aside)]
+        pieces = [*asides, getattr(ways, "end", ""), getattr(ways, "quote", ""), '"', "}", "]", ")"]
+        pieces += [*shape.closing, *shape.tail, ", ", ",", *shape.middle, *shape.head]
+        self.closers = [
+            self.tokenizer.encode(piece, add_special_tokens=False)
+            for piece in pieces
+            if isinstance(piece, str) and piece
+        ]
+
+    def draw(self, matcher: LLMatcher, most: int = 2000) -> list[int]:
+        drawn: list[int] = []
+        while not matcher.is_stopped() and len(drawn) < most:
+            chosen: list[int] = []
+            late = len(drawn) > 400
+            if late and matcher.is_accepting():
+                break
+            if late or self.random.random() < 0.5:
+                closers = self.closers if late else [self.random.choice(self.closers)]
+                fits = (c for c in closers if matcher.validate_tokens(c) == len(c))
+                chosen = next(fits, [])
+            if not chosen:
+                mask = fill_masks(None, [matcher], self.grammars.words)[0].view(np.uint8)
+                allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                assert len(allowed), "nothing can follow"
+                ends = self.tokenizer.eos_token_id in allowed
+                if ends and self.random.random() < 0.5:
+                    return drawn
+                chosen = [int(self.random.choice(allowed))]
+                if chosen[0] == self.tokenizer.eos_token_id:
+                    return drawn
+            assert matcher.consume_tokens(chosen)
+            drawn += chosen
+        assert matcher.is_stopped() or matcher.is_accepting(), "the walk never ended" + repr(
+            self.tokenizer.decode(drawn)[-300:]
+        )
+        return drawn
+
+    def read(self, drawn: list[int], tools: tuple[Tool, ...], parallel: bool = True) -> Answer:
+        output = replace(output_of(self.case, self.tokenizer, tools), parallel=parallel)
+        parser = OutputParser(TokenTexts(self.tokenizer).stream(output), output)
+        answer = Answer()
+        for token in drawn:
+            for event in parser.push(token):
+                answer.add(event)
+        for event in parser.finish("stop"):
+            answer.add(event)
+        return answer
+
+
+def check(answer: Answer, tools: tuple[Tool, ...], *, free: bool = False) -> None:
+    schemas = {tool.name: dict(tool.parameters) for tool in tools}
+    assert free or answer.content.strip() == ""
+    for name, arguments in answer.values:
+        jsonschema.validate(arguments, schemas[name])
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
+    case: Case, tokens: bool
+) -> None:
+    if case.name in ("harmony", "muse_spark") and not tokens:
+        pytest.skip("its markers are always tokens")
+    tools = tools_of(case)
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    for seed in range(6):
+        walk = Walk(case, seed, tokens=tokens)
+        matcher = walk.grammars.calls(shape, tools, parallel=bool(seed % 2))
+        drawn = walk.draw(matcher)
+        answer = walk.read(drawn, tools)
+        assert answer.calls, walk.tokenizer.decode(drawn)
+        assert seed % 2 or len(answer.calls) == 1
+        check(answer, tools)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_between_free_text_calls_fit(case: Case) -> None:
+    if case.name == "muse_spark":
+        pytest.skip("its headers are its own choice")
+    tools = tools_of(case)
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    called = 0
+    for seed in range(8):
+        walk = Walk(case, seed, tokens=True)
+        openers = case.syntax.openers
+        walk.closers += [walk.tokenizer.encode(o, add_special_tokens=False) for o in openers] * 8
+        matcher = walk.grammars.free_calls(shape, tools, openers, param="tools")
+        answer = walk.read(walk.draw(matcher), tools)
+        called += len(answer.calls)
+        check(answer, tools, free=True)
+    assert called
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_text_is_free(case: Case) -> None:
+    if case.name == "muse_spark":
+        pytest.skip("its headers are its own choice")
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    walk = Walk(case, 0, tokens=True)
+    text = 'No call: {"name": "Ada", "of": [1]} <b>é</b> [x]'
+    if case.name == "harmony":
+        text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{text}"
+    tokens = walk.tokenizer.encode(text, add_special_tokens=False)
+    matcher = walk.grammars.free_calls(shape, TOOLS[1:], case.syntax.openers, param="tools")
+    assert matcher.consume_tokens(tokens)
+    assert matcher.is_accepting()
