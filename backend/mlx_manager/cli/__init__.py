@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mlx_manager import __version__
+from mlx_manager.cli.bench import bench
 from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
@@ -47,6 +48,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
+app.command()(bench)
 app.command()(doctor)
 app.add_typer(key, name="key")
 

@@ -30,6 +30,7 @@ class OtherServer:
     endless: bool = False
     usage: bool = True
     status: int = 200
+    strict: bool = False
 
 
 @contextmanager
@@ -51,6 +52,9 @@ def other_server() -> Iterator[OtherServer]:
             state.headers.append({k.lower(): v for k, v in self.headers.items()})
             if state.status != 200:
                 return self.send(state.status, {"error": {"message": "no such luck", "code": None}})
+            if state.strict and "ignore_eos" in body:
+                error = {"message": "Unrecognized request argument supplied: ignore_eos"}
+                return self.send(400, {"error": error})
             self.send_response(200)
             self.send_header("content-type", "text/event-stream")
             self.send_header("connection", "close")

@@ -1,0 +1,1 @@
+"""A load test against any server with OpenAI's chat completions."""

@@ -1,0 +1,112 @@
+"""One request and its streamed answer, with the moments at which its pieces came."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from mlx_manager.bench.plan import Plan
+from mlx_manager.completion_stream import Usage, error_message, read_line
+
+LONGEST_ERROR = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Moments are `time.perf_counter`'s. arrivals: of each chunk with output, in order.
+
+    status 0: no answer came. usage None: the server sent none. error "" : it ended as it should.
+    """
+
+    status: int
+    started: float
+    ended: float
+    arrivals: tuple[float, ...] = ()
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    error: str = ""
+
+    @property
+    def output_tokens(self) -> int:
+        """As the server counted them; one a chunk where it did not."""
+        return len(self.arrivals) if self.usage is None else self.usage.completion
+
+
+def make_session(plan: Plan) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {plan.key}"} if plan.key else {}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=plan.timeout),
+        headers=headers,
+        read_bufsize=2**20,
+    )
+
+
+async def exchange(session: aiohttp.ClientSession, plan: Plan, body: dict[str, Any]) -> Outcome:
+    """While pieces arrive only their times are noted; they are read when all are there, so that
+    the client is not what is measured.
+    """
+    pieces: list[tuple[float, bytes]] = []
+    status = 0
+    started = time.perf_counter()
+    try:
+        async with session.post(f"{plan.url}/v1/chat/completions", json=body) as response:
+            status = response.status
+            async for piece in response.content.iter_any():
+                pieces.append((time.perf_counter(), piece))
+    except TimeoutError:
+        error = f"no end of the answer within {plan.timeout:g} s"
+        return Outcome(status, started, time.perf_counter(), error=error)
+    except (aiohttp.ClientError, OSError) as failure:
+        error = str(failure) or type(failure).__name__
+        return Outcome(status, started, time.perf_counter(), error=error)
+    ended = time.perf_counter()
+    if status != 200:
+        said = b"".join(piece for _, piece in pieces)
+        return Outcome(status, started, ended, error=f"{status}: {refusal(said)}")
+    return read(started, ended, pieces)
+
+
+def read(started: float, ended: float, pieces: list[tuple[float, bytes]]) -> Outcome:
+    arrivals: list[float] = []
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    error = ""
+    for moment, line in lines(pieces):
+        chunk = read_line(line)
+        if chunk is None:
+            continue
+        if chunk.carries_output:
+            arrivals.append(moment)
+        usage = chunk.usage or usage
+        finish_reason = chunk.finish_reason or finish_reason
+        error = chunk.error or error
+    if not error and finish_reason is None:
+        error = "the stream ended without a finish_reason"
+    return Outcome(
+        200, started, ended, tuple(arrivals), usage, finish_reason, error[:LONGEST_ERROR]
+    )
+
+
+def lines(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """Each line with the moment at which its end came."""
+    rest = b""
+    for moment, piece in pieces:
+        *complete, rest = (rest + piece).split(b"\n")
+        for line in complete:
+            yield moment, line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield pieces[-1][0], rest.decode(errors="replace")
+
+
+def refusal(content: bytes) -> str:
+    text = content.decode(errors="replace")
+    try:
+        return error_message(json.loads(text), text)[:LONGEST_ERROR]
+    except ValueError:
+        return text[:LONGEST_ERROR]

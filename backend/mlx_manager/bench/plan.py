@@ -1,0 +1,162 @@
+"""What a load test does, decided before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The load.
+
+    url: without `/v1`. requests: how many; None with `duration`, in seconds, after which none is
+    begun. concurrency: most requests under way. rate: arrivals a second, at random as people's are
+    (a Poisson process); None: the next follows as soon as one ends. prompt_tokens, output_tokens:
+    of each request. warmup: requests before, which do not count. timeout: seconds for one answer.
+    extra: fields of every body; None removes one of ours.
+    """
+
+    url: str
+    model: str
+    key: str | None
+    requests: int | None
+    duration: float | None
+    concurrency: int
+    rate: float | None
+    prompt_tokens: int
+    output_tokens: int
+    warmup: int
+    timeout: float
+    seed: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds before each request."""
+        if self.rate is None:
+            while True:
+                yield 0.0
+        random = Random(self.seed)
+        while True:
+            yield random.expovariate(self.rate)
+
+
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "program",
+    "question",
+    "work",
+    "government",
+    "number",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "mother",
+    "area",
+    "money",
+    "story",
+    "fact",
+    "month",
+    "lot",
+    "right",
+    "study",
+    "book",
+    "eye",
+    "job",
+    "word",
+    "business",
+    "issue",
+    "side",
+    "kind",
+    "head",
+    "house",
+    "service",
+    "friend",
+    "father",
+    "power",
+    "hour",
+    "game",
+    "line",
+    "end",
+    "member",
+    "law",
+    "car",
+    "city",
+    "community",
+    "name",
+    "president",
+    "team",
+    "minute",
+    "idea",
+    "body",
+    "information",
+    "back",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """How a model counts our prompts: `overhead` tokens of template, and so many a word."""
+
+    overhead: float
+    per_word: float
+
+    @staticmethod
+    def measured(few: tuple[int, int], many: tuple[int, int]) -> TextLength:
+        """From two prompts, each (words, tokens)."""
+        per_word = (many[1] - few[1]) / (many[0] - few[0])
+        if per_word <= 0:
+            return USUAL
+        return TextLength(few[1] - few[0] * per_word, per_word)
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.overhead) / self.per_word))
+
+
+USUAL = TextLength(0, 1.33)
+"""Where the server does not say how many tokens a prompt had."""
+
+
+def random_text(random: Random, words: int) -> str:
+    """No two alike from the first word on, so that no server has their prefix already."""
+    return " ".join(random.choices(WORDS, k=words))
