@@ -83,7 +83,7 @@ class StandInPool:
         return self.id
 
     @asynccontextmanager
-    async def lease(self, model_id: str) -> AsyncIterator[StandInPool]:
+    async def lease(self, model_id: str, kind: str | None = None) -> AsyncIterator[StandInPool]:
         yield self
 
 

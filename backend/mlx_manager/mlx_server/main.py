@@ -25,7 +25,7 @@ from mlx_manager import __version__
 from mlx_manager.mlx_server.api import access, auth, debug, documentation, errors, health, metrics
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
-from mlx_manager.mlx_server.api.v1 import tokens, v1_router
+from mlx_manager.mlx_server.api.v1 import rerank, tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.models.settings import ModelsFile, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
+from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, RerankRequest
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -45,6 +46,7 @@ from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
     from mlx_manager.mlx_server.models.loading import LoadedModel
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
     from mlx_manager.mlx_server.utils.memory import Ledger
@@ -62,8 +64,10 @@ BODIES: list[type[BaseModel]] = [
     CompletionRequest,
     CountTokensRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     MessagesRequest,
     PromptRequest,
+    RerankRequest,
     ResponsesRequest,
     TokenizeRequest,
 ]
@@ -114,6 +118,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(debug.router)
     app.include_router(metrics.router)
     app.include_router(v1_router)
+    for prefix in ("", "/v2"):
+        app.include_router(rerank.router, prefix=prefix, include_in_schema=False)
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)
     if server.settings.log_prompts:
@@ -239,7 +245,9 @@ def make_pool(
     settings: MLXServerSettings, thread: MLXThread, models: ModelsFile | None = None
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
+    from mlx_manager.mlx_server.backends.embedding import EncoderBackend
     from mlx_manager.mlx_server.backends.text import TextBackend
+    from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
     # What has been imported by now stays: to look through it at every full collection would stop
@@ -247,8 +255,14 @@ def make_pool(
     gc.collect()
     gc.freeze()
 
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
-        return TextBackend(loaded, thread, settings.engine, ledger)
+    def make_backend(
+        loaded: LoadedModel | LoadedEncoder, ledger: Ledger
+    ) -> TextBackend | EncoderBackend:
+        match loaded:
+            case LoadedEncoder():
+                return EncoderBackend(loaded, thread, settings.engine, ledger)
+            case _:
+                return TextBackend(loaded, thread, settings.engine, ledger)
 
     return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend, models=models)
 

@@ -13,6 +13,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Kind,
     Started,
     TextDelta,
     Usage,
@@ -117,7 +118,7 @@ class ScriptedPool:
         }
 
     @asynccontextmanager
-    async def lease(self, model_id: str) -> AsyncIterator[ScriptedLease]:
+    async def lease(self, model_id: str, kind: Kind | None = None) -> AsyncIterator[ScriptedLease]:
         if model_id != MODEL:
             raise ModelNotFound(f"There is no model {model_id!r} here.", param="model")
         if self.loading is not None:

@@ -12,10 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from mlx_manager.mlx_server.core import STRING_FORMATS
-from mlx_manager.mlx_server.protocols import messages, parameters, responses
+from mlx_manager.mlx_server.protocols import embeddings, messages, parameters, responses
 from mlx_manager.mlx_server.protocols.parameters import Refusal
 from mlx_manager.mlx_server.protocols.sse import dump
 from mlx_manager.mlx_server.schemas import anthropic, openai
+from mlx_manager.mlx_server.schemas import embeddings as embeddings_schemas
 from mlx_manager.mlx_server.schemas import responses as responses_schemas
 
 INTRODUCTION = """# Parameters
@@ -95,6 +96,17 @@ ROUTES = (
         responses_schemas.NO_EFFECT,
     ),
     Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
+    Route(
+        "/v1/embeddings",
+        embeddings_schemas.EmbeddingsRequest,
+        no_effect=embeddings_schemas.NO_EFFECT,
+    ),
+    Route(
+        "/v1/rerank",
+        embeddings_schemas.RerankRequest,
+        embeddings.UNSUPPORTED_IN_RERANK,
+        embeddings_schemas.NO_EFFECT,
+    ),
     Route("/v1/tokenize", openai.TokenizeRequest),
     Route("/v1/detokenize", openai.DetokenizeRequest),
     Route("/v1/apply-template", openai.PromptRequest),

@@ -26,7 +26,9 @@ from mlx_manager.mlx_server.services.response_store import ResponseStore
 PROTOCOLS = {
     "/chat/completions": "chat",
     "/completions": "completions",
+    "/embeddings": "embeddings",
     "/messages": "messages",
+    "/rerank": "rerank",
     "/responses": "responses",
 }
 
@@ -93,9 +95,9 @@ class Server:
         if (refusal := self.refusal()) is not None:
             raise refusal
         limits = self.settings.time.and_also(limits_of(request, body))
-        protocol = PROTOCOLS.get(request.url.path.removeprefix("/v1"), "")
+        path = request.url.path.removeprefix("/v1").removeprefix("/v2")
         account: Account = request.state.account
-        caller = Caller(account.key.name, protocol, request.state.request_id)
+        caller = Caller(account.key.name, PROTOCOLS.get(path, ""), request.state.request_id)
         recorder = Recorder((self.metrics.count_call, request.state.calls.append))
         return Inference(
             self.pool,

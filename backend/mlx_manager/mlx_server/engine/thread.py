@@ -155,6 +155,10 @@ class MLXThread:
         """Stop stepping `engine`. On the MLX thread only."""
         self._engines.remove(engine)
 
+    def others_work(self, engine: Engine) -> bool:
+        """Whether another engine has work: `engine`'s steps come between its. On the MLX thread."""
+        return any(other.has_work() for other in self._engines if other is not engine)
+
     def interrupt(self) -> None:
         """Raise MLXThreadFailed in whatever the thread is doing, once it is back in Python."""
         ident = self._thread.ident

@@ -12,11 +12,14 @@ from typing import Literal
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
+from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.adapters import detect_model_family
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
+from mlx_manager.mlx_server.models.sentence import longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
@@ -29,8 +32,8 @@ class ModelSource:
     """A model that can be loaded, as its files describe it.
 
     path: its folder; None when it must be downloaded first, which `downloadable` allows or not.
-    nbytes: the size of its weights' files. model_type "" and the zeros mean unknown: it is not
-    here yet, or loading it will say what is wrong with it.
+    nbytes: the size of its weights' files. kind None, model_type "" and the zeros mean unknown: it
+    is not here yet, or loading it will say what is wrong with it.
     """
 
     id: str
@@ -41,6 +44,7 @@ class ModelSource:
     context_length: int = 0
     nbytes: int = 0
     downloadable: bool = False
+    kind: Kind | None = None
 
 
 class Catalog:
@@ -132,7 +136,8 @@ class Catalog:
         if self._sources.hf_cache:
             for repository, snapshot in cached.items():
                 source = described(repository, snapshot, "hf_cache")
-                if has_architecture(source.model_type):
+                text = source.kind == "text"
+                if has_architecture(source.model_type) if text else source.model_type in ENCODERS:
                     yield source
 
     def _named(self, name: str, cached: Mapping[str, Path], *, downloadable: bool) -> ModelSource:
@@ -159,15 +164,18 @@ def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
     """A source as its folder's files describe it, unknown where they can't be read."""
     try:
         changed = (folder / "config.json").stat().st_mtime_ns
-        model_type, context, nbytes = _description(folder, changed)
+        model_type, context, nbytes, kind = _description(folder, changed)
     except (OSError, ModelLoadFailed):
         return ModelSource(model_id, folder, origin)
-    family = detect_model_family({"model_type": model_type})
-    return ModelSource(model_id, folder, origin, model_type, family, context, nbytes)
+    text = kind == "text"
+    family = detect_model_family({"model_type": model_type}) if text else model_type
+    return ModelSource(model_id, folder, origin, model_type, family, context, nbytes, kind=kind)
 
 
 @lru_cache(maxsize=4096)
-def _description(folder: Path, changed: int) -> tuple[str, int, int]:
-    """(model_type, context length, bytes) of a folder whose config.json changed at `changed`."""
+def _description(folder: Path, changed: int) -> tuple[str, int, int, Kind]:
+    """(model_type, context length, bytes, kind) of a folder whose config.json changed then."""
     model = ModelFolder.read(folder)
-    return model.model_type, model.context_length, model.nbytes
+    kind = kind_of(model)
+    context = model.context_length if kind == "text" else longest_text(model)
+    return model.model_type, context, model.nbytes, kind

@@ -90,15 +90,30 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ModelLoadFailed: the file is missing, unreadable, or no JSON object.
     """
+    content = _read(file)
+    if not isinstance(content, dict):
+        raise ModelLoadFailed(f"{file} is not a JSON object.")
+    return content
+
+
+def read_json_list(file: Path) -> list[dict[str, Any]]:
+    """
+    Raises:
+        ModelLoadFailed: the file is missing, unreadable, or no list of JSON objects.
+    """
+    content = _read(file)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise ModelLoadFailed(f"{file} is not a list of JSON objects.")
+    return content
+
+
+def _read(file: Path) -> Any:
     try:
-        content = json.loads(file.read_bytes())
+        return json.loads(file.read_bytes())
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
     except ValueError as error:
         raise ModelLoadFailed(f"{file} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ModelLoadFailed(f"{file} is not a JSON object.")
-    return content
 
 
 def check_safetensors(file: Path) -> None:

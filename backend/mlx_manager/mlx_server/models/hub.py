@@ -25,6 +25,8 @@ from mlx_manager.mlx_server.models.folder import INDEX, WEIGHTS
 FILES = (
     "*.json",
     WEIGHTS,
+    # A sentence-transformers model's layers after the pooling.
+    "*_Dense/model.safetensors",
     "*.py",
     "tokenizer.model",
     "*.tiktoken",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx import nn
@@ -80,6 +80,7 @@ class LoadedModel:
     context_length: int
     nbytes: int
     weights: WeightsForm
+    kind: Literal["text"] = "text"
 
 
 def weights_line(model_id: str) -> str:
@@ -92,18 +93,18 @@ def load(
 ) -> LoadedModel:
     """Load a model in one go; see `loading`."""
     steps = loading(source, limits, ledger, recipe)
-    while (loaded := advance(steps)) is None:
-        pass
+    loaded: LoadedModel | None = None
+    while loaded is None:
+        loaded = advance(steps)
     return loaded
 
 
-def advance(steps: Generator[None, None, LoadedModel]) -> LoadedModel | None:
-    """The next piece of `loading`; the model after the last one."""
+def advance(steps: Generator[None, None, Any]) -> Any:
+    """The next piece of a load; None, or the model after the last one."""
     try:
         next(steps)
     except StopIteration as end:
-        loaded: LoadedModel = end.value
-        return loaded
+        return end.value
     return None
 
 

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
+from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
@@ -34,7 +35,9 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models import hub
-from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource
+from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
+from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
+from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loading import LoadedModel, advance, loading, weights_line
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
@@ -73,7 +76,7 @@ class ModelPoolManager:
         limits: PoolLimits,
         sources: CatalogSources,
         thread: Thread,
-        make_backend: Callable[[LoadedModel, Ledger], ModelBackend],
+        make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], ModelBackend],
         *,
         models: ModelsFile | None = None,
         catalog: Catalog | None = None,
@@ -120,14 +123,26 @@ class ModelPoolManager:
             return resident
 
     @asynccontextmanager
-    async def lease(self, model_id: str | None = None) -> AsyncIterator[Resident]:
-        """`get_model`, and the model stays in memory for the length of the context."""
+    async def lease(
+        self, model_id: str | None = None, kind: Kind | None = None
+    ) -> AsyncIterator[Resident]:
+        """`get_model`, and the model stays in memory for the length of the context.
+
+        kind: what it is wanted for; None: whatever it is.
+
+        Raises:
+            WrongModelKind: it is of another kind. It was not loaded for that.
+        """
         name = self.resolve(model_id)
         if not self.catalog.allows(name):
             await asyncio.to_thread(self.catalog.find, name)
         while (resident := self._residents.lease(name)) is None:
+            if kind is not None:
+                source = await asyncio.to_thread(self.catalog.find, name)
+                self._check_kind(name, source.kind, kind)
             await self._load_once(name)
         try:
+            self._check_kind(name, resident.loaded.kind, kind)
             yield resident
         finally:
             self._residents.give_back(resident)
@@ -147,6 +162,11 @@ class ModelPoolManager:
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What the owner has set for a model where a request is silent."""
         return self._policy.sampling(model_id)
+
+    def _check_kind(self, model_id: str, kind: Kind | None, wanted: Kind | None) -> None:
+        if wanted is not None and kind not in (wanted, None):
+            offered = (source.id for source in self.catalog.models() if source.kind == wanted)
+            raise wrong_kind(model_id, kind, wanted, offered)
 
     # -- looking at it -------------------------------------------------------------------------
 
@@ -195,6 +215,7 @@ class ModelPoolManager:
             pinned=self._policy.is_pinned(source.id),
             preload=settings.preload,
             ttl=self._policy.ttl(source.id),
+            kind=source.kind,
         )
         if resident is None:
             return status
@@ -211,6 +232,7 @@ class ModelPoolManager:
             idle=None if resident.leases else self._residents.idle_for(resident),
             outdated=self._policy.is_outdated(resident),
             memory=self._memory(resident.id),
+            kind=loaded.kind,
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:
@@ -352,7 +374,9 @@ class ModelPoolManager:
     async def _load(self, model_id: str) -> None:
         source = await asyncio.to_thread(self.catalog.find, model_id)
         if source.path is None:
-            source = replace(source, path=await self._fetch(source))
+            folder = await self._fetch(source)
+            here = await asyncio.to_thread(described, source.id, folder, source.origin)
+            source = replace(source, path=folder, kind=here.kind)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
         while True:
@@ -382,11 +406,17 @@ class ModelPoolManager:
         """Load between other models' steps, one model at a time."""
         async with self._loading:
             recipe = self._policy.of(source.id).recipe
-            steps = loading(source, self._limits, self.ledger, recipe)
+            steps: Generator[None, None, LoadedModel | LoadedEncoder]
+            match source.kind:
+                case "embedding" | "reranker":
+                    steps = loading_encoder(source, self._limits, self.ledger, recipe)
+                case _:
+                    steps = loading(source, self._limits, self.ledger, recipe)
             try:
                 await self._thread.call(self._make_place_on_mlx)
-                while (loaded := await self._thread.call(partial(advance, steps))) is None:
-                    pass
+                loaded: LoadedModel | LoadedEncoder | None = None
+                while loaded is None:
+                    loaded = await self._thread.call(partial(advance, steps))
                 await self._thread.call(partial(self._take_on_mlx, loaded, source, recipe))
             finally:
                 await self._thread.call(steps.close)
@@ -406,7 +436,9 @@ class ModelPoolManager:
             "may be (MLX_SERVER_MAX_MODELS)."
         )
 
-    def _take_on_mlx(self, loaded: LoadedModel, source: ModelSource, recipe: Recipe) -> None:
+    def _take_on_mlx(
+        self, loaded: LoadedModel | LoadedEncoder, source: ModelSource, recipe: Recipe
+    ) -> None:
         backend: ModelBackend | None = None
         try:
             backend = self._make_backend(loaded, self.ledger)

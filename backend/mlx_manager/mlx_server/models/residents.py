@@ -9,40 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import (
-    Backend,
-    Conversation,
-    GenerationRequest,
-    Prompt,
-    TokenizerInfo,
-)
+from mlx_manager.mlx_server.core import TokenizerInfo
 from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.settings import Recipe
 
 
-class ModelBackend(Backend, Protocol):
-    """A backend whose model this process holds."""
-
-    def count_tokens(self, request: GenerationRequest) -> int:
-        """Tokens that the request's prompt takes."""
-        ...
-
-    def tokenize(self, prompt: Prompt, special: bool = True) -> Any:
-        """A prompt's tokens. `special`: a text's begin with the model's BOS."""
-        ...
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        ...
-
-    def render(self, conversation: Conversation) -> str:
-        """A conversation as text."""
-        ...
+class ModelBackend(Protocol):
+    """A backend whose model this process holds. What it answers depends on the model's kind."""
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What clients need to know of the tokenizer."""
@@ -65,13 +44,14 @@ class ModelBackend(Backend, Protocol):
 class Resident:
     """A loaded model, where it came from and what it was made by.
 
+    backend: a `ModelBackend` that answers what `loaded.kind` says; who leases it names that kind.
     The rest belongs to `Residents`: `uses` counts everybody's uses up to its last one, which was
     at `used_at` by the clock.
     """
 
     id: str
-    loaded: LoadedModel
-    backend: ModelBackend
+    loaded: LoadedModel | LoadedEncoder
+    backend: Any
     source: ModelSource
     recipe: Recipe
     leases: int = field(default=0, init=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, NEVER, Recipe
 from mlx_manager.mlx_server.models.weights import WeightsForm
 
@@ -39,6 +40,7 @@ class ModelStatus:
     idle: float | None = None
     outdated: bool = False
     memory: Mapping[str, int] = field(default_factory=dict)
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)

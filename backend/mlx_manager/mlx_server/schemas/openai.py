@@ -524,7 +524,8 @@ class ModelWeights(Wire):
 class ModelCard(Wire):
     """A model on offer. What is beyond OpenAI's four fields says how it is served.
 
-    origin: where it was found. bytes: of its weights, measured once it is loaded.
+    kind: what it is for; absent while nothing of it is here. origin: where it was found.
+    bytes: of its weights, measured once it is loaded.
     weights, engine: of a loaded model only; `engine` counts its rows and KV pages.
     """
 
@@ -532,6 +533,7 @@ class ModelCard(Wire):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    kind: Literal["text", "embedding", "reranker"] | None = None
     state: Literal["loadable", "loading", "loaded"]
     origin: str
     family: str

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from pydantic import BaseModel
 
@@ -19,8 +19,10 @@ from mlx_manager.mlx_server.core import (
     Backend,
     Caller,
     Conversation,
+    Encoder,
     Event,
     GenerationRequest,
+    Kind,
     Progress,
     Prompt,
     TokenizerInfo,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 
 class Tokenized(Protocol):
@@ -89,6 +92,13 @@ class Lease(Protocol):
     def backend(self) -> TokenBackend: ...
 
 
+class EncoderLease(Protocol):
+    """A loaded embedding model or reranker that is not evicted while it is held."""
+
+    @property
+    def backend(self) -> Encoder: ...
+
+
 class ModelPool(Protocol):
     """What hands out models; `models.pool.ModelPoolManager` is one."""
 
@@ -108,10 +118,23 @@ class ModelPool(Protocol):
         """`ledger` and `mlx` in bytes, and the figures of each loaded model's engine."""
         ...
 
-    def lease(self, model_id: str) -> AbstractAsyncContextManager[Lease]:
+    @overload
+    def lease(
+        self, model_id: str, kind: Literal["text"] | None = None
+    ) -> AbstractAsyncContextManager[Lease]: ...
+
+    @overload
+    def lease(
+        self, model_id: str, kind: Literal["embedding", "reranker"]
+    ) -> AbstractAsyncContextManager[EncoderLease]: ...
+
+    def lease(self, model_id: str, kind: Kind | None = None) -> Any:
         """Load the model unless it is loaded, and keep it for the length of the context.
 
+        kind: what it is wanted for; None: what models of every kind can do.
+
         Raises:
+            WrongModelKind: it is of another kind.
             ModelNotFound: there is no such model.
             ModelLoadFailed: it can't be loaded.
             OutOfMemory: it can't be loaded now.
@@ -157,12 +180,29 @@ class Inference:
             RequestTimedOut: one of the limits has been reached.
             MLXManagerError: one row's failure ends them all.
         """
-        self.account.check_priority(requests)
         defaults = self.pool.sampling(requests[0].model)
         requests = [
             replace(request, caller=self.caller, sampling=request.sampling.filled(defaults))
             for request in requests
         ]
+        leasing = self.pool.lease(requests[0].model, "text")
+        async with aclosing(
+            self.follow(requests, leasing, lambda lease: rows(lease.backend, requests))
+        ) as progress:
+            async for step in progress:
+                yield step
+
+    async def follow(
+        self,
+        requests: Sequence[GenerationRequest],
+        leasing: AbstractAsyncContextManager[L],
+        work: Callable[[L], AsyncGenerator[Progress, None]],
+    ) -> AsyncGenerator[Progress, None]:
+        """Yield the progress of one call's work on the model that `leasing` gives; see `generate`.
+
+        The one path of every protocol: the key's turn, the model, the clock, the observers.
+        """
+        self.account.check_priority(requests)
         with (
             self.calls.enter(requests, self.limits) as call,
             observe_all(self.observers, requests) as observations,
@@ -170,12 +210,11 @@ class Inference:
             async with AsyncExitStack() as held:
                 await call.wait(held.enter_async_context(self.account.turn()))
                 call.enter("load")
-                leasing = self.pool.lease(requests[0].model)
                 lease = await call.wait(held.enter_async_context(leasing))
                 call.enter("queue")
                 for observation in observations:
                     observation.leased()
-                progress = await held.enter_async_context(aclosing(rows(lease.backend, requests)))
+                progress = await held.enter_async_context(aclosing(work(lease)))
                 while (step := await call.wait(pull(progress))) is not None:
                     call.follow(step)
                     for observation in observations:
@@ -188,15 +227,22 @@ class Inference:
         Raises:
             MLXManagerError: there is no such model, or it can't render the prompt.
         """
-        return await self.ask(request.model, lambda backend: backend.count_tokens(request))
+        return await self.ask(request.model, lambda backend: backend.count_tokens(request), "text")
 
-    async def ask(self, model: str, question: Callable[[TokenBackend], T]) -> T:
+    async def ask(
+        self,
+        model: str,
+        question: Callable[[TokenBackend], T],
+        kind: Literal["text"] | None = None,
+    ) -> T:
         """What a model's tokenizer knows; `question` is asked in a thread of its own.
+
+        kind: "text" if an embedding model has no answer to it.
 
         Raises:
             MLXManagerError: there is no such model, or it has no answer.
         """
-        async with self.pool.lease(model) as lease:
+        async with self.pool.lease(model, kind) as lease:
             return await asyncio.to_thread(question, lease.backend)
 
     async def fitted(self, requests: Sequence[GenerationRequest]) -> GenerationRequest:
@@ -209,7 +255,7 @@ class Inference:
         """
         model = requests[0].model
         contexts = {status.id: status.context_length for status in await self.pool.models()}
-        async with self.pool.lease(model) as lease:
+        async with self.pool.lease(model, "text") as lease:
             context = contexts[model]
             wanted = min(requests[0].max_tokens or 1, context // 2)
 

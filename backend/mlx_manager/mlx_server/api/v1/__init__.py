@@ -7,8 +7,10 @@ from fastapi import APIRouter
 from mlx_manager.mlx_server.api.v1 import (
     chat,
     completions,
+    embeddings,
     messages,
     models,
+    rerank,
     responses,
     tokens,
 )
@@ -16,7 +18,9 @@ from mlx_manager.mlx_server.api.v1 import (
 v1_router = APIRouter(prefix="/v1", tags=["openai"])
 v1_router.include_router(chat.router)
 v1_router.include_router(completions.router)
+v1_router.include_router(embeddings.router)
 v1_router.include_router(messages.router)
 v1_router.include_router(models.router)
+v1_router.include_router(rerank.router)
 v1_router.include_router(responses.router)
 v1_router.include_router(tokens.router)

@@ -48,6 +48,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         id=status.id,
         created=created,
         owned_by=owner if owner and slash else "local",
+        kind=status.kind,
         state=status.state,
         origin=status.origin,
         family=status.family,

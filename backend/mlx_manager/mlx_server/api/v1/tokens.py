@@ -63,7 +63,7 @@ async def apply_template(request: Request, response: Response) -> TextResponse:
     response.headers.update(unknown_header(body))
     asked = rendered(body.messages, body)
     text = await server.inference(request).ask(
-        server.pool.resolve(body.model), lambda model: model.render(asked)
+        server.pool.resolve(body.model), lambda model: model.render(asked), "text"
     )
     return TextResponse(prompt=text, content=text)
 

@@ -1,0 +1,306 @@
+"""A loaded encoder that answers: texts to tokens, tokens to the engine, vectors or scores back."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.backends.wrapping import Ids, Wrapping, shortened
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    EmbeddingRequest,
+    Encoded,
+    Prompt,
+    RerankRequest,
+    Text,
+    TokenizerInfo,
+    Tokens,
+)
+from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine, EncoderStats, Reading
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    InvalidParameter,
+    InvalidRequest,
+    UnsupportedParameter,
+)
+from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
+from mlx_manager.mlx_server.models.sentence import Activation
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+Vector = NDArray[np.float32]
+SMALLEST = 1e-12
+"""Of a vector's length, when it is normalised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A text as tokens, and how many the model can take."""
+
+    ids: list[int]
+    context_length: int
+    _tokenizer: Any
+
+    def texts(self) -> list[str]:
+        """Each token's text, as the vocabulary has it."""
+        found: list[str] = self._tokenizer.convert_ids_to_tokens(self.ids)
+        return found
+
+
+class EncoderBackend:
+    """Serves one embedding model or reranker on the MLX thread. Made and closed there."""
+
+    def __init__(
+        self, loaded: LoadedEncoder, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    ) -> None:
+        self._loaded = loaded
+        self._thread = thread
+        self._tokenizer = loaded.tokenizer
+        self._vocabulary = loaded.model.vocabulary
+        self._single = Wrapping.single(self._tokenizer)
+        self._pair = Wrapping.pair(self._tokenizer) if loaded.kind == "reranker" else self._single
+        self._engine = EncoderEngine(
+            loaded.id,
+            loaded.model,
+            limits,
+            ledger,
+            lambda: thread.others_work(self._engine),
+        )
+        thread.attach(self._engine)
+
+    def close(self) -> None:
+        """Fail what is being read. On the MLX thread."""
+        self._thread.detach(self._engine)
+        self._engine.close()
+
+    def stats(self) -> EncoderStats:
+        return self._engine.stats()
+
+    def drop_prefixes(self) -> None:
+        """None are kept."""
+
+    # -- what it answers -----------------------------------------------------------------------
+
+    async def embed(self, request: EmbeddingRequest) -> Encoded:
+        """A vector for each input; see `core.Encoder`.
+
+        Raises:
+            InvalidParameter: `dimensions`, `truncate_prompt_tokens`, a prompt's name or a token id
+                that this model does not have.
+            UnsupportedParameter: `dimensions` of a model whose vectors can't be cut.
+            InvalidRequest: an input without a token.
+            ContextLengthExceeded: an input that is too long, and was not to be cut.
+            Overloaded: the queue is full.
+        """
+        self._check_dimensions(request.dimensions)
+        rows = await asyncio.to_thread(self._inputs, request)
+        vectors = await self._read(rows, [None] * len(rows))
+        finished = (self._finish(vector, request.dimensions) for vector in vectors)
+        return Encoded(tuple(map(floats, finished)), sum(map(len, rows)))
+
+    async def rank(self, request: RerankRequest) -> Encoded:
+        """A score for each document; see `core.Encoder`.
+
+        Raises:
+            InvalidParameter: `truncate_prompt_tokens` is more than the model takes.
+            ContextLengthExceeded: a query and document that are too long, and were not to be cut.
+            Overloaded: the queue is full.
+        """
+        pairs = await asyncio.to_thread(self._pairs, request)
+        logits = await self._read([ids for ids, _ in pairs], [second for _, second in pairs])
+        activation = self._loaded.activation if request.activate else "identity"
+        scores = (activated(logit, activation) for logit in logits)
+        return Encoded(tuple(map(floats, scores)), sum(len(ids) for ids, _ in pairs))
+
+    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
+        """A text's tokens. `special`: between the special ones that the model wants.
+
+        Raises:
+            InvalidRequest: it is a conversation.
+        """
+        match prompt:
+            case Text(text):
+                content = self._encode([text])[0]
+                ids = self._single.of(content) if special else content
+            case Tokens(ids):
+                pass
+            case Conversation():
+                raise InvalidRequest(
+                    f"{self._loaded.id} has no chat template; send a text.", param="messages"
+                )
+        return Tokenized(list(ids), self._loaded.context_length, self._tokenizer)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            InvalidParameter: there is no such token.
+        """
+        given = list(ids)
+        self._check_ids(given, "tokens")
+        text: str = self._tokenizer.decode(given, skip_special_tokens=False)
+        return text
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """What clients need to know of the tokenizer."""
+        tokenizer = self._tokenizer
+        return TokenizerInfo(
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            unk_token=tokenizer.unk_token,
+            vocab_size=self._vocabulary,
+            context_length=self._loaded.context_length,
+            chat_template=None,
+        )
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._loaded.sentence.lower_case:
+            texts = [text.lower() for text in texts]
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _inputs(self, request: EmbeddingRequest) -> list[Ids]:
+        most = self._most(request.truncate)
+        prompt = self._prompt(request.prompt)
+        cut = request.truncate is not None
+        texts = [prompt + text for text in request.inputs if type(text) is str]
+        encoded = iter(self._encode(texts) if texts else ())
+        rows: list[Ids] = []
+        for index, given in enumerate(request.inputs):
+            match given:
+                case str():
+                    content = next(encoded)
+                    row = self._single.of(content[: most - self._single.length] if cut else content)
+                case ids:
+                    self._check_ids(ids, f"input[{index}]")
+                    row = ids[:most] if cut else ids
+            if not row:
+                raise InvalidRequest(f"Input {index} has no tokens.", param=f"input[{index}]")
+            self._check_length(len(row), f"Input {index}", f"input[{index}]")
+            rows.append(row)
+        return rows
+
+    def _pairs(self, request: RerankRequest) -> list[tuple[Ids, int | None]]:
+        most = self._most(request.truncate) - self._pair.length
+        query, *documents = self._encode([request.query, *request.documents])
+        pairs: list[tuple[Ids, int | None]] = []
+        for index, document in enumerate(documents):
+            first, second = len(query), len(document)
+            if request.truncate is not None:
+                first, second = shortened(first, second, most)
+            ids, start = self._pair.of_pair(query[:first], document[:second])
+            self._check_length(len(ids), f"The query and document {index}", f"documents[{index}]")
+            pairs.append((ids, start))
+        return pairs
+
+    def _prompt(self, name: str | None) -> str:
+        """
+        Raises:
+            InvalidParameter: the model has none of that name.
+        """
+        prompts = self._loaded.sentence.prompts
+        chosen = name if name is not None else self._loaded.sentence.default_prompt
+        if name is not None and name not in prompts:
+            names = ", ".join(sorted(prompts)) or "none"
+            raise InvalidParameter(
+                f"`prompt_name`: {self._loaded.id} has no prompt {name!r}; it has: {names}.",
+                param="prompt_name",
+            )
+        return prompts.get(chosen or "", "")
+
+    def _most(self, truncate: int | None) -> int:
+        """The most tokens of a row.
+
+        Raises:
+            InvalidParameter: it is to be more than the model takes, or leaves no text.
+        """
+        context = self._loaded.context_length
+        if truncate is None or truncate == -1:
+            return context
+        least = max(self._single.length, self._pair.length) + 1
+        if not least <= truncate <= context:
+            raise InvalidParameter(
+                f"`truncate_prompt_tokens` should be -1 or between {least} and {context} with this "
+                f"model, not {truncate}.",
+                param="truncate_prompt_tokens",
+            )
+        return truncate
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if any(not 0 <= token < self._vocabulary for token in ids):
+            raise InvalidParameter(
+                f"`{param}`: token ids must be between 0 and {self._vocabulary - 1}, as this "
+                "model's own tokenizer gives them.",
+                param=param,
+            )
+
+    def _check_length(self, length: int, what: str, param: str) -> None:
+        context = self._loaded.context_length
+        if length > context:
+            raise ContextLengthExceeded(
+                f"{what}: {length} tokens, and this model takes {context}. Shorten it, or have it "
+                "cut with `truncate_prompt_tokens`: -1.",
+                param=param,
+            )
+
+    def _check_dimensions(self, wanted: int | None) -> None:
+        own, sentence = self._loaded.model.dimensions, self._loaded.sentence
+        if wanted is None or wanted == own:
+            return
+        if not sentence.matryoshka:
+            raise UnsupportedParameter(
+                f"`dimensions`: the vectors of {self._loaded.id} have {own} numbers and can't be "
+                "cut. (Its config.json does not say `is_matryoshka`.)",
+                param="dimensions",
+            )
+        if wanted > own or (sentence.dimensions and wanted not in sentence.dimensions):
+            allowed = ", ".join(map(str, sentence.dimensions)) or f"at most {own}"
+            raise InvalidParameter(
+                f"`dimensions` should be {allowed} with this model, not {wanted}.",
+                param="dimensions",
+            )
+
+    # -- vectors -------------------------------------------------------------------------------
+
+    async def _read(self, rows: Sequence[Ids], seconds: Sequence[int | None]) -> list[Vector]:
+        future: asyncio.Future[list[Vector]] = asyncio.get_running_loop().create_future()
+        reading = Reading(rows, seconds, future)
+        self._thread.post(partial(self._engine.submit, reading))
+        try:
+            return await future
+        finally:
+            if not future.done() or future.cancelled():
+                self._thread.post(partial(self._engine.cancel, reading))
+
+    def _finish(self, vector: Vector, dimensions: int | None) -> Vector:
+        kept = vector[:dimensions]
+        if not self._loaded.sentence.normalize:
+            return kept
+        return kept / max(float(np.linalg.norm(kept)), SMALLEST)
+
+
+def activated(logits: Vector, activation: Activation) -> Vector:
+    scores: Vector
+    match activation:
+        case "sigmoid":
+            scores = np.reciprocal(1 + np.exp(-logits))
+        case "tanh":
+            scores = np.tanh(logits)
+        case "identity":
+            scores = logits
+    return scores
+
+
+def floats(vector: Vector) -> array[float]:
+    return array("f", vector.astype(np.float32).tobytes())

@@ -1,0 +1,75 @@
+"""Texts as an encoder reads them: their tokens between the tokenizer's special ones, and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """The special tokens before, between and after texts, told from what a tokenizer made of one.
+
+    Putting them there ourselves keeps the tokenizer's truncation, which is state that all of its
+    users share, out of the game.
+    """
+
+    before: Ids
+    between: Ids
+    after: Ids
+    segments: bool
+
+    @staticmethod
+    def single(tokenizer: Any) -> Wrapping:
+        made = tokenizer("a", return_special_tokens_mask=True)
+        before, after = runs(made["input_ids"], made["special_tokens_mask"], texts=1)
+        return Wrapping(before, (), after, segments=False)
+
+    @staticmethod
+    def pair(tokenizer: Any) -> Wrapping:
+        made = tokenizer("a", "a", return_special_tokens_mask=True, return_token_type_ids=True)
+        before, between, after = runs(made["input_ids"], made["special_tokens_mask"], texts=2)
+        return Wrapping(before, between, after, segments=any(made["token_type_ids"]))
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def of(self, text: Sequence[int]) -> Ids:
+        return (*self.before, *text, *self.after)
+
+    def of_pair(self, first: Sequence[int], second: Sequence[int]) -> tuple[Ids, int | None]:
+        """The ids, and where the second segment begins; None: the model has none."""
+        opening = (*self.before, *first, *self.between)
+        return (*opening, *second, *self.after), len(opening) if self.segments else None
+
+
+def runs(ids: Sequence[int], special: Sequence[int], *, texts: int) -> list[Ids]:
+    """The special tokens before, between and after `texts` texts."""
+    found: list[list[int]] = [[]]
+    for is_special, run in groupby(zip(ids, special, strict=True), key=lambda pair: pair[1]):
+        if is_special:
+            found[-1] += [token for token, _ in run]
+        else:
+            found.append([])
+    assert len(found) == texts + 1
+    return [tuple(run) for run in found]
+
+
+def shortened(first: int, second: int, most: int) -> tuple[int, int]:
+    """How many tokens stay of two texts that have `most` together: the longer one is cut first.
+
+    The tokenizers library's "longest first".
+    """
+    if first + second <= most:
+        return first, second
+    shorter, longer = sorted((first, second))
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter = most // 2
+        longer = shorter + most % 2
+    return (longer, shorter) if first > second else (shorter, longer)

@@ -1,0 +1,310 @@
+"""The step loop of an encoder: one batch of texts a step, of all callers, of about one length.
+
+A batch takes the text that has waited longest and its neighbours by length, so that little is
+computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
+takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.engine.pace import STRETCH
+from mlx_manager.mlx_server.errors import (
+    GenerationFailed,
+    MLXManagerError,
+    OutOfMemory,
+    Overloaded,
+)
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+Vectors = list[NDArray[np.float32]]
+
+ALONE = 0.1
+"""Seconds of a batch when nothing else runs: what a chat that arrives may wait for."""
+FIRST, MOST = 512, 32_768
+"""Tokens, padding included, of the first batch and of any."""
+SMOOTHING = 0.3
+PADDED = 0.75
+"""The shortest row of a batch has that share of the longest's tokens, at least."""
+
+
+class Model(Protocol):
+    """What reads a batch. padding: the id that fills up short rows."""
+
+    @property
+    def padding(self) -> int: ...
+
+    def working_bytes(self, rows: int, longest: int) -> int:
+        """The memory of a batch of so many rows, the longest of so many tokens."""
+        ...
+
+    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        """(rows, numbers) of what is int32: ids and segments (rows, longest), lengths (rows,).
+
+        A segment is 1 in the second text of a pair.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStats:
+    """What an encoder's engine is doing; `running` and `waiting` count requests."""
+
+    running: int
+    waiting: int
+    rows_waiting: int
+    batches: int
+    rows: int
+    tokens: int
+    padding: int
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """One caller's texts on their way. `future` gets their vectors, in order, all at once.
+
+    `rows` (token ids) and `pairs` (for each, where its second text begins; None: it has none) go
+    to the MLX thread, the future stays in the event loop.
+    """
+
+    rows: Sequence[Sequence[int]]
+    seconds: Sequence[int | None]
+    future: asyncio.Future[Vectors]
+    vectors: Vectors = field(default_factory=list)
+    left: int = 0
+    begun: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """A waiting text. Ordered by length, then by age."""
+
+    length: int
+    serial: int
+    index: int = field(compare=False)
+    reading: Reading = field(compare=False)
+
+
+class EncoderEngine:
+    """Reads texts in batches. Every method runs on the MLX thread.
+
+    Args:
+        shared: whether other engines have work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        limits: EngineLimits,
+        ledger: Ledger,
+        shared: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._line = f"batch:{name}"
+        self._max_waiting = limits.max_waiting
+        self._ledger = ledger
+        self._shared = shared
+        self._waiting: list[Row] = []
+        self._readings: list[Reading] = []
+        self._batch: list[Row] = []
+        self._serial = 0
+        self._token_cost: float | None = None
+        self._ended = 0.0
+        self._steps = self._batches = self._rows = self._tokens = self._padded = 0
+
+    def submit(self, reading: Reading) -> None:
+        begun = sum(reading.begun for reading in self._readings)
+        if len(self._readings) - begun > self._max_waiting:
+            refusal = Overloaded(
+                f"The queue is full: {len(self._readings) - begun} requests are waiting, and at "
+                f"most {self._max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
+                retry_after=2,
+            )
+            settle(reading, refusal)
+            return
+        reading.left = len(reading.rows)
+        reading.vectors = [np.empty(0, np.float32)] * reading.left
+        self._readings.append(reading)
+        for index, ids in enumerate(reading.rows):
+            insort(self._waiting, Row(len(ids), self._serial, index, reading))
+            self._serial += 1
+
+    def cancel(self, reading: Reading) -> None:
+        """What has not been read of it is not read any more."""
+        if reading in self._readings:
+            self._readings.remove(reading)
+            self._waiting = [row for row in self._waiting if row.reading is not reading]
+
+    @property
+    def steps(self) -> int:
+        """How many it has begun."""
+        return self._steps
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> None:
+        started = perf_counter()
+        self._steps += 1
+        self._batch = self._take(self._budget(started))
+        longest = self._batch[-1].length
+        granted = self._grant(longest)
+        if not granted:
+            return
+        try:
+            vectors = self._read(self._batch, longest)
+        finally:
+            self._ledger.release(self._line, granted)
+        batch, self._batch = self._batch, []
+        self._deliver(batch, vectors)
+        self._ended = perf_counter()
+        self._count(batch, longest, self._ended - started)
+
+    def fail(self, error: Exception) -> None:
+        """Fail the requests that have a text in the batch under way; the others go on."""
+        failure = (
+            error
+            if isinstance(error, MLXManagerError)
+            else GenerationFailed("The model failed while reading. The request can be retried.")
+        )
+        lost = {id(row.reading): row.reading for row in self._batch}
+        self._batch = []
+        for reading in lost.values():
+            self.cancel(reading)
+            settle(reading, failure)
+
+    def close(self) -> None:
+        """Fail what is left."""
+        for reading in tuple(self._readings):
+            self.cancel(reading)
+            settle(reading, GenerationFailed("The model is being unloaded."))
+
+    def stats(self) -> EncoderStats:
+        begun = sum(reading.begun for reading in tuple(self._readings))
+        return EncoderStats(
+            begun,
+            len(self._readings) - begun,
+            len(self._waiting),
+            self._batches,
+            self._rows,
+            self._tokens,
+            self._padded,
+        )
+
+    # -- a batch -------------------------------------------------------------------------------
+
+    def _budget(self, now: float) -> int:
+        """Tokens of the next batch, padding included.
+
+        The time between two batches is what the others' steps took.
+        """
+        if self._token_cost is None:
+            return FIRST
+        allowed = ALONE
+        if self._shared():
+            allowed = min(ALONE, (STRETCH - 1) * (now - self._ended))
+        return min(int(allowed / self._token_cost), MOST)
+
+    def _take(self, budget: int) -> list[Row]:
+        """The oldest row and its neighbours by length, shorter ones first; taken off the queue."""
+        oldest = min(self._waiting, key=lambda row: row.serial)
+        first = bisect_left(self._waiting, oldest)
+        last = first + 1
+        shortest = PADDED * oldest.length
+        while (
+            first > 0
+            and self._waiting[first - 1].length >= shortest
+            and (last - first + 1) * oldest.length <= budget
+        ):
+            first -= 1
+        longest = self._waiting[first].length / PADDED
+        while (
+            last < len(self._waiting)
+            and self._waiting[last].length <= longest
+            and (last - first + 1) * self._waiting[last].length <= budget
+        ):
+            last += 1
+        batch = self._waiting[first:last]
+        del self._waiting[first:last]
+        for row in batch:
+            row.reading.begun = True
+        return batch
+
+    def _grant(self, longest: int) -> int:
+        """Bytes for the batch, which shrinks until the ledger has them; 0: not even for a row."""
+        while True:
+            nbytes = self._model.working_bytes(len(self._batch), longest)
+            if self._ledger.reserve(self._line, nbytes):
+                return nbytes
+            if len(self._batch) == 1:
+                self.fail(
+                    OutOfMemory(
+                        f"A text of {longest} tokens takes {nbytes:,} bytes to read, and "
+                        f"{max(self._ledger.available(), 0):,} are free."
+                    )
+                )
+                return 0
+            keep = len(self._batch) - len(self._batch) // 2
+            for row in self._batch[: len(self._batch) - keep]:
+                insort(self._waiting, row)
+            self._batch = self._batch[len(self._batch) - keep :]
+
+    def _read(self, batch: list[Row], longest: int) -> NDArray[np.float32]:
+        ids = np.full((len(batch), longest), self._model.padding, np.int32)
+        segments = np.zeros_like(ids)
+        for place, row in enumerate(batch):
+            ids[place, : row.length] = row.reading.rows[row.index]
+            second = row.reading.seconds[row.index]
+            if second is not None:
+                segments[place, second : row.length] = 1
+        lengths = np.array([row.length for row in batch], np.int32)
+        vectors = self._model(mx.array(ids), mx.array(segments), mx.array(lengths))
+        return np.array(vectors.astype(mx.float32))
+
+    def _deliver(self, batch: list[Row], vectors: NDArray[np.float32]) -> None:
+        for row, vector in zip(batch, vectors, strict=True):
+            reading = row.reading
+            reading.vectors[row.index] = vector
+            reading.left -= 1
+            if not reading.left:
+                self._readings.remove(reading)
+                settle(reading, reading.vectors)
+
+    def _count(self, batch: list[Row], longest: int, seconds: float) -> None:
+        tokens = sum(row.length for row in batch)
+        self._batches += 1
+        self._rows += len(batch)
+        self._tokens += tokens
+        self._padded += len(batch) * longest - tokens
+        cost = seconds / (len(batch) * longest)
+        old = self._token_cost
+        self._token_cost = cost if old is None else old + SMOOTHING * (cost - old)
+
+
+def settle(reading: Reading, outcome: Vectors | MLXManagerError) -> None:
+    """Tell the caller, unless nobody waits any more."""
+    future = reading.future
+    loop = future.get_loop()
+
+    def tell() -> None:
+        if future.done():
+            return
+        if isinstance(outcome, MLXManagerError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(tell)

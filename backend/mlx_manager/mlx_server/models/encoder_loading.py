@@ -1,0 +1,238 @@
+"""From a model's files to an encoder in memory. Everything here runs on the MLX thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mlx_manager.mlx_server.config import PoolLimits
+from mlx_manager.mlx_server.core import Kind
+from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
+from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
+from mlx_manager.mlx_server.models.kinds import kind_of
+from mlx_manager.mlx_server.models.loading import (
+    allowed_context,
+    explained,
+    granted,
+    lay_out,
+    settle_weights,
+    weights_line,
+)
+from mlx_manager.mlx_server.models.sentence import (
+    Activation,
+    Dense,
+    Sentence,
+    check_supported,
+    labels_of,
+    rank_activation,
+)
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
+from mlx_manager.mlx_server.models.weights import (
+    WeightsForm,
+    activation_dtype,
+    default_device,
+    evaluated,
+    widened,
+)
+from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+PREFIXES = ("bert.", "roberta.", "model.")
+"""What a checkpoint of a model with a head puts before the names of the bare model."""
+OTHER_HEADS = ("cls.", "lm_head.", "decoder.", "score.")
+OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """An embedding model or reranker in memory. `activation` is a reranker's.
+
+    nbytes: its weights', measured. context_length: tokens of an input, special ones included.
+    """
+
+    id: str
+    path: Path
+    kind: Kind
+    model: Encoder
+    tokenizer: PreTrainedTokenizerBase
+    config: Mapping[str, Any]
+    sentence: Sentence
+    activation: Activation
+    family: str
+    context_length: int
+    nbytes: int
+    weights: WeightsForm
+
+
+def loading_encoder(
+    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
+) -> Generator[None, None, LoadedEncoder]:
+    """Load an encoder a piece at a time; see `loading.loading`.
+
+    Raises:
+        ModelNotSupported: an architecture or a variation that is not known here.
+        ModelLoadFailed: the folder's files are missing, broken or contradict each other.
+        ModelTooLarge: the weights exceed the memory limit, whatever else is unloaded.
+        OutOfMemory: they would fit if models in use were not.
+    """
+    load_fast_blas()
+    assert source.path is not None, "it is downloaded before it is loaded"
+    folder = ModelFolder.read(source.path)
+    check_supported(folder, source.id)
+    folder.check_weights()
+    kind = kind_of(folder)
+    sentence = Sentence.read(folder)
+    limits = replace(limits, weights=recipe.weights or limits.weights)
+    context = allowed_context(source.id, sentence.max_length, recipe)
+    if recipe.adapter is not None:
+        raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
+    for layer in sentence.dense:
+        check_safetensors(layer.path / "model.safetensors")
+    with granted(source.id, folder.nbytes, ledger), explained(source.id):
+        model = build(folder, kind, sentence, source.id)
+        yield
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder.path, trust_remote_code=limits.trust_remote_code
+        )
+        yield
+        # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
+        if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
+            model.update(tree_map(widened, model.parameters()))
+        weights = settle_weights(model, source.id, limits, ledger)
+        yield
+        if default_device() == "cpu":
+            yield from lay_out(model)
+        for _ in evaluated(model):
+            yield
+        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        ledger.record(weights_line(source.id), nbytes)
+        mx.clear_cache()
+        return LoadedEncoder(
+            source.id,
+            folder.path,
+            kind,
+            model,
+            tokenizer,
+            folder.config,
+            sentence,
+            rank_activation(folder) if kind == "reranker" else "identity",
+            folder.model_type,
+            context,
+            nbytes,
+            weights,
+        )
+
+
+def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) -> Encoder:
+    """The encoder with its weights, lazily."""
+    head = None
+    if kind == "reranker":
+        labels = labels_of(folder.config)
+        if labels != 1:
+            raise ModelNotSupported(
+                f"{model_id} is a classifier of {labels} labels; a reranker has one."
+            )
+        head = head_of(folder.config, labels, model_id)
+    model = Encoder(folder.config, sentence.pooling, head)
+    model.dense = [dense_layer(layer) for layer in sentence.dense]
+    weights = dict(body_weights(folder, model))
+    if head is not None:
+        weights |= head_weights(folder)
+    for index, layer in enumerate(sentence.dense):
+        own = arrays_in(layer.path / "model.safetensors")
+        weights |= {f"dense.{index}.{name}": array for name, array in own.items()}
+    quantize(model, folder.config, weights)
+    fill(model, weights, model_id)
+    model.eval()
+    return model
+
+
+def arrays_in(file: Path) -> dict[str, mx.array]:
+    return mx.load(str(file))  # type: ignore[return-value]
+
+
+def stored(folder: ModelFolder) -> Iterator[tuple[str, mx.array]]:
+    for file in folder.weight_files:
+        yield from arrays_in(file).items()
+
+
+def body_weights(folder: ModelFolder, model: Encoder) -> Iterator[tuple[str, mx.array]]:
+    """The architecture's own, by the names that mlx-embeddings gives them."""
+    plain: dict[str, mx.array] = {}
+    for name, array in stored(folder):
+        if name.startswith((*OTHER_HEADS, "classifier.", "head.")):
+            continue
+        plain[plain_name(name)] = array
+    for name, array in model.body.sanitize(plain).items():
+        yield f"body.{name}", array
+
+
+def plain_name(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    for old, new in OLD_NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def head_weights(folder: ModelFolder) -> dict[str, mx.array]:
+    return {
+        f"head.{name}": array
+        for name, array in stored(folder)
+        if name.startswith(("classifier.", "head."))
+    }
+
+
+def dense_layer(layer: Dense) -> DenseLayer:
+    config = read_json(layer.path / "config.json")
+    return DenseLayer(
+        config["in_features"], config["out_features"], config.get("bias", True), layer.activation
+    )
+
+
+def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+    """Make the layers quantised that are stored so."""
+    found = config.get("quantization")
+    if found is None:
+        return
+
+    def stored_so(path: str, module: nn.Module) -> Any:
+        own = found.get(path.removeprefix("body."))
+        is_stored = f"{path}.scales" in weights and hasattr(module, "to_quantized")
+        return own if is_stored and isinstance(own, dict) else is_stored
+
+    nn.quantize(
+        model,
+        group_size=found["group_size"],
+        bits=found["bits"],
+        mode=found.get("mode", "affine"),
+        class_predicate=stored_so,
+    )
+
+
+def fill(model: Encoder, weights: Mapping[str, mx.array], model_id: str) -> None:
+    """Give every parameter its weight. BERT's own pooler may be missing: only heads read it.
+
+    Raises:
+        ModelLoadFailed: a weight is missing, or has another shape than config.json says.
+    """
+    for name, parameter in tree_flatten(model.parameters()):
+        if name not in weights:
+            if name.startswith("body.pooler.") and "head" not in model:
+                continue
+            raise ModelLoadFailed(f"{model_id} can't be loaded: {name} is missing.")
+        if weights[name].shape != parameter.shape:
+            raise ModelLoadFailed(
+                f"{model_id} can't be loaded: {name} has the shape {weights[name].shape}, and by "
+                f"config.json it is {parameter.shape}."
+            )
+    model.load_weights(list(weights.items()), strict=False)

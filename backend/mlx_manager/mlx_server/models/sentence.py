@@ -1,0 +1,196 @@
+"""What a folder says about turning tokens into a vector: pooling, layers after it, prompts.
+
+Source: the files that sentence-transformers writes (modules.json and a folder for each module,
+https://sbert.net/docs/sentence_transformer/usage/custom_models.html) and, for `dimensions`, the
+keys of config.json that vLLM reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.folder import ModelFolder, read_json, read_json_list
+from mlx_manager.mlx_server.models.kinds import ENCODERS, SENTENCE_TRANSFORMERS
+
+Pooling = Literal["mean", "cls", "last"]
+Activation = Literal["identity", "tanh", "sigmoid"]
+
+BERT_LIMITS = "sentence_bert_config.json"
+POOLINGS: dict[str, Pooling] = {
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "cls": "cls",
+    "cls_token": "cls",
+    "lasttoken": "last",
+    "last": "last",
+}
+ACTIVATIONS: dict[str, Activation] = {
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A layer after the pooling: its folder, and what its output goes through."""
+
+    path: Path
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """How the model's authors get a vector from a text.
+
+    max_length: tokens of a text, special ones included. prompts: texts that may be put before it,
+    by name; `default_prompt` is put before it when none is named. matryoshka: whether a vector's
+    first numbers are a vector themselves; with `dimensions`, just so many of them.
+    """
+
+    pooling: Pooling
+    normalize: bool
+    max_length: int
+    lower_case: bool = False
+    dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    matryoshka: bool = False
+    dimensions: tuple[int, ...] = ()
+
+    @staticmethod
+    def read(folder: ModelFolder) -> Sentence:
+        """
+        Raises:
+            ModelLoadFailed: a file is broken.
+            ModelNotSupported: a module, a pooling or an activation that is not known here.
+        """
+        pooling: Pooling = "last" if ENCODERS[folder.model_type] == "qwen3" else "mean"
+        normalize = True
+        dense: list[Dense] = []
+        # Without these files: what mlx-embeddings does.
+        if (folder.path / SENTENCE_TRANSFORMERS).is_file():
+            normalize = False
+            for module in read_json_list(folder.path / SENTENCE_TRANSFORMERS):
+                kind = str(module.get("type", "")).rpartition(".")[2]
+                path = folder.path / str(module.get("path", ""))
+                match kind:
+                    case "Transformer":
+                        pass
+                    case "Pooling" if (path / "config.json").is_file():
+                        pooling = pooling_of(path / "config.json")
+                    case "Pooling":
+                        pass
+                    case "Dense":
+                        dense.append(Dense(path, dense_activation(path / "config.json")))
+                    case "Normalize":
+                        normalize = True
+                    case _:
+                        raise ModelNotSupported(
+                            f"{folder.path / SENTENCE_TRANSFORMERS} has a module {kind!r}, which "
+                            "is not known here."
+                        )
+        own = optional(folder.path / "config_sentence_transformers.json")
+        limits = optional(folder.path / BERT_LIMITS)
+        dimensions = folder.config.get("matryoshka_dimensions") or ()
+        return Sentence(
+            pooling,
+            normalize,
+            longest_text(folder),
+            bool(limits.get("do_lower_case")),
+            tuple(dense),
+            {name: text for name, text in (own.get("prompts") or {}).items() if text},
+            own.get("default_prompt_name"),
+            bool(dimensions or folder.config.get("is_matryoshka")),
+            tuple(dimensions),
+        )
+
+
+def longest_text(folder: ModelFolder) -> int:
+    """The most tokens of a text, special ones included.
+
+    As many as the model has positions for (RoBERTa's begin after the padding's), or fewer where
+    sentence-transformers' settings say so.
+    """
+    positions = folder.context_length
+    if ENCODERS.get(folder.model_type) == "xlm_roberta":
+        positions -= int(folder.config.get("pad_token_id", 1)) + 1
+    return min(optional(folder.path / BERT_LIMITS).get("max_seq_length") or positions, positions)
+
+
+def pooling_of(file: Path) -> Pooling:
+    config = read_json(file)
+    if not config.get("include_prompt", True):
+        raise ModelNotSupported(f"{file} leaves the prompt out of the pooling: not done here.")
+    modes = [
+        name.removeprefix("pooling_mode_")
+        for name, wanted in config.items()
+        if name.startswith("pooling_mode_") and wanted
+    ]
+    modes = modes or [str(config.get("pooling_mode", "mean"))]
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelNotSupported(
+            f"{file} asks for the pooling {' + '.join(modes)}; possible are mean, cls, lasttoken."
+        )
+    return POOLINGS[modes[0]]
+
+
+def dense_activation(file: Path) -> Activation:
+    return activation_of(str(read_json(file).get("activation_function", "Identity")), file)
+
+
+def rank_activation(folder: ModelFolder) -> Activation:
+    """What a reranker's logit goes through: a sigmoid unless its config says otherwise."""
+    own = folder.config.get("sentence_transformers") or {}
+    name = own.get("activation_fn") or folder.config.get("sbert_ce_default_activation_function")
+    return activation_of(name or "Sigmoid", folder.path / "config.json")
+
+
+def activation_of(name: str, file: Path) -> Activation:
+    last = name.rpartition(".")[2]
+    if last not in ACTIVATIONS:
+        raise ModelNotSupported(f"{file} asks for the activation {name}, not known here.")
+    return ACTIVATIONS[last]
+
+
+def labels_of(config: Mapping[str, Any]) -> int:
+    """How many numbers a classifier's head gives."""
+    labels = config.get("id2label")
+    # transformers' default, where nothing is said, is two.
+    return len(labels) if labels else int(config.get("num_labels", 2))
+
+
+def optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def check_supported(folder: ModelFolder, model_id: str) -> None:
+    """
+    Raises:
+        ModelNotSupported: an architecture, or a variation of one, that can't be served.
+    """
+    config = folder.config
+    if folder.model_type not in ENCODERS:
+        known = ", ".join(ENCODERS)
+        raise ModelNotSupported(
+            f"{model_id} is a {folder.model_type!r} model. Embedding models and rerankers of the "
+            f"architectures {known} can be served."
+        )
+    variations = {"hidden_act": "silu" if folder.model_type == "qwen3" else "gelu"}
+    variations |= {"position_embedding_type": "absolute", "hidden_activation": "gelu"}
+    for name, only in variations.items():
+        if config.get(name, only) != only:
+            raise ModelNotSupported(
+                f"{model_id} has {name} {config[name]!r}; only {only!r} is known."
+            )
+    rope = config.get("rope_scaling") or {}
+    if config.get("use_sliding_window") or rope.get("rope_type", "default") != "default":
+        raise ModelNotSupported(
+            f"{model_id} has a sliding window or a RoPE scaling: not done here."
+        )
+    if config.get("is_decoder") or config.get("add_cross_attention"):
+        raise ModelLoadFailed(f"{model_id} is a decoder by its config.json, not an encoder.")

@@ -1,0 +1,71 @@
+"""What only reads: embed or rank, on the path of every call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Literal
+
+from mlx_manager.mlx_server.core import (
+    EmbeddingRequest,
+    Encoded,
+    Encoder,
+    Finished,
+    GenerationRequest,
+    Progress,
+    RerankRequest,
+    Started,
+    Tokens,
+    Usage,
+)
+from mlx_manager.mlx_server.services.inference import EncoderLease, Inference
+
+
+async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
+    """A vector for each input. Cancelling the call cancels the work.
+
+    Raises:
+        MLXManagerError: see `core.Encoder`; or there is no such embedding model.
+    """
+    shown = as_generation(inference, request)
+    return await encode(inference, shown, "embedding", lambda encoder: encoder.embed(request))
+
+
+async def rank(inference: Inference, request: RerankRequest) -> Encoded:
+    """A score for each document, in the order of the request; as `embed`."""
+    shown = as_generation(inference, request)
+    return await encode(inference, shown, "reranker", lambda encoder: encoder.rank(request))
+
+
+def as_generation(
+    inference: Inference, request: EmbeddingRequest | RerankRequest
+) -> GenerationRequest:
+    """What those who watch the calls see: one that generates nothing."""
+    return GenerationRequest(
+        request.model,
+        Tokens(()),
+        max_tokens=0,
+        request_id=request.request_id,
+        caller=inference.caller,
+    )
+
+
+async def encode(
+    inference: Inference,
+    shown: GenerationRequest,
+    kind: Literal["embedding", "reranker"],
+    question: Callable[[Encoder], Awaitable[Encoded]],
+) -> Encoded:
+    found: list[Encoded] = []
+
+    async def work(lease: EncoderLease) -> AsyncGenerator[Progress, None]:
+        encoded = await question(lease.backend)
+        found.append(encoded)
+        tokens = encoded.tokens
+        yield [(0, [Started(tokens), Finished("stop", Usage(tokens, 0))])]
+
+    leasing = inference.pool.lease(shown.model, kind)
+    async with aclosing(inference.follow([shown], leasing, work)) as progress:
+        async for _ in progress:
+            pass
+    return found[0]
