@@ -163,6 +163,12 @@ ResponseStore = Annotated[
 ]
 ResponseStoreMb = Annotated[float | None, option("Room for them; the oldest make place", "64")]
 ResponseStoreDays = Annotated[float | None, option("Days without use after which they go", "30")]
+AuditLog = Annotated[
+    Path | None,
+    option("File that keeps who called what when; default: memory, until the end", None, "FILE"),
+]
+AuditLogMb = Annotated[float | None, option("Room for calls; the oldest make place", "64")]
+AuditLogDays = Annotated[float | None, option("Days after which a call is forgotten", "90")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
 LogFormat = Annotated[
     str | None, option("Lines for a reader, or one JSON object a line", "pretty", "pretty|json")
@@ -230,6 +236,9 @@ def serve(
     page_size: PageSize = None,
     prefill_chunk: PrefillChunk = None,
     prefix_cache: PrefixCache = None,
+    audit_log: AuditLog = None,
+    audit_log_mb: AuditLogMb = None,
+    audit_log_days: AuditLogDays = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
     log_prompts: LogPrompts = None,

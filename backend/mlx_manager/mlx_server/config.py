@@ -156,6 +156,15 @@ class ResponseLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditLimits:
+    """Where calls are recorded (None: in memory), in how many bytes, and for how many seconds."""
+
+    path: Path | None = None
+    max_bytes: int = 64 * 2**20
+    max_age: float = 90 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
 class TraceTargets:
     """Where spans go: LogFire, and an OTLP collector at a base URL."""
 
@@ -271,6 +280,11 @@ class MLXServerSettings(BaseSettings):
     )
     response_store_mb: float = Field(64, gt=0, description="Room for them; the oldest make place")
     response_store_days: float = Field(30, gt=0, description="Days without use after which they go")
+    audit_log: Path | None = Field(
+        None, description="File that keeps who called what when; default: memory, until the end"
+    )
+    audit_log_mb: float = Field(64, gt=0, description="Room for calls; the oldest make place")
+    audit_log_days: float = Field(90, gt=0, description="Days after which a call is forgotten")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What the log shows"
     )
@@ -384,6 +398,12 @@ class MLXServerSettings(BaseSettings):
             self.response_store,
             int(self.response_store_mb * 2**20),
             self.response_store_days * 86400,
+        )
+
+    @cached_property
+    def audit(self) -> AuditLimits:
+        return AuditLimits(
+            self.audit_log, int(self.audit_log_mb * 2**20), self.audit_log_days * 86400
         )
 
     @cached_property

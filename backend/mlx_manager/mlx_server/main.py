@@ -104,7 +104,6 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         finally:
             serving.cancel()
             await asyncio.wait([serving])
-            server.responses.close()
             for close in server.at_end:
                 await asyncio.to_thread(close)
 

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.observability.observer import Observer
 from mlx_manager.mlx_server.observability.records import Recorder
 from mlx_manager.mlx_server.schemas.wire import Timed
 from mlx_manager.mlx_server.services.accounts import Account, Accounts
+from mlx_manager.mlx_server.services.audit import AuditLog
 from mlx_manager.mlx_server.services.calls import Calls
 from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
@@ -47,8 +48,9 @@ class Server:
         self.accounts = Accounts(settings.access)
         self.responses = ResponseStore(settings.responses)
         self.metrics = Metrics(self.figures, by_key=settings.metrics_by_key)
+        self.audit = AuditLog(settings.audit, self.metrics.count_lost_records)
         self.observers: list[Observer] = []
-        self.at_end: list[Callable[[], object]] = []
+        self.at_end: list[Callable[[], object]] = [self.responses.close, self.audit.close]
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
         self.fault: MLXManagerError | None = None
@@ -98,7 +100,8 @@ class Server:
         path = request.url.path.removeprefix("/v1").removeprefix("/v2")
         account: Account = request.state.account
         caller = Caller(account.key.name, PROTOCOLS.get(path, ""), request.state.request_id)
-        recorder = Recorder((self.metrics.count_call, request.state.calls.append))
+        sinks = (self.metrics.count_call, self.audit.put, request.state.calls.append)
+        recorder = Recorder(sinks)
         return Inference(
             self.pool,
             [recorder, *self.observers],

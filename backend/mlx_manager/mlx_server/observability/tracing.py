@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_manager import __version__
 from mlx_manager.mlx_server.config import TraceTargets
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Conversation,
     Finished,
     GenerationRequest,
@@ -219,6 +220,7 @@ class SpanObservation:
         self._rows = range(len(requests))
         self._prompts = set(prompts(requests))
         self._leased: int | None = None
+        self._admitted: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._ends: dict[int, Finished] = {}
 
@@ -230,7 +232,9 @@ class SpanObservation:
         for row, events in step:
             if row not in self._started:
                 for event in events:
-                    if type(event) is Started:
+                    if type(event) is Admitted:
+                        self._admitted[row] = self._clock()
+                    elif type(event) is Started:
                         self._begin(row, event)
             if type(end := events[-1]) is Finished:
                 self._finish(row, end)
@@ -288,5 +292,8 @@ class SpanObservation:
                 continue
             if row in self._started:
                 self._row_phase("decode", row, self._started[row], now, {})
-            else:
-                self._row_phase("queue", row, self._leased, now, {})
+                continue
+            turn = self._admitted.get(row)
+            self._row_phase("queue", row, self._leased, turn or now, {})
+            if turn is not None:
+                self._row_phase("prefill", row, turn, now, {})

@@ -7,21 +7,18 @@ there is no room; using a response uses all those before it.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sqlite3
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
-from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound
+from mlx_manager.mlx_server.errors import ResponseNotFound
+from mlx_manager.mlx_server.services.database import Database
 
-T = TypeVar("T")
 JsonItem = dict[str, Any]
 
 TABLE = """
@@ -75,27 +72,18 @@ class ResponseStore:
     def __init__(self, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
         self._limits = limits
         self._clock = clock
-        self._lock = threading.Lock()
-        try:
-            self._database = sqlite3.connect(limits.path or ":memory:", check_same_thread=False)
-            with self._database:
-                self._database.execute(TABLE)
-                self._database.execute(INDEX)
-        except sqlite3.Error as error:
-            raise MLXManagerError(
-                f"MLX_SERVER_RESPONSE_STORE: {limits.path} can't be used: {error}."
-            ) from error
+        self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX))
 
     async def save(self, stored: StoredResponse) -> None:
         """Keep it, at the cost of others if need be."""
-        await asyncio.to_thread(self._locked, self._save, stored)
+        await self._database.call(self._save, stored)
 
     async def find(self, response_id: str) -> StoredResponse:
         """
         Raises:
             ResponseNotFound: it was never kept, or is gone.
         """
-        return await asyncio.to_thread(self._locked, self._find, response_id)
+        return await self._database.call(self._find, response_id)
 
     async def history(self, response_id: str) -> list[JsonItem]:
         """The items of a conversation up to and with this response, in their order.
@@ -103,22 +91,17 @@ class ResponseStore:
         Raises:
             ResponseNotFound: it, or one that it goes on from, is not there.
         """
-        return await asyncio.to_thread(self._locked, self._history, response_id)
+        return await self._database.call(self._history, response_id)
 
     async def delete(self, response_id: str) -> None:
         """
         Raises:
             ResponseNotFound: it was never kept, or is gone.
         """
-        await asyncio.to_thread(self._locked, self._delete, response_id)
+        await self._database.call(self._delete, response_id)
 
     def close(self) -> None:
-        with self._lock:
-            self._database.close()
-
-    def _locked(self, job: Callable[..., T], *args: object) -> T:
-        with self._lock, self._database:
-            return job(*args)
+        self._database.close()
 
     def _save(self, stored: StoredResponse) -> None:
         response, asked = json.dumps(stored.response), json.dumps(stored.input)

@@ -1,0 +1,195 @@
+"""Who had which model answer when, and at what cost: a record of every call, never its content.
+
+Kept in SQLite for a while, the oldest going first. Written by a thread of its own: no answer waits
+for the disk, and none fails because of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from mlx_manager.mlx_server.config import AuditLimits
+from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.observability.records import CallRecord
+from mlx_manager.mlx_server.services.database import Database
+
+log = logging.getLogger(__name__)
+
+SCHEMA = (
+    """
+    CREATE TABLE IF NOT EXISTS calls (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, request_id TEXT NOT NULL,
+        key TEXT NOT NULL, model TEXT NOT NULL, protocol TEXT NOT NULL, answers INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+        completion_tokens INTEGER NOT NULL, seconds REAL NOT NULL, outcome TEXT NOT NULL
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS by_time ON calls (time)",
+)
+COLUMNS = (
+    "time, request_id, key, model, protocol, answers, prompt_tokens, cached_tokens, "
+    "completion_tokens, seconds, outcome"
+)
+INSERT = f"INSERT INTO calls ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+SELECT = (
+    f"SELECT id, {COLUMNS} FROM calls WHERE time >= ? AND (? IS NULL OR key = ?) "
+    "ORDER BY id DESC LIMIT ?"
+)
+OLDEST_TENTH = """
+DELETE FROM calls WHERE id IN (
+    SELECT id FROM calls ORDER BY id LIMIT 1 + (SELECT COUNT(*) / 10 FROM calls)
+)
+"""
+LONGEST_MODEL = 256
+"""Characters of a model's name: a caller may have sent megabytes as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One call. time: its arrival, in seconds since 1970. outcome: why its answers ended, `stop`
+    say, `cancelled` if the caller left, or the code of the error that ended it."""
+
+    id: int
+    time: float
+    request_id: str
+    key: str
+    model: str
+    protocol: str
+    answers: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float
+    outcome: str
+
+
+class AuditLog:
+    """Keeps an entry of each call for as long as `limits` say.
+
+    lost: told how many calls could not be written.
+
+    Raises:
+        MLXManagerError: the file can't be opened, or is no database.
+    """
+
+    def __init__(
+        self,
+        limits: AuditLimits,
+        lost: Callable[[int], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._limits = limits
+        self._lost = lost
+        self._clock = clock
+        self._failed = 0
+        self._database = Database(limits.path, "MLX_SERVER_AUDIT_LOG", SCHEMA)
+        # Records to write; events to set once everything before them has been; None at the end.
+        self._inbox: SimpleQueue[CallRecord | threading.Event | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="audit", daemon=True)
+        self._writer.start()
+
+    def put(self, record: CallRecord) -> None:
+        """Have it written. Never waits, never fails."""
+        self._inbox.put(record)
+
+    async def entries(
+        self, since: float = 0.0, key: str | None = None, limit: int = 100
+    ) -> list[AuditEntry]:
+        """The last `limit` calls that came at `since` or later, of one key or all, newest first.
+
+        Raises:
+            MLXManagerError: the file can't be read.
+        """
+        await asyncio.to_thread(self._catch_up)
+        try:
+            return await self._database.call(self._entries, since, key, limit)
+        except sqlite3.Error as error:
+            raise MLXManagerError(f"The audit log can't be read: {error}.") from error
+
+    def close(self) -> None:
+        """Write what has come so far."""
+        self._inbox.put(None)
+        self._writer.join()
+        self._database.close()
+
+    def _catch_up(self) -> None:
+        written = threading.Event()
+        self._inbox.put(written)
+        written.wait()
+
+    def _write_all(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._inbox.get()]
+            while True:
+                try:
+                    batch.append(self._inbox.get_nowait())
+                except Empty:
+                    break
+            self._write([item for item in batch if isinstance(item, CallRecord)])
+            for item in batch:
+                if isinstance(item, threading.Event):
+                    item.set()
+            ended = None in batch
+
+    def _write(self, records: Sequence[CallRecord]) -> None:
+        if not records:
+            return
+        try:
+            self._database.run(self._insert, records)
+        except sqlite3.Error as error:
+            self._lost(len(records))
+            if not self._failed:
+                log.warning("calls can't be written to the audit log, and are lost: %s", error)
+            self._failed += len(records)
+        else:
+            if self._failed:
+                log.warning("the audit log works again; it lacks %s calls", self._failed)
+            self._failed = 0
+
+    def _insert(self, records: Sequence[CallRecord]) -> None:
+        self._forget()
+        self._database.execute_all(INSERT, map(_row, records))
+        while self._bytes() > self._limits.max_bytes and self._forget_tenth():
+            pass
+
+    def _bytes(self) -> int:
+        pages = self._database.number("PRAGMA page_count")
+        pages -= self._database.number("PRAGMA freelist_count")
+        return pages * self._database.number("PRAGMA page_size")
+
+    def _forget_tenth(self) -> bool:
+        return self._database.execute(OLDEST_TENTH).rowcount > 0
+
+    def _forget(self) -> None:
+        oldest = self._clock() - self._limits.max_age
+        self._database.execute("DELETE FROM calls WHERE time < ?", (oldest,))
+
+    def _entries(self, since: float, key: str | None, limit: int) -> list[AuditEntry]:
+        oldest = max(since, self._clock() - self._limits.max_age)
+        found = self._database.execute(SELECT, (oldest, key, key, limit)).fetchall()
+        return [AuditEntry(*row) for row in found]
+
+
+def _row(record: CallRecord) -> tuple[object, ...]:
+    usage, caller = record.usage, record.caller
+    return (
+        record.began,
+        caller.request_id,
+        caller.key,
+        record.model[:LONGEST_MODEL],
+        caller.protocol,
+        len(record.rows),
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        round(record.seconds, 6),
+        record.outcome,
+    )

@@ -1,0 +1,67 @@
+"""What the server keeps in SQLite: in a file, or in memory until the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_manager.mlx_server.errors import MLXManagerError
+
+T = TypeVar("T")
+
+
+class Database:
+    """One connection, and one job at a time on it: all of a job's statements take effect, or none.
+
+    Args:
+        path: None for memory.
+        setting: the variable that named the path, for the error.
+        schema: statements that make what is not there yet.
+
+    Raises:
+        MLXManagerError: the file can't be opened, or is no database.
+    """
+
+    def __init__(self, path: Path | None, setting: str, schema: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False)
+            with self._connection:
+                for statement in schema:
+                    self._connection.execute(statement)
+        except sqlite3.Error as error:
+            raise MLXManagerError(f"{setting}: {path} can't be used: {error}.") from error
+
+    def run(self, job: Callable[..., T], *args: object) -> T:
+        """What `job(*args)` returns; it may `execute`.
+
+        Raises:
+            sqlite3.Error: what was done has been undone.
+        """
+        with self._lock, self._connection:
+            return job(*args)
+
+    async def call(self, job: Callable[..., T], *args: object) -> T:
+        """`run` on a thread."""
+        return await asyncio.to_thread(self.run, job, *args)
+
+    def execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        """Only within a job."""
+        return self._connection.execute(statement, values)
+
+    def execute_all(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
+        """The same for each row. Only within a job."""
+        self._connection.executemany(statement, rows)
+
+    def number(self, statement: str) -> int:
+        """The one number that `statement` finds. Only within a job."""
+        found: Any = self._connection.execute(statement).fetchone()[0]
+        return int(found)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
