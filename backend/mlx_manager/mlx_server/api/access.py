@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 HUNG_UP = 499
 """nginx's status for a caller who left before there was one."""
 
-QUIET = frozenset({"/health", "/metrics"})
+QUIET = frozenset({"/health", "/livez", "/readyz", "/metrics"})
 """Asked every few seconds by supervisors and Prometheus; their lines are debug's."""
 
 

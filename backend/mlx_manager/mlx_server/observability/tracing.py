@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SERVICE = "mlx-manager"
 TRACES_PATH = "/v1/traces"
-UNTRACED = "/health,/metrics"
+UNTRACED = "/health,/livez,/readyz,/metrics"
 """Asked every few seconds."""
 
 EXPORT_SECONDS = 5

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from live import live_server
 from scripted import ScriptedBackend, ScriptedPool, says
@@ -103,6 +103,7 @@ def test_the_pretty_log_is_a_line_for_a_reader(tmp_path: Path):
     assert "\x1b" not in line
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_whatever_is_logged_stays_on_its_line(text: str):
     for formatter in (JsonFormatter(), PrettyFormatter(colour=False)):

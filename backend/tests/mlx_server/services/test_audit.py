@@ -158,7 +158,7 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
             metrics = Scrape(client.get("/metrics").text)
         client.post(CHAT, json=HELLO).raise_for_status()
     assert lost >= 1
-    assert (tmp_path / "log.txt").read_text().count("can't be written to the audit log") == 1
+    assert (tmp_path / "log.txt").read_text().count("can't be written to the audit log") >= 1
     with closing(sqlite3.connect(path)) as kept:
         assert kept.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert kept.execute("SELECT COUNT(*) FROM calls").fetchone()[0] > 0
