@@ -16,6 +16,7 @@ from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
 from mlx_manager.cli.pull import pull
 from mlx_manager.cli.serve import serve
+from mlx_manager.cli.service import service
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,6 +51,7 @@ app.command()(pull)
 app.command("list")(list_models)
 app.command()(bench)
 app.command()(doctor)
+app.add_typer(service, name="service")
 app.add_typer(key, name="key")
 
 

@@ -1,0 +1,228 @@
+"""`mlx-manager service`: the server as a service that starts with the machine."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_manager.cli.serve import parse_settings, serve
+from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note
+
+if TYPE_CHECKING:
+    from mlx_manager.service import Service
+
+service = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run the server as a service: systemd's on Linux, launchd's on macOS.",
+)
+
+System = Annotated[
+    bool,
+    typer.Option(
+        "--system/--user",
+        show_default=False,
+        help="Of the whole machine, which takes root, or of this user [user]",
+    ),
+]
+RunAs = Annotated[
+    str | None,
+    typer.Option(metavar="USER", help="Whose rights a --system service has [who called sudo]"),
+]
+Print = Annotated[bool, typer.Option("--print", help="Show the files; write nothing")]
+Start = Annotated[
+    bool, typer.Option("--start/--no-start", show_default=False, help="Start it now [start]")
+]
+KindName = Annotated[
+    str | None, typer.Option(metavar="systemd|launchd", help="Default: this system's")
+]
+
+
+@service.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [OPTIONS OF serve]",
+)
+def install(
+    context: typer.Context,
+    *,
+    system: System = False,
+    run_as: RunAs = None,
+    kind: KindName = None,
+    print_only: Print = False,
+    start: Start = True,
+) -> None:
+    """Write the service's files and start it.
+
+    Every option of `mlx-manager serve` may follow. They, and the MLX_SERVER_ and HF_ variables
+    that are set now, go into an environment file that only its owner may read. Installing again
+    replaces them.
+
+    \b
+    Examples:
+      mlx-manager service install --model ~/models/mine --port 9000
+      mlx-manager service install --print
+      sudo mlx-manager service install --system --run-as alice --host 0.0.0.0
+    """
+    from mlx_manager.service import InvalidValue, carried, environment_text, masked
+
+    given = serve_options(context.args)
+    grace = parse_settings(given).drain_seconds
+    wanted = described(system, run_as, kind, grace)
+    variables = carried(os.environ, given)
+    try:
+        settings = environment_text(masked(variables) if print_only else variables)
+    except InvalidValue as error:
+        fail(str(error), ExitCode.USAGE)
+    if print_only:
+        typer.echo(f"# {wanted.definition_file}\n{wanted.definition()}")
+        typer.echo(f"# {wanted.environment_file}\n{settings}", nl=False)
+        return
+    write_files(wanted, settings)
+    run_or_show(wanted, wanted.start_commands() if start else [])
+    note(f"Its log: {wanted.log_command()}")
+    if wanted.kind == "systemd" and wanted.user is None:
+        note("It runs while you are logged in; always, after: loginctl enable-linger")
+
+
+@service.command()
+def uninstall(*, system: System = False, kind: KindName = None) -> None:
+    """Stop the service and remove its files, settings too."""
+    from mlx_manager.service import runs_here
+
+    wanted = described(system, "root" if system else None, kind)
+    if not wanted.definition_file.exists():
+        fail(f"No service is installed: there is no {wanted.definition_file}.", ExitCode.NOT_FOUND)
+    if runs_here(wanted.kind):
+        for command in wanted.stop_commands():
+            carry_out(command)
+    for file in (wanted.definition_file, wanted.environment_file):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            fail(f"{file} can't be removed: {error.strerror}.{root_hint(wanted)}")
+        note(f"removed {file}")
+
+
+@service.command()
+def status(*, system: System = False, kind: KindName = None, as_json: AsJson = False) -> None:
+    """Whether the service is installed and runs.
+
+    The exit code is 0 when it runs, 3 when it does not, 4 when it is not installed.
+    """
+    from mlx_manager.service import runs_here
+
+    wanted = described(system, "root" if system else None, kind)
+    installed = wanted.definition_file.exists()
+    state = "unknown"
+    if runs_here(wanted.kind):
+        asked = subprocess.run(wanted.state_command(), capture_output=True, text=True, check=False)
+        state = asked.stdout.strip() if wanted.kind == "systemd" else launchd_state(asked.stdout)
+    found = {
+        "kind": wanted.kind,
+        "installed": installed,
+        "state": state,
+        "definition": str(wanted.definition_file),
+        "settings": str(wanted.environment_file),
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif installed:
+        typer.echo(f"{state}: {wanted.definition_file}")
+        note(f"Its log: {wanted.log_command()}")
+    else:
+        typer.echo("not installed; `mlx-manager service install` does it")
+    if not installed:
+        raise typer.Exit(ExitCode.NOT_FOUND)
+    if state not in {"active", "running"}:
+        raise typer.Exit(ExitCode.NO_SERVER)
+
+
+def serve_options(arguments: list[str]) -> dict[str, Any]:
+    """What was given, by `serve`'s own parser; it complains as `serve` would."""
+    reader = typer.Typer(rich_markup_mode=None, add_completion=False)
+    reader.command()(serve)
+    command = typer.main.get_command(reader)
+    parsed = command.make_context(
+        "mlx-manager service install", [a for a in arguments if a != "--"]
+    )
+    return {name: value for name, value in parsed.params.items() if value is not None}
+
+
+def described(system: bool, run_as: str | None, kind: str | None, grace: float = 0) -> Service:
+    from mlx_manager.service import STOP_MARGIN, Service, native_kind, program
+
+    if kind not in (None, "systemd", "launchd"):
+        fail(f"--kind {kind}: it must be systemd or launchd.", ExitCode.USAGE)
+    if run_as is not None and not system:
+        fail(
+            "--run-as is for --system: a service of one's own has one's own rights.", ExitCode.USAGE
+        )
+    user = None
+    if system:
+        user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
+        if user == "root" and grace:
+            note("The service will run as root; --run-as names another user.")
+    return Service(
+        "launchd" if (kind or native_kind()) == "launchd" else "systemd",
+        user,
+        program(),
+        round(grace) + STOP_MARGIN,
+        Path.home(),
+    )
+
+
+def write_files(wanted: Service, settings: str) -> None:
+    from mlx_manager.service import write
+
+    # systemd reads it as root; launchd's shell reads it with the service's rights.
+    owner = wanted.user if wanted.kind == "launchd" else None
+    files = (
+        (wanted.environment_file, settings, 0o600),
+        (wanted.definition_file, wanted.definition(), 0o644),
+    )
+    for file, content, mode in files:
+        try:
+            write(file, content, mode, owner if file == wanted.environment_file else None)
+        except OSError as error:
+            why = error.strerror or error
+            fail(f"{file} can't be written: {why}.{root_hint(wanted)}", ExitCode.REFUSED)
+        except LookupError as error:
+            fail(f"--run-as: {error}.", ExitCode.USAGE)
+        note(f"wrote {file}")
+
+
+def root_hint(wanted: Service) -> str:
+    return " A --system service takes root: sudo mlx-manager service ..." if wanted.user else ""
+
+
+def run_or_show(wanted: Service, commands: list[list[str]]) -> None:
+    from mlx_manager.service import runs_here, shown
+
+    if commands and runs_here(wanted.kind):
+        for command in commands:
+            if not carry_out(command):
+                raise typer.Exit(ExitCode.FAILED)
+        typer.echo("The service runs.")
+    else:
+        typer.echo(f"Start it with:\n{shown(wanted.start_commands())}")
+
+
+def carry_out(command: list[str]) -> bool:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        complain(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.returncode == 0
+
+
+def launchd_state(printed: str) -> str:
+    for line in printed.splitlines():
+        name, _, value = line.strip().partition(" = ")
+        if name == "state":
+            return value
+    return "not loaded"

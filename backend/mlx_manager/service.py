@@ -1,0 +1,251 @@
+"""The server as a service of the system: a systemd unit, or a launchd plist.
+
+Settings go into an environment file that only its owner may read, since keys may be among them.
+"""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["systemd", "launchd"]
+UNIT = "mlx-manager.service"
+LABEL = "mlx-manager.server"
+OPEN_FILES = 65_536
+STOP_MARGIN = 15
+"""Seconds beyond the server's own grace before it is killed."""
+
+
+class InvalidValue(Exception):
+    """A setting that no environment file can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """user: whose rights it has, for a service of the whole system; None for one's own.
+
+    program: the command that serves. stop_seconds: what it gets to end.
+    """
+
+    kind: Kind
+    user: str | None
+    program: tuple[str, ...]
+    stop_seconds: int
+    home: Path
+
+    @property
+    def definition_file(self) -> Path:
+        match self.kind, self.user:
+            case "systemd", None:
+                return config_home(self.home) / "systemd" / "user" / UNIT
+            case "systemd", _:
+                return Path("/etc/systemd/system") / UNIT
+            case _, None:
+                return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+            case _:
+                return Path("/Library/LaunchDaemons") / f"{LABEL}.plist"
+
+    @property
+    def environment_file(self) -> Path:
+        if self.user is not None:
+            return Path("/etc/mlx-manager/service.env")
+        return config_home(self.home) / "mlx-manager" / "service.env"
+
+    def definition(self) -> str:
+        return self._unit() if self.kind == "systemd" else self._plist()
+
+    def start_commands(self) -> list[list[str]]:
+        if self.kind == "systemd":
+            control = systemctl(self.user)
+            return [
+                [*control, "daemon-reload"],
+                [*control, "enable", UNIT],
+                [*control, "restart", UNIT],
+            ]
+        return [["launchctl", "bootstrap", self._domain(), str(self.definition_file)]]
+
+    def stop_commands(self) -> list[list[str]]:
+        if self.kind == "systemd":
+            return [[*systemctl(self.user), "disable", "--now", UNIT]]
+        return [["launchctl", "bootout", f"{self._domain()}/{LABEL}"]]
+
+    def state_command(self) -> list[str]:
+        if self.kind == "systemd":
+            return [*systemctl(self.user), "is-active", UNIT]
+        return ["launchctl", "print", f"{self._domain()}/{LABEL}"]
+
+    def log_command(self) -> str:
+        if self.kind == "launchd":
+            return f"tail -f {self._log()}"
+        return f"journalctl {'--user ' if self.user is None else ''}-u {UNIT} -f"
+
+    def _unit(self) -> str:
+        system = self.user is not None
+        lines = [
+            "[Unit]",
+            "Description=MLX Manager, an inference server for OpenAI and Anthropic clients",
+            *(["Wants=network-online.target", "After=network-online.target"] if system else []),
+            "StartLimitIntervalSec=300",
+            "StartLimitBurst=5",
+            "",
+            "[Service]",
+            "Type=exec",
+            f"ExecStart={' '.join(unit_word(word) for word in self.program)}",
+            f"EnvironmentFile={unit_path(self.environment_file)}",
+            *([f"User={self.user}"] if system else []),
+            "Restart=on-failure",
+            "RestartSec=5",
+            f"TimeoutStopSec={self.stop_seconds}",
+            f"LimitNOFILE={OPEN_FILES}",
+            "UMask=0077",
+            "NoNewPrivileges=yes",
+            *(["PrivateTmp=yes", "ProtectSystem=full"] if system else []),
+            "",
+            "[Install]",
+            f"WantedBy={'multi-user' if system else 'default'}.target",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _plist(self) -> str:
+        # launchd knows no environment files; the shell reads this one, which is written for it.
+        script = f'set -a; . "$0"; exec {" ".join(shell_word(word) for word in self.program)}'
+        described: dict[str, object] = {
+            "Label": LABEL,
+            "ProgramArguments": ["/bin/sh", "-c", script, str(self.environment_file)],
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 10,
+            "ExitTimeOut": self.stop_seconds,
+            "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
+            "Umask": 0o077,
+            "ProcessType": "Interactive",
+            "StandardOutPath": str(self._log()),
+            "StandardErrorPath": str(self._log()),
+        }
+        if self.user is not None:
+            described["UserName"] = self.user
+        return plistlib.dumps(described, sort_keys=False).decode()
+
+    def _log(self) -> Path:
+        if self.user is None:
+            return self.home / "Library" / "Logs" / "mlx-manager.log"
+        return Path("/Library/Logs/mlx-manager.log")
+
+    def _domain(self) -> str:
+        return f"gui/{os.getuid()}" if self.user is None else "system"
+
+
+def systemctl(user: str | None) -> list[str]:
+    return ["systemctl", "--user"] if user is None else ["systemctl"]
+
+
+def config_home(home: Path) -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+
+
+def native_kind() -> Kind:
+    return "launchd" if sys.platform == "darwin" else "systemd"
+
+
+def program() -> tuple[str, ...]:
+    """The command that serves, by absolute paths: a service has no PATH to speak of."""
+    script = Path(sys.executable).with_name("mlx-manager")
+    if script.is_file():
+        return (str(script), "serve")
+    return (sys.executable, "-m", "mlx_manager.cli", "serve")
+
+
+def runs_here(kind: Kind) -> bool:
+    """Whether this machine was started by it, so that there is somebody to ask."""
+    if kind == "launchd":
+        return shutil.which("launchctl") is not None
+    return Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
+
+
+def unit_word(word: str) -> str:
+    """Quoted for ExecStart, where `%` and `$` mean something."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if re.search(r"[\s\"'\\;]", word) else escaped
+
+
+def unit_path(path: Path) -> str:
+    return str(path).replace("%", "%%")
+
+
+def shell_word(word: str) -> str:
+    return '"' + re.sub(r'(["\\$`])', r"\\\1", word) + '"'
+
+
+def environment_text(variables: Mapping[str, str]) -> str:
+    """`NAME="value"` lines, as both systemd and a shell read them.
+
+    Raises:
+        InvalidValue: a value has a line break, which neither can hold.
+    """
+    lines = ["# Written by `mlx-manager service install`; run it again to change this."]
+    for name, value in sorted(variables.items()):
+        if "\n" in value or "\r" in value or "\0" in value:
+            raise InvalidValue(f"{name} has a line break, which a service's settings can't have.")
+        lines.append(f"{name}={shell_word(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def write(file: Path, content: str, mode: int, owner: str | None = None) -> None:
+    """Whole or not at all, and never readable by more than `mode` says.
+
+    Raises:
+        OSError: it can't be written.
+        LookupError: there is no such `owner`.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w") as out:
+        os.fchmod(out.fileno(), mode)
+        out.write(content)
+    if owner is not None:
+        shutil.chown(new, owner)
+    new.replace(file)
+
+
+def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict[str, str]:
+    """What the service is told: the settings of this environment, and the options, which win."""
+    kept = {k: v for k, v in environment.items() if k.startswith("MLX_SERVER_") or k in HUB}
+    return kept | {f"MLX_SERVER_{name.upper()}": as_text(v) for name, v in given.items()}
+
+
+def masked(variables: Mapping[str, str]) -> dict[str, str]:
+    """For eyes: what is secret by its name is not shown."""
+    return {
+        name: "********" if re.search(r"(KEY|TOKEN|SECRET|PASSWORD)$", name) else value
+        for name, value in variables.items()
+    }
+
+
+HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
+
+
+def as_text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case Path():
+            return str(value.expanduser().absolute())
+        case str() if value.startswith(("./", "../", "~")):
+            return str(Path(value).expanduser().resolve())
+        case list() | tuple():
+            return ",".join(map(as_text, value))
+        case _:
+            return str(value)
+
+
+def shown(commands: Sequence[Sequence[str]]) -> str:
+    return "\n".join("  " + " ".join(command) for command in commands)

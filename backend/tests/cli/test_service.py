@@ -1,0 +1,170 @@
+"""Services: files that the system accepts, settings that survive the way, secrets kept."""
+
+from __future__ import annotations
+
+import json
+import plistlib
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_manager.service import InvalidValue, Service, environment_text, unit_word
+
+OPTIONS = (
+    "--port",
+    "9000",
+    "--no-hf-cache",
+    "--models-dir",
+    "models",
+    "--model-aliases",
+    "a=b,c=d",
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, environment: dict[str, str]) -> Path:
+    environment["XDG_CONFIG_HOME"] = str(tmp_path / "config")
+    return tmp_path / "config"
+
+
+def test_install_writes_a_unit_and_settings_for_their_owner_alone(run, config: Path) -> None:
+    done = run("service", "install", "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
+    assert done.returncode == 0, done.stderr
+    assert "systemctl --user enable" in done.stdout
+    settings = config / "mlx-manager" / "service.env"
+    assert stat.S_IMODE(settings.stat().st_mode) == 0o600
+    assert read_by_a_shell(settings) == {
+        "MLX_SERVER_API_KEY": "sesame",
+        "MLX_SERVER_HF_CACHE": "false",
+        "MLX_SERVER_MODELS_DIR": str(Path.cwd() / "models"),
+        "MLX_SERVER_MODEL_ALIASES": "a=b,c=d",
+        "MLX_SERVER_PORT": "9000",
+        "HF_HOME": str(config.parent / "hf"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    unit = config / "systemd" / "user" / "mlx-manager.service"
+    assert f"EnvironmentFile={settings}" in unit.read_text()
+    assert "sesame" not in unit.read_text()
+
+
+def test_a_secret_is_not_shown(run, config: Path) -> None:
+    done = run("service", "install", "--print", MLX_SERVER_API_KEY="sesame")
+    assert "sesame" not in done.stdout + done.stderr
+    assert 'MLX_SERVER_API_KEY="********"' in done.stdout
+    assert not config.exists()
+
+
+def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
+    assert run("service", "status").returncode == 4
+    assert run("service", "uninstall").returncode == 4
+    run("service", "install", "--no-start")
+    found = run("service", "status", "--json")
+    assert json.loads(found.stdout)["installed"] is True
+    assert found.returncode == 3
+    assert run("service", "uninstall").returncode == 0
+    assert not list(config.rglob("*.service"))
+    assert not list(config.rglob("*.env"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--prot", "1"), 2, "--prot"),
+        (("--port", "99999"), 2, "--port (MLX_SERVER_PORT)"),
+        (("--run-as", "alice"), 2, "--system"),
+        (("--kind", "cron"), 2, "systemd or launchd"),
+        (("--model", "a\nb"), 2, "line break"),
+    ],
+)
+def test_what_cannot_be_installed_says_why(
+    run, config: Path, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = run("service", "install", *arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert not config.exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+@pytest.mark.parametrize("user", [None, "root"])
+def test_systemd_accepts_the_unit(tmp_path: Path, user: str | None) -> None:
+    program = tmp_path / "with space 100%" / "serve"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    unit = tmp_path / "mlx-manager.service"
+    unit.write_text(Service("systemd", user, (str(program), "$1"), 45, tmp_path).definition())
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(["--user"] if user is None else []), unit],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "mlx-manager.service" not in checked.stderr
+
+
+def test_launchd_gets_a_plist_whose_shell_reads_the_settings(run, config: Path) -> None:
+    done = run("service", "install", "--kind", "launchd", "--no-start", "--model-aliases", 'a"$b=c')
+    assert done.returncode == 0
+    assert "launchctl bootstrap" in done.stdout
+    plist = config.parent / "Library" / "LaunchAgents" / "mlx-manager.server.plist"
+    described = plistlib.loads(plist.read_bytes())
+    assert described["RunAtLoad"] is True
+    shell, flag, script, settings = described["ProgramArguments"]
+    before, _, _ = script.partition("exec")
+    said = subprocess.run(
+        [shell, flag, before + "env", settings], capture_output=True, text=True, check=True, env={}
+    )
+    assert 'MLX_SERVER_MODEL_ALIASES=a"$b=c' in said.stdout.splitlines()
+
+
+def read_by_a_shell(file: Path) -> dict[str, str]:
+    said = subprocess.run(
+        ["/bin/sh", "-c", f'set -a; . "{file}"; env -0'],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={},
+    )
+    pairs = (line.partition("=") for line in said.stdout.split("\0") if line)
+    return {name: value for name, _, value in pairs if name.startswith(("MLX", "HF"))}
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
+def test_every_value_is_read_back_as_it_was(value: str) -> None:
+    comment, line, end = environment_text({"X": value}).split("\n")
+    assert (comment[0], end) == ("#", "")
+    assert unescaped(line.removeprefix('X="').removesuffix('"')) == value
+
+
+def unescaped(text: str) -> str:
+    """systemd's reading of a double-quoted value: src/basic/env-file.c, and POSIX's of one."""
+    out, rest = "", iter(text)
+    for character in rest:
+        if character == "\\":
+            following = next(rest)
+            out += following if following in '"\\`$' else "\\" + following
+        else:
+            assert character not in '"`$'
+            out += character
+    return out
+
+
+def test_a_line_break_is_refused() -> None:
+    with pytest.raises(InvalidValue, match="X has a line break"):
+        environment_text({"X": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [("serve", "serve"), ("/a b", '"/a b"'), ("50%", "50%%"), ("$x", "$$x"), ('"', '"\\""')],
+)
+def test_words_of_a_command_mean_themselves(word: str, written: str) -> None:
+    assert unit_word(word) == written
