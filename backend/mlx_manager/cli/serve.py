@@ -59,6 +59,10 @@ ApiKey = Annotated[
     str | None,
     option("A key that requests must bring; best set as a variable, out of sight", None, "KEY"),
 ]
+AdminToken = Annotated[
+    str | None,
+    option("What /v1/admin asks for; without it, it answers this machine alone", None, "TOKEN"),
+]
 ApiKeysFile = Annotated[
     Path | None,
     option("File of named keys, hashed, as `mlx-manager key add` writes it", None, "FILE"),
@@ -202,6 +206,7 @@ def serve(
     host: Host = None,
     port: Port = None,
     api_key: ApiKey = None,
+    admin_token: AdminToken = None,
     api_keys_file: ApiKeysFile = None,
     open_access: OpenAccess = None,
     open_metrics: OpenMetrics = None,

@@ -105,6 +105,7 @@ class AccessRules:
     key: one that the environment gives. keys_file: where more are, hashed. limits: of keys that
     have none of their own. open_access: without a key everybody may, wherever the server listens.
     allowed_hosts: names that the server is known by, besides addresses and names without a dot.
+    admin_token: what the admin API asks for.
     """
 
     host: str = "127.0.0.1"
@@ -115,6 +116,7 @@ class AccessRules:
     open_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    admin_token: str | None = field(default=None, repr=False)
 
     @property
     def need_key(self) -> bool:
@@ -185,6 +187,11 @@ class MLXServerSettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
     api_key: SecretStr | None = Field(
         None, description="A key that requests must bring; best set as a variable, out of sight"
+    )
+    admin_token: SecretStr | None = Field(
+        None,
+        min_length=8,
+        description="What /v1/admin asks for; without it, it answers this machine alone",
     )
     api_keys_file: Path | None = Field(
         None, description="File of named keys, hashed, as `mlx-manager key add` writes it"
@@ -384,6 +391,7 @@ class MLXServerSettings(BaseSettings):
             self.open_metrics,
             self.cors_origins,
             self.allowed_hosts,
+            None if self.admin_token is None else self.admin_token.get_secret_value(),
         )
 
     @cached_property

@@ -383,6 +383,16 @@ class Finished:
 
 Event = Admitted | Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
 
+
+@dataclass(frozen=True, slots=True)
+class RowStatus:
+    """Where a row of a request is now, and how many tokens have been drawn for it."""
+
+    request_id: str
+    prompt_tokens: int
+    tokens: int
+
+
 Progress = list[tuple[int, list[Event]]]
 """What one step brought to one caller: new events of its rows, each by the row's index."""
 

@@ -10,10 +10,13 @@
     │   ├── RequestNotReceived        408 request_not_received     the client stopped sending it
     │   └── ModelInUse                409 model_in_use             it can't be unloaded now
     ├── AuthenticationFailed          401 invalid_api_key
+    │   └── WrongAdminToken           401 invalid_admin_token
     ├── PermissionDenied              403 permission_denied        known, and not allowed that
     ├── ModelNotFound                 404 model_not_found
     ├── InvalidSettings               422 invalid_settings         a file of the owner's
     ├── ResponseNotFound              404 response_not_found
+    ├── RequestNotFound               404 request_not_found        it has ended, or never was
+    ├── RequestCancelled              403 request_cancelled        by the server's owner
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
     │   ├── ModelNotSupported         422 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
@@ -96,6 +99,10 @@ class AuthenticationFailed(MLXManagerError):
     type = "authentication_error"
 
 
+class WrongAdminToken(AuthenticationFailed):
+    code = "invalid_admin_token"
+
+
 class PermissionDenied(MLXManagerError):
     status = 403
     code = "permission_denied"
@@ -118,6 +125,20 @@ class ResponseNotFound(MLXManagerError):
     status = 404
     code = "response_not_found"
     type = "invalid_request_error"
+
+
+class RequestNotFound(MLXManagerError):
+    status = 404
+    code = "request_not_found"
+    type = "invalid_request_error"
+
+
+class RequestCancelled(MLXManagerError):
+    """A status that clients do not repeat a request for."""
+
+    status = 403
+    code = "request_cancelled"
+    type = "permission_error"
 
 
 class ModelLoadFailed(MLXManagerError):

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -22,7 +23,16 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import access, auth, debug, documentation, errors, health, metrics
+from mlx_manager.mlx_server.api import (
+    access,
+    admin,
+    auth,
+    debug,
+    documentation,
+    errors,
+    health,
+    metrics,
+)
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import rerank, tokens, v1_router
@@ -33,6 +43,7 @@ from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXT
 from mlx_manager.mlx_server.models.settings import ModelsFile, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
+from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, RerankRequest
 from mlx_manager.mlx_server.schemas.openai import (
@@ -60,6 +71,9 @@ LAST_WORDS = 5.0
 """Seconds in which calls that have failed tell their clients."""
 
 BODIES: list[type[BaseModel]] = [
+    ClearRequest,
+    ModelRef,
+    PinRequest,
     ChatCompletionRequest,
     CompletionRequest,
     CountTokensRequest,
@@ -119,6 +133,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(v1_router)
     for prefix in ("", "/v2"):
         app.include_router(rerank.router, prefix=prefix, include_in_schema=False)
+    app.include_router(admin.router)
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES)
     if server.settings.log_prompts:
@@ -311,10 +326,34 @@ async def listen(settings: MLXServerSettings) -> bool:
     server: Server = app.state.server
     listener = Listener(app, server)
     beside = [asyncio.create_task(job) for job in (announce(server, listener), end_lost(server))]
+    reread_on_hangup(server)
     await listener.serve()
     for task in beside:
         task.cancel()
     return server.failure is None
+
+
+def reread_on_hangup(server: Server) -> None:
+    """Read the files of settings again on SIGHUP; without any it ends the program, as ever."""
+    if server.settings.models_file is None and server.settings.api_keys_file is None:
+        return
+    running: set[asyncio.Task[None]] = set()
+
+    def reread() -> None:
+        task = asyncio.create_task(reread_settings(server))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
+
+
+async def reread_settings(server: Server) -> None:
+    try:
+        await server.reload()
+    except MLXManagerError as error:
+        log.error("settings were not read again, those in force stay: %s", error.message)
+    else:
+        log.info("settings have been read again")
 
 
 async def end_lost(server: Server) -> None:

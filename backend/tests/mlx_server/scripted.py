@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.core import (
     Finished,
     GenerationRequest,
     Kind,
+    RowStatus,
     Started,
     TextDelta,
     Usage,
@@ -101,6 +102,9 @@ class ScriptedPool:
 
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}
+
+    def rows(self) -> list[RowStatus]:
+        return []
 
     async def models(self) -> list[ModelStatus]:
         state = "loading" if self.loading is not None and not self.loading.is_set() else "loaded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
@@ -23,6 +23,9 @@ from mlx_manager.mlx_server.services.calls import Calls
 from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.status import Reloaded
 
 PROTOCOLS = {
     "/chat/completions": "chat",
@@ -110,6 +113,17 @@ class Server:
             calls=self.calls,
             limits=limits,
         )
+
+    async def reload(self) -> Reloaded:
+        """Read the models' settings and the keys again; the answer is about the former.
+
+        Raises:
+            InvalidSettings: the models' can't be read; those in force stay.
+            MLXManagerError: the keys can't be read; those known stay.
+        """
+        reloaded = await self.pool.reload()
+        self.accounts.reload()
+        return reloaded
 
     def open(self, pool: ModelPool) -> None:
         """Models can be listed from now on."""

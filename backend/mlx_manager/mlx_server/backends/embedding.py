@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.core import (
     Encoded,
     Prompt,
     RerankRequest,
+    RowStatus,
     Text,
     TokenizerInfo,
     Tokens,
@@ -86,6 +87,10 @@ class EncoderBackend:
 
     def drop_prefixes(self) -> None:
         """None are kept."""
+
+    def rows(self) -> list[RowStatus]:
+        """None: what it answers is no sequence."""
+        return []
 
     # -- what it answers -----------------------------------------------------------------------
 

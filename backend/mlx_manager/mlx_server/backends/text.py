@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.core import (
     Finished,
     GenerationRequest,
     Prompt,
+    RowStatus,
     Started,
     Text,
     TextDelta,
@@ -102,6 +103,9 @@ class TextBackend:
     def drop_prefixes(self) -> None:
         """Forget the prompts that are kept for reuse. On the MLX thread."""
         self._engine.drop_prefixes()
+
+    def rows(self) -> list[RowStatus]:
+        return self._engine.rows()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -267,6 +271,7 @@ class TextBackend:
             else Scoring(request.logprobs, request.echo, self._texts.piece),
             priority=request.priority,
             owner=request.caller.key,
+            request_id=request.request_id,
         )
 
     def _echoed(

@@ -30,6 +30,7 @@ class Sequence:
         scoring: which log probabilities are wanted, if any.
         priority: lower ones are admitted first.
         owner: who has it counted, by name; owners share the engine evenly.
+        request_id: of the request that it is a row of.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
@@ -60,6 +61,7 @@ class Sequence:
         scoring: Scoring | None = None,
         priority: int = 0,
         owner: str = "",
+        request_id: str = "",
     ) -> None:
         self.key = next(_keys)
         self.tokens = list(prompt)
@@ -75,6 +77,7 @@ class Sequence:
         self.prompt_scores: list[TokenLogprob] = []
         self.priority = priority
         self.owner = owner
+        self.request_id = request_id
         self.parsed: list[Event] = []
         self.failure: MLXManagerError | None = None
         self.table = PageTable()

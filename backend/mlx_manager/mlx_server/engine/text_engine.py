@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     FinishReason,
+    RowStatus,
     Started,
     TextDelta,
     TokenLogprob,
@@ -587,6 +588,14 @@ class TextEngine:
     def drop_prefixes(self) -> None:
         """Forget every cached prefix and give its memory back."""
         self._relieve(0)
+
+    def rows(self) -> list[RowStatus]:
+        """Every row that has not ended, waiting ones too; may be called from any thread."""
+        s = self._scheduler
+        return [
+            RowStatus(row.request_id, row.prompt_length, row.drawn)
+            for row in (*s.running, *s.prefilling, *s.waiting)
+        ]
 
     def stats(self) -> EngineStats:
         """A snapshot; may be called from any thread."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
-from mlx_manager.mlx_server.core import Kind
+from mlx_manager.mlx_server.core import Kind, RowStatus
 from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
@@ -188,6 +188,10 @@ class ModelPoolManager:
         return next(found, None) or self._status(
             await asyncio.to_thread(self.catalog.find, name), None
         )
+
+    def rows(self) -> list[RowStatus]:
+        """Every row of every model that has not ended."""
+        return [row for resident in self._residents.all() for row in resident.backend.rows()]
 
     def figures(self) -> dict[str, Any]:
         """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""

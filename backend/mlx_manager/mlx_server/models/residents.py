@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import TokenizerInfo
+from mlx_manager.mlx_server.core import RowStatus, TokenizerInfo
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.loading import LoadedModel
@@ -25,6 +25,10 @@ class ModelBackend(Protocol):
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What clients need to know of the tokenizer."""
+        ...
+
+    def rows(self) -> list[RowStatus]:
+        """Every row that has not ended. Any thread may ask."""
         ...
 
     def stats(self) -> Any:

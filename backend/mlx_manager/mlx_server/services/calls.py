@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from mlx_manager.mlx_server.config import TimeLimits
-from mlx_manager.mlx_server.core import Admitted, GenerationRequest, Progress
-from mlx_manager.mlx_server.errors import MLXManagerError, RequestTimedOut
+from mlx_manager.mlx_server.core import Admitted, Finished, GenerationRequest, Progress, Usage
+from mlx_manager.mlx_server.errors import MLXManagerError, RequestNotFound, RequestTimedOut
 
 T = TypeVar("T")
 Phase = Literal["load", "queue", "prompt", "answer"]
@@ -32,12 +32,14 @@ class Call:
     Attributes:
         requests: its rows.
         phase: the first row's; the others may be behind.
+        usages: of the rows that have finished.
         arrived: in the event loop's time, seconds.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], limits: TimeLimits) -> None:
         self.requests = requests
         self.phase: Phase = "queue"
+        self.usages: dict[int, Usage] = {}
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self.arrived = self._since = self._loop.time()
@@ -58,6 +60,9 @@ class Call:
 
     def follow(self, step: Progress) -> None:
         """Find out from its rows' events how far the call is."""
+        for row, events in step:
+            if type(end := events[-1]) is Finished:
+                self.usages[row] = end.usage
         if self.phase == "answer":
             return
         begun = any(type(events[-1]) is not Admitted for _, events in step)
@@ -167,6 +172,21 @@ class Calls:
             del self._calls[call]
             if not self._calls:
                 self._none.set()
+
+    def find(self, request_id: str) -> list[Call]:
+        """Those of an HTTP request, by its id or its answer's.
+
+        Raises:
+            RequestNotFound: none of that id is under way.
+        """
+        found = [
+            call
+            for call in self
+            if request_id in (call.requests[0].request_id, call.requests[0].caller.request_id)
+        ]
+        if not found:
+            raise RequestNotFound(f"No request {request_id!r} is under way.", param="id")
+        return found
 
     def interrupt(self, why: Callable[[], MLXManagerError]) -> None:
         """End every call under way."""

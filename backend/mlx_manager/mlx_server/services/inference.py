@@ -25,6 +25,7 @@ from mlx_manager.mlx_server.core import (
     Kind,
     Progress,
     Prompt,
+    RowStatus,
     TokenizerInfo,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
@@ -35,7 +36,7 @@ from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
 from mlx_manager.mlx_server.services.calls import UNHURRIED, Calls
 
 if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.status import ModelStatus
+    from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 
 T = TypeVar("T")
 L = TypeVar("L")
@@ -116,6 +117,50 @@ class ModelPool(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """`ledger` and `mlx` in bytes, and the figures of each loaded model's engine."""
+        ...
+
+    def rows(self) -> Sequence[RowStatus]:
+        """Every row of every model that has not ended."""
+        ...
+
+    async def status(self, model_id: str) -> ModelStatus:
+        """
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        ...
+
+    async def unload(self, model_id: str) -> Unloaded | None:
+        """Free a model's memory; None if it was not loaded.
+
+        Raises:
+            ModelInUse: it is answering requests, or being loaded.
+            ModelNotFound: nothing of that name is offered.
+        """
+        ...
+
+    async def pin(self, model_id: str, pinned: bool) -> None:
+        """Keep a model that is loaded, or let it go.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        ...
+
+    async def reload(self) -> Reloaded:
+        """Read the models' settings again.
+
+        Raises:
+            InvalidSettings: those in force stay.
+        """
+        ...
+
+    async def clear_prefixes(self, model_id: str | None = None) -> Mapping[str, int]:
+        """Forget the prompts kept for reuse; bytes given back, by model.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
         ...
 
     @overload

@@ -1,0 +1,292 @@
+"""`/v1/admin`: models, requests, settings and the drain, for the server's owner.
+
+With MLX_SERVER_ADMIN_TOKEN set, who brings it may come from anywhere. Without, only programs on
+this machine may, and only while the server listens on loopback; a page in somebody's browser is
+refused, whatever name it reached us by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Request
+
+from mlx_manager.mlx_server.api.auth import is_loopback
+from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.state import Server, server_of
+from mlx_manager.mlx_server.errors import PermissionDenied, RequestCancelled, WrongAdminToken
+from mlx_manager.mlx_server.schemas.admin import (
+    AdminMemory,
+    AdminModel,
+    AdminModels,
+    CancelledRequest,
+    ClearedPrefixes,
+    ClearRequest,
+    DrainState,
+    ModelRef,
+    PinRequest,
+    ReloadedSettings,
+    RunningRequest,
+    RunningRequests,
+    UnloadedModel,
+)
+from mlx_manager.mlx_server.schemas.openai import ErrorBody, ModelWeights
+from mlx_manager.mlx_server.schemas.wire import Wire
+from mlx_manager.mlx_server.services.calls import Call
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.status import ModelStatus
+
+Body = TypeVar("Body", bound=Wire)
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+"""A proxy on this machine speaks for others."""
+
+
+async def only_the_owner(request: Request) -> None:
+    """
+    Raises:
+        WrongAdminToken: not the token that is set, or none.
+        PermissionDenied: there is no token, and this is not a program on this machine.
+    """
+    rules = server_of(request).settings.access
+    if rules.admin_token is None:
+        check_local(request, rules.host)
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    right = secrets.compare_digest(token.strip().encode(), rules.admin_token.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise WrongAdminToken(
+            "The admin token is needed: send it as `Authorization: Bearer TOKEN` "
+            "(MLX_SERVER_ADMIN_TOKEN; API keys are none)."
+        )
+
+
+def check_local(request: Request, bound: str) -> None:
+    """
+    Raises:
+        PermissionDenied: says what to set.
+    """
+    headers = request.headers
+    peer = request.client
+    here = is_loopback(bound) and peer is not None and is_loopback(peer.host)
+    if not here or any(name in headers for name in FORWARDED):
+        raise PermissionDenied(
+            "Without a token the admin API answers this machine alone, on a loopback address. "
+            "Set MLX_SERVER_ADMIN_TOKEN."
+        )
+    host = headers.get("host", "")
+    origin = headers.get("origin", f"http://{host}")
+    site = headers.get("sec-fetch-site", "none")
+    if (
+        not is_loopback(urlsplit(f"//{host}").hostname or "")
+        or origin != f"http://{host}"
+        or site not in ("none", "same-origin")
+    ):
+        raise PermissionDenied(
+            "Without a token the admin API takes nothing from other sites' pages. "
+            "Set MLX_SERVER_ADMIN_TOKEN."
+        )
+
+
+router = APIRouter(
+    prefix="/v1/admin",
+    tags=["admin"],
+    dependencies=[Depends(only_the_owner)],
+    responses={status: {"model": ErrorBody} for status in (401, 403, 503)},
+)
+BODY_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 404, 413, 422)
+}
+
+
+async def read_or_default(request: Request, kind: type[Body], server: Server) -> Body:
+    """The body, or what it is without one."""
+    if request.headers.get("content-length", "0") == "0" and (
+        "transfer-encoding" not in request.headers
+    ):
+        return kind()
+    return await read(request, kind, server.settings.api)
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+@router.get("/models")
+async def list_models(request: Request) -> AdminModels:
+    """Every model on offer or loaded, with its memory, and the server's."""
+    pool = server_of(request).pool
+    figures = pool.figures()
+    return AdminModels(
+        data=[admin_model(status) for status in await pool.models()],
+        memory=AdminMemory.model_validate(
+            {name: figures["ledger"][name] for name in ("limit", "available", "buffer_cache")}
+            | {name: figures["mlx"][name] for name in ("active", "peak")}
+        ),
+    )
+
+
+@router.post(
+    "/models/load",
+    openapi_extra=takes(ModelRef),
+    responses=BODY_RESPONSES | {507: {"model": ErrorBody}},
+)
+async def load_model(request: Request) -> AdminModel:
+    """Load a model, making place if need be; answers when it is loaded."""
+    server = server_of(request)
+    body = await read(request, ModelRef, server.settings.api)
+    async with server.pool.lease(body.model):
+        pass
+    return admin_model(await server.pool.status(body.model))
+
+
+@router.post(
+    "/models/unload",
+    openapi_extra=takes(ModelRef),
+    responses=BODY_RESPONSES | {409: {"model": ErrorBody}},
+)
+async def unload_model(request: Request) -> UnloadedModel:
+    """Free an idle model's memory, pinned or not, and say how much came back."""
+    server = server_of(request)
+    body = await read(request, ModelRef, server.settings.api)
+    gone = await server.pool.unload(body.model)
+    if gone is None:
+        return UnloadedModel(id=server.pool.resolve(body.model), unloaded=False)
+    return UnloadedModel(
+        id=gone.id,
+        unloaded=True,
+        bytes=gone.nbytes,
+        memory_before=gone.before,
+        memory_after=gone.after,
+    )
+
+
+@router.post("/models/pin", openapi_extra=takes(PinRequest), responses=BODY_RESPONSES)
+async def pin_model(request: Request) -> AdminModel:
+    """Keep a model once it is loaded, until the program ends or it is unpinned."""
+    server = server_of(request)
+    body = await read(request, PinRequest, server.settings.api)
+    await server.pool.pin(body.model, body.pinned)
+    return admin_model(await server.pool.status(body.model))
+
+
+@router.post("/prefix-cache/clear", openapi_extra=takes(ClearRequest), responses=BODY_RESPONSES)
+async def clear_prefix_cache(request: Request) -> ClearedPrefixes:
+    """Forget the prompts that are kept for reuse, of one model or of all."""
+    server = server_of(request)
+    body = await read_or_default(request, ClearRequest, server)
+    return ClearedPrefixes(freed=dict(await server.pool.clear_prefixes(body.model)))
+
+
+def admin_model(status: ModelStatus) -> AdminModel:
+    recipe, weights = status.recipe, status.weights
+    return AdminModel(
+        id=status.id,
+        state=status.state,
+        origin=status.origin,
+        family=status.family,
+        context_length=status.context_length,
+        bytes=status.nbytes,
+        base=recipe.base,
+        adapter=None if recipe.adapter is None else str(recipe.adapter),
+        aliases=list(status.aliases),
+        pinned=status.pinned,
+        preload=status.preload,
+        ttl_seconds=None if status.ttl == float("inf") else status.ttl,
+        idle_seconds=status.idle,
+        leases=status.leases,
+        outdated=status.outdated,
+        weights=None
+        if weights is None
+        else ModelWeights(name=weights.name, dtype=weights.dtype, reason=weights.reason),
+        memory=dict(status.memory),
+    )
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+@router.get("/requests")
+async def list_requests(request: Request) -> RunningRequests:
+    """The calls under way, the oldest first. What they say is not shown."""
+    server = server_of(request)
+    drawn: dict[str, list[tuple[int, int]]] = {}
+    for row in server.pool.rows():
+        drawn.setdefault(row.request_id, []).append((row.prompt_tokens, row.tokens))
+    return RunningRequests(
+        data=[
+            running_request(call, drawn.get(call.requests[0].request_id, []))
+            for call in server.calls
+        ]
+    )
+
+
+def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
+    """drawn: (prompt's tokens, tokens so far) of each row that has not ended."""
+    first, ended = call.requests[0], call.usages.values()
+    prompts = sum(n for n, _ in drawn) + sum(usage.prompt_tokens for usage in ended)
+    # The n answers to a prompt share the very object; it is counted once.
+    answers = len(call.requests) // len({id(row.prompt) for row in call.requests})
+    return RunningRequest(
+        id=first.request_id,
+        request_id=first.caller.request_id,
+        model=first.model,
+        protocol=first.caller.protocol,
+        key=first.caller.key,
+        state="waiting" if call.phase in ("load", "queue") else "running",
+        phase=call.phase,
+        age_seconds=round(asyncio.get_running_loop().time() - call.arrived, 3),
+        rows=len(call.requests),
+        prompt_tokens=prompts // answers,
+        tokens=sum(n for _, n in drawn) + sum(usage.completion_tokens for usage in ended),
+    )
+
+
+@router.post("/requests/{request_id}/cancel", responses={404: {"model": ErrorBody}})
+async def cancel_request(request: Request, request_id: str) -> CancelledRequest:
+    """End a request, by its id or its answer's. Its client gets an error that says so."""
+    found = server_of(request).calls.find(request_id)
+    for call in found:
+        call.interrupt(RequestCancelled("The server's owner has ended this request."))
+    return CancelledRequest(id=request_id, cancelled=len(found))
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+@router.post("/drain")
+async def drain(request: Request) -> DrainState:
+    """Take no more calls; those under way may finish, for a while. The program goes on."""
+    server = server_of(request)
+    server.drain.begin()
+    return drain_state(server)
+
+
+@router.delete("/drain")
+async def revoke_drain(request: Request) -> DrainState:
+    """Take calls again."""
+    server = server_of(request)
+    server.drain.revoke()
+    return drain_state(server)
+
+
+def drain_state(server: Server) -> DrainState:
+    return DrainState(
+        draining=server.drain.begun, running=len(server.calls), seconds=server.drain.seconds
+    )
+
+
+@router.post("/reload", responses={422: {"model": ErrorBody}})
+async def reload(request: Request) -> ReloadedSettings:
+    """Read the models' settings and the API keys again, as SIGHUP does."""
+    changes = await server_of(request).reload()
+    return ReloadedSettings(
+        models_file=None if changes.file is None else str(changes.file),
+        changed=list(changes.changed),
+        unloaded=list(changes.unloaded),
+        outdated=list(changes.outdated),
+        unknown=list(changes.unknown),
+    )

@@ -1,0 +1,134 @@
+"""What `/v1/admin` takes and gives. Bytes and seconds throughout."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mlx_manager.mlx_server.schemas.openai import ModelWeights
+from mlx_manager.mlx_server.schemas.wire import NonEmpty, Wire
+
+
+class ModelRef(Wire):
+    model: NonEmpty = Field(description="An id of `GET /v1/admin/models`, or an alias")
+
+
+class PinRequest(ModelRef):
+    pinned: bool = Field(True, description="False lets it make place again")
+
+
+class ClearRequest(Wire):
+    model: NonEmpty | None = Field(None, description="Of this model; without it, of all")
+
+
+class AdminModel(Wire):
+    """A model on offer, or loaded.
+
+    ttl_seconds: time without use after which it is unloaded, null for never; idle_seconds: how much
+    of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
+    memory: what it holds, by purpose.
+    """
+
+    id: str
+    state: Literal["loaded", "loading", "loadable"]
+    origin: str
+    family: str
+    context_length: int
+    bytes: int
+    base: str | None
+    adapter: str | None
+    aliases: list[str]
+    pinned: bool
+    preload: bool
+    ttl_seconds: float | None
+    idle_seconds: float | None
+    leases: int
+    outdated: bool
+    weights: ModelWeights | None
+    memory: dict[str, int]
+
+
+class AdminMemory(Wire):
+    """limit: what may be used; available: what nobody has been promised; active, peak: MLX's own
+    figures; buffer_cache: freed buffers that it keeps."""
+
+    limit: int
+    available: int
+    buffer_cache: int
+    active: int
+    peak: int
+
+
+class AdminModels(Wire):
+    object: Literal["list"] = "list"
+    data: list[AdminModel]
+    memory: AdminMemory
+
+
+class UnloadedModel(Wire):
+    """unloaded: false if it was not loaded. The rest: its weights, and MLX's active memory before
+    and after, measured."""
+
+    id: str
+    unloaded: bool
+    bytes: int = 0
+    memory_before: int = 0
+    memory_after: int = 0
+
+
+class RunningRequest(Wire):
+    """A call under way, of one row or several.
+
+    id: of the answer; request_id: the header's. phase: load, queue, prompt or answer. tokens:
+    those drawn so far.
+    """
+
+    id: str
+    request_id: str
+    model: str
+    protocol: str
+    key: str
+    state: Literal["waiting", "running"]
+    phase: Literal["load", "queue", "prompt", "answer"]
+    age_seconds: float
+    rows: int
+    prompt_tokens: int
+    tokens: int
+
+
+class RunningRequests(Wire):
+    object: Literal["list"] = "list"
+    data: list[RunningRequest]
+
+
+class CancelledRequest(Wire):
+    id: str
+    cancelled: int = Field(description="Requests of that id that were under way")
+
+
+class DrainState(Wire):
+    """draining: nothing new is taken. running: calls that have not ended. seconds: that they get,
+    from the drain's begin on."""
+
+    draining: bool
+    running: int
+    seconds: float
+
+
+class ReloadedSettings(Wire):
+    """What has changed, by the models' ids.
+
+    changed: their settings are others now. unloaded: idle ones, to be loaded anew. outdated: the
+    same, while they answer. unknown: named in the file, and nowhere on offer.
+    """
+
+    models_file: str | None
+    changed: list[str]
+    unloaded: list[str]
+    outdated: list[str]
+    unknown: list[str]
+
+
+class ClearedPrefixes(Wire):
+    freed: dict[str, int] = Field(description="Bytes given back, by model")

@@ -1,0 +1,303 @@
+"""The admin API: who may use it, and every route of it against a real server over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import live_server
+from pydantic import ValidationError
+from scripted import ScriptedBackend, ScriptedPool, says
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.main import create_app
+
+TOKEN = "correct horse"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+# -- who may -----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def client_from(
+    peer: str = "127.0.0.1", address: str = "http://127.0.0.1:8000", **settings: object
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application with a scripted model, which comes from `peer`."""
+    parsed = MLXServerSettings(**settings)
+    app = create_app(parsed, ScriptedPool(ScriptedBackend(lambda _: says("Hi"))))
+    async with app.router.lifespan_context(app):
+        await app.state.server.started.wait()
+        transport = httpx.ASGITransport(app, client=(peer, 1))
+        async with httpx.AsyncClient(transport=transport, base_url=address) as client:
+            yield client
+
+
+async def status_and_code(client: httpx.AsyncClient, **headers: str) -> tuple[int, str]:
+    answer = await client.get("/v1/admin/requests", headers=headers)
+    code = "" if answer.is_success else answer.json()["error"]["code"]
+    return answer.status_code, code
+
+
+@pytest.mark.parametrize(
+    "authorization", ["", f"Bearer {TOKEN}x", "Bearer ", "Bearer", f"Basic {TOKEN}", "Bearer \xff"]
+)
+async def test_without_the_token_the_answer_is_401(authorization: str):
+    async with client_from(admin_token=TOKEN) as client:
+        headers = {"authorization": authorization.encode("latin-1")} if authorization else {}
+        answer = await client.get("/v1/admin/models", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_admin_token"
+    assert "MLX_SERVER_ADMIN_TOKEN" in answer.json()["error"]["message"]
+    assert TOKEN not in answer.text
+
+
+async def test_the_token_is_taken_from_anywhere_and_by_any_name():
+    async with client_from(
+        "10.1.2.3", "http://example.org", admin_token=TOKEN, host="0.0.0.0", open_access=True
+    ) as client:
+        assert await status_and_code(client, **BEARER) == (200, "")
+        assert await status_and_code(client, **BEARER, origin="http://x.org") == (200, "")
+
+
+async def test_an_api_key_is_no_admin_token_and_the_token_is_no_key():
+    async with client_from(admin_token=TOKEN, api_key="a key") as client:
+        assert await status_and_code(client, authorization="Bearer a key") == (
+            401,
+            "invalid_admin_token",
+        )
+        assert (await client.get("/v1/models", headers=BEARER)).status_code == 401
+        assert await status_and_code(client, **BEARER) == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("peer", "address", "headers", "status"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000", {}, 200),
+        ("127.0.0.1", "http://localhost:8000", {}, 200),
+        ("::1", "http://[::1]:8000", {}, 200),
+        ("127.0.0.1", "http://localhost:8000", {"origin": "http://localhost:8000"}, 200),
+        ("127.0.0.1", "http://localhost:8000", {"origin": "http://localhost:3000"}, 403),
+        ("127.0.0.1", "http://localhost:8000", {"origin": "null"}, 403),
+        ("127.0.0.1", "http://localhost:8000", {"sec-fetch-site": "cross-site"}, 403),
+        ("127.0.0.1", "http://rebound.example.org:8000", {}, 403),
+        ("127.0.0.1", "http://localhost.example.org", {}, 403),
+        ("127.0.0.1", "http://localhost:8000", {"x-forwarded-for": "10.0.0.1"}, 403),
+        ("10.0.0.1", "http://localhost:8000", {}, 403),
+    ],
+)
+async def test_without_a_token_only_programs_on_this_machine_may(
+    peer: str, address: str, headers: dict[str, str], status: int
+):
+    async with client_from(peer, address) as client:
+        code = "" if status == 200 else "permission_denied"
+        assert await status_and_code(client, **headers) == (status, code)
+
+
+async def test_without_a_token_there_is_no_admin_api_on_other_addresses():
+    async with client_from(host="0.0.0.0", open_access=True) as client:
+        assert await status_and_code(client) == (403, "permission_denied")
+        assert await status_and_code(client, **BEARER) == (403, "permission_denied")
+
+
+async def test_every_route_asks():
+    async with client_from(admin_token=TOKEN) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        routes = [
+            (method, path.replace("{request_id}", "x"))
+            for path, methods in paths.items()
+            if path.startswith("/v1/admin/")
+            for method in methods
+        ]
+        assert len(routes) >= 10
+        for method, path in routes:
+            answer = await client.request(method, path, json={"model": "x"})
+            assert (answer.status_code, path) == (401, path)
+
+
+@pytest.mark.parametrize("token", ["", "short"])
+def test_a_token_that_can_be_guessed_is_refused(token: str):
+    with pytest.raises(ValidationError, match="at least 8"):
+        MLXServerSettings(admin_token=token)
+
+
+# -- what they do ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The owner of a real server, and one of its users."""
+
+    http: httpx.Client
+    folder: Path
+    process: Any
+    log: Path
+
+    def get(self, path: str) -> Any:
+        return self.http.get(f"/v1/admin/{path}", headers=BEARER).raise_for_status().json()
+
+    def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        answer = self.http.post(f"/v1/admin/{path}", json=body, headers=BEARER)
+        assert answer.status_code == status, answer.text
+        return answer.json() if status == 200 else answer.json()["error"]
+
+    def model(self, name: str) -> Any:
+        return next(model for model in self.get("models")["data"] if model["id"] == name)
+
+    def write(self, text: str) -> None:
+        (self.folder / "models.toml").write_text(text)
+
+    def ask(self, model: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": "hello", "max_tokens": 4} | fields
+        return self.http.post("/v1/completions", json=body)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert self.process.poll() is None
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    folder = tmp_path_factory.mktemp("admin")
+    for seed, name in enumerate(("main", "a", "b")):
+        make_tiny_model(folder / "models" / name, seed=seed, max_position_embeddings=200_000)
+    (folder / "models.toml").write_text("")
+    log = folder / "log"
+    with (
+        live_server(
+            log,
+            model=folder / "models" / "main",
+            models_dir=folder / "models",
+            models_file=folder / "models.toml",
+            admin_token=TOKEN,
+            drain_seconds=60,
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
+        yield Owner(http, folder, server.process, log)
+
+
+def test_load_pin_and_unload(owner: Owner):
+    assert owner.model("a")["state"] == "loadable"
+    loaded = owner.post("models/load", {"model": "a"})
+    assert (loaded["id"], loaded["state"], loaded["pinned"]) == ("a", "loaded", False)
+    assert loaded["memory"]["weights"] == loaded["bytes"] > 0
+    assert loaded["ttl_seconds"] is None
+    assert loaded["idle_seconds"] >= 0
+    assert owner.post("models/pin", {"model": "a"})["pinned"]
+    assert not owner.post("models/pin", {"model": "a", "pinned": False})["pinned"]
+    memory = owner.get("models")["memory"]
+    assert memory["limit"] > memory["available"] > 0
+    gone = owner.post("models/unload", {"model": "a"})
+    assert (gone["unloaded"], gone["bytes"]) == (True, loaded["bytes"])
+    assert gone["memory_before"] - gone["memory_after"] >= gone["bytes"]
+    assert owner.post("models/unload", {"model": "a"}) == {
+        "id": "a",
+        "unloaded": False,
+        "bytes": 0,
+        "memory_before": 0,
+        "memory_after": 0,
+    }
+    assert owner.model("a")["state"] == "loadable"
+
+
+def test_what_can_not_be_done_is_refused_by_name(owner: Owner):
+    for path in ("models/load", "models/unload", "models/pin", "prefix-cache/clear"):
+        error = owner.post(path, {"model": "../main"}, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert owner.post("models/load", {}, 422)["param"] == "model"
+    assert owner.post("models/pin", {"model": "a", "pinned": "maybe"}, 422)["param"] == "pinned"
+    assert owner.post("requests/nope/cancel", status=404)["code"] == "request_not_found"
+
+
+def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Owner):
+    body = {"model": "b", "prompt": "hello", "ignore_eos": True, "stream": True, "n": 2}
+    headers = {"x-request-id": "the-endless-one"}
+    with owner.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line.startswith("data: "))
+        (call,) = owner.get("requests")["data"]
+        assert (call["request_id"], call["model"], call["protocol"]) == (
+            "the-endless-one",
+            "b",
+            "completions",
+        )
+        assert (call["state"], call["rows"], call["key"]) == ("running", 2, "")
+        assert call["prompt_tokens"] == len("hello") + 1
+        assert call["age_seconds"] > 0
+        owner.until(lambda: owner.get("requests")["data"][0]["tokens"] > call["tokens"])
+        assert owner.post("models/unload", {"model": "b"}, 409)["code"] == "model_in_use"
+        assert owner.post("requests/the-endless-one/cancel") == {
+            "id": "the-endless-one",
+            "cancelled": 1,
+        }
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    assert '"code":"request_cancelled"' in last.replace(" ", "")
+    assert "The server's owner has ended this request." in last
+    owner.until(lambda: not owner.get("requests")["data"])
+    assert owner.post("models/unload", {"model": "b"})["unloaded"]
+
+
+def test_prompts_kept_for_reuse_are_forgotten(owner: Owner):
+    owner.ask("a", prompt="x" * 200).raise_for_status()
+    assert owner.post("prefix-cache/clear", {"model": "a"})["freed"]["a"] > 0
+    assert owner.post("prefix-cache/clear")["freed"].keys() >= {"a"}
+    assert owner.http.post("/v1/admin/prefix-cache/clear", headers=BEARER).is_success
+
+
+def test_settings_are_read_again_when_asked_and_on_sighup(owner: Owner):
+    owner.write('[models.a]\naliases = ["first"]\nttl = "10m"')
+    assert owner.ask("first").status_code == 404
+    assert owner.post("reload")["changed"] == ["a"]
+    assert owner.ask("first").json()["model"] == "a"
+    assert owner.model("a")["ttl_seconds"] == 600
+
+    owner.write('[models.a]\naliases = ["second"]\nttl = "soon"')
+    error = owner.post("reload", status=422)
+    assert error["code"] == "invalid_settings"
+    assert "models.toml: models.a.ttl: must be seconds" in error["message"]
+    owner.process.send_signal(signal.SIGHUP)
+    owner.until(lambda: "those in force stay" in owner.log.read_text())
+    assert owner.ask("second").status_code == 404
+    assert owner.ask("first").is_success
+
+    owner.write('allow = ["a"]\n[models.a]\naliases = ["third"]\ncontext_length = 100')
+    owner.process.send_signal(signal.SIGHUP)
+    owner.until(lambda: owner.ask("third").is_success)
+    assert owner.model("a")["context_length"] == 100
+    too_long = owner.ask("third", prompt="x" * 200)
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert owner.ask("b").status_code == 404
+    assert "b" not in [model["id"] for model in owner.get("models")["data"]]
+    owner.write("")
+    owner.post("reload")
+
+
+def test_draining_refuses_new_requests_until_it_is_revoked(owner: Owner):
+    body = {"model": "a", "prompt": "hello", "ignore_eos": True, "stream": True}
+    with owner.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line.startswith("data: "))
+        assert owner.post("drain") == {"draining": True, "running": 1, "seconds": 60}
+        refused = owner.ask("a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_not_ready")
+        assert "retry-after" in refused.headers
+        assert owner.http.get("/readyz").status_code == 503
+        assert owner.http.get("/livez").status_code == 200
+        # What runs goes on.
+        assert next(line for line in lines if line.startswith("data: "))
+        revoked = owner.http.delete("/v1/admin/drain", headers=BEARER)
+        assert revoked.json()["draining"] is False
+        assert owner.ask("a").is_success
+        (call,) = owner.get("requests")["data"]
+        owner.post(f"requests/{call['id']}/cancel")
+        assert "request_cancelled" in [line for line in lines if line][-1]
