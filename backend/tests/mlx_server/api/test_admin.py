@@ -21,6 +21,13 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
 
 TOKEN = "correct horse"
+ENDLESS = {
+    "model": "a",
+    "prompt": "hello",
+    "max_tokens": 150_000,
+    "ignore_eos": True,
+    "stream": True,
+}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
@@ -220,7 +227,7 @@ def test_what_can_not_be_done_is_refused_by_name(owner: Owner):
 
 
 def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Owner):
-    body = {"model": "b", "prompt": "hello", "ignore_eos": True, "stream": True, "n": 2}
+    body = ENDLESS | {"model": "b", "n": 2}
     headers = {"x-request-id": "the-endless-one"}
     with owner.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         lines = answer.iter_lines()
@@ -283,8 +290,7 @@ def test_settings_are_read_again_when_asked_and_on_sighup(owner: Owner):
 
 
 def test_draining_refuses_new_requests_until_it_is_revoked(owner: Owner):
-    body = {"model": "a", "prompt": "hello", "ignore_eos": True, "stream": True}
-    with owner.http.stream("POST", "/v1/completions", json=body) as answer:
+    with owner.http.stream("POST", "/v1/completions", json=ENDLESS) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if line.startswith("data: "))
         assert owner.post("drain") == {"draining": True, "running": 1, "seconds": 60}
