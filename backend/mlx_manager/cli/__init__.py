@@ -15,6 +15,7 @@ from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
 from mlx_manager.cli.pull import pull
+from mlx_manager.cli.rm import rm
 from mlx_manager.cli.serve import serve
 from mlx_manager.cli.service import service
 
@@ -49,6 +50,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
+app.command()(rm)
 app.command()(bench)
 app.command()(doctor)
 app.add_typer(service, name="service")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.connection import ApiKey, Url, connected, default_url
+from mlx_manager.cli.connection import ApiKey, Url, answers, connected, default_url
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:
@@ -132,19 +132,6 @@ def serving(
         return
     with connected(url, key) as client:
         yield client, model or client.models()[0]["id"]
-
-
-def answers(url: str) -> bool:
-    """Whether anybody listens there."""
-    import socket
-    from urllib.parse import urlsplit
-
-    place = urlsplit(url)
-    try:
-        with socket.create_connection((place.hostname or "", place.port or 80), timeout=2):
-            return True
-    except OSError:
-        return False
 
 
 def leave(signum: int, frame: object) -> None:

@@ -54,6 +54,19 @@ def default_url() -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def answers(url: str) -> bool:
+    """Whether anybody listens there."""
+    import socket
+    from urllib.parse import urlsplit
+
+    place = urlsplit(url)
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 80), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def connected(url: str | None, key: str | None) -> Iterator[ServerClient]:
     """A client of the server; what it raises ends the program with an exit code and a message."""

@@ -1,0 +1,102 @@
+"""`mlx-manager rm`: delete a model's files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_manager.cli.connection import ApiKey, Url, answers, default_url
+from mlx_manager.cli.serve import ModelsDir
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, size
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.removal import Removal
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="As `mlx-manager list` shows it")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
+
+
+def rm(
+    name: Name,
+    *,
+    yes: Yes = False,
+    models_dir: ModelsDir = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a model from the Hugging Face cache or from --models-dir.
+
+    Nothing elsewhere is ever deleted, and no model that a running server has loaded.
+
+    \b
+    Examples:
+      mlx-manager rm mlx-community/Llama-3.2-3B-Instruct-4bit
+      mlx-manager rm --models-dir ~/models mine --yes
+    """
+    found = plan(name, models_dir)
+    refuse_if_loaded(found.id, url or default_url(), api_key)
+    if not yes:
+        confirm(found)
+    try:
+        found.carry_out()
+    except OSError as error:
+        fail(f"{error.filename} can't be deleted: {error.strerror}.")
+    if as_json:
+        folders = [str(folder) for folder in found.folders]
+        typer.echo(
+            json.dumps({"id": found.id, "folders": folders, "bytes": found.nbytes}, indent=2)
+        )
+    else:
+        typer.echo(f"{found.id} is deleted: {size(found.nbytes)} are free again.")
+
+
+def plan(name: str, models_dir: Path | None) -> Removal:
+    from mlx_manager.cli.serve import parse_settings
+    from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
+    from mlx_manager.mlx_server.models.hub import cache_folder
+    from mlx_manager.mlx_server.models.removal import plan_removal
+
+    settings = parse_settings({"models_dir": models_dir})
+    try:
+        return plan_removal(name, settings.models_dir, cache_folder())
+    except ModelNotFound as error:
+        fail(error.message, ExitCode.NOT_FOUND)
+    except InvalidRequest as error:
+        fail(error.message, ExitCode.REFUSED)
+
+
+def refuse_if_loaded(name: str, url: str, key: str | None) -> None:
+    """A server elsewhere has other files; one that is not ours says nothing of loading."""
+    if not answers(url):
+        return
+    from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+
+    client = ServerClient(url, key)
+    try:
+        states = {model["id"]: model.get("state", "") for model in client.models()}
+    except (ServerRefused, ServerUnreachable) as error:
+        fail(
+            f"A server runs at {url} and does not say what it has loaded: {error} Give its key "
+            "with MLX_MANAGER_API_KEY, or stop it.",
+            ExitCode.REFUSED,
+        )
+    finally:
+        client.close()
+    if states.get(name) in {"loaded", "loading"}:
+        fail(
+            f"The server at {url} has {name} loaded: `mlx-manager unload {name}` first.",
+            ExitCode.REFUSED,
+        )
+
+
+def confirm(found: Removal) -> None:
+    typer.echo(f"{found.id}, {size(found.nbytes)}, in {found.folders[0]}", err=True)
+    if not sys.stdin.isatty():
+        fail("Nobody can be asked here; say --yes to delete it.", ExitCode.USAGE)
+    if not typer.confirm("Delete it?", err=True):
+        raise typer.Exit(ExitCode.FAILED)

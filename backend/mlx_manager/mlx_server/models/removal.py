@@ -1,0 +1,77 @@
+"""Which files a model's name stands for, so that they can be deleted: nothing else ever is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
+from mlx_manager.mlx_server.models.hub import repository_folder
+
+NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A model's own folders, which hold nothing of another. `nbytes`: what deleting them frees."""
+
+    id: str
+    origin: Literal["models_dir", "hf_cache"]
+    folders: tuple[Path, ...]
+    nbytes: int
+
+    def carry_out(self) -> None:
+        """
+        Raises:
+            OSError: a file can't be deleted; others may be gone.
+        """
+        for folder in self.folders:
+            shutil.rmtree(folder)
+
+
+def plan_removal(name: str, models_dir: Path | None, cache: Path) -> Removal:
+    """What is to be deleted for `name`, as the catalog shows it: of `models_dir` before the cache.
+
+    Raises:
+        InvalidRequest: it is embedded, no name, or lies elsewhere.
+        ModelNotFound: neither place has it.
+    """
+    if name == DEMO_MODEL:
+        raise InvalidRequest(f"{name} is embedded: it is part of the program.")
+    if NAME.fullmatch(name) is None:
+        raise InvalidRequest(
+            f"{name!r} is no name of a model as `mlx-manager list` shows them; folders elsewhere "
+            "are yours to delete."
+        )
+    if models_dir is not None:
+        folder = models_dir.expanduser() / name
+        if (folder / "config.json").is_file():
+            check_inside(folder, models_dir.expanduser())
+            return Removal(name, "models_dir", (folder,), size_of(folder))
+    folder = repository_folder(cache, name)
+    if folder.is_dir():
+        check_inside(folder, cache)
+        locks = repository_folder(cache / ".locks", name)
+        folders = (folder, locks) if locks.is_dir() else (folder,)
+        return Removal(name, "hf_cache", folders, size_of(folder))
+    places = f"{cache} nor {models_dir}" if models_dir else str(cache)
+    raise ModelNotFound(f"There is no model {name!r} in {places}.", param="model")
+
+
+def check_inside(folder: Path, place: Path) -> None:
+    """
+    Raises:
+        InvalidRequest: a link leads out of `place`.
+    """
+    real, name = folder.resolve(), folder.relative_to(place)
+    if real != place.resolve() / name:
+        raise InvalidRequest(f"{folder} is a link to {real}: delete the link yourself.")
+
+
+def size_of(folder: Path) -> int:
+    files = (file.lstat() for file in folder.rglob("*") if file.is_file() or file.is_symlink())
+    return sum(file.st_size for file in files)

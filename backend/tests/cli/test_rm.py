@@ -1,0 +1,114 @@
+"""Deleting models: what may go, what never does, and who is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live import live_server
+
+from mlx_manager.demo_model import demo_model_path
+from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
+from mlx_manager.mlx_server.models.removal import plan_removal
+
+
+def cached(home: Path, name: str = "own/demo") -> Path:
+    """A model in the cache of `home`, laid out as the hub's client does it."""
+    root = home / "hf" / "hub" / f"models--{name.replace('/', '--')}"
+    for folder in ("blobs", "refs", "snapshots/1"):
+        (root / folder).mkdir(parents=True)
+    (root / "refs" / "main").write_text("1")
+    for file in demo_model_path().iterdir():
+        if file.is_file():
+            shutil.copy(file, root / "blobs" / file.name)
+            (root / "snapshots" / "1" / file.name).symlink_to(root / "blobs" / file.name)
+    return root
+
+
+def test_a_cached_model_is_deleted_and_its_bytes_counted_once(run, tmp_path: Path) -> None:
+    root = cached(tmp_path)
+    done = run("rm", "own/demo", "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["folders"] == [str(root)]
+    assert 8_600_000 < json.loads(done.stdout)["bytes"] < 8_700_000
+    assert not root.exists()
+    assert run("rm", "own/demo", "--yes").returncode == 4
+
+
+def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) -> None:
+    root = cached(tmp_path)
+    for answer, stays in (("n", True), ("y", False)):
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "mlx_manager.cli", "rm", "own/demo"],
+            env=environment,
+            encoding="utf-8",
+            timeout=60,
+        )
+        child.expect_exact("Delete it?")
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == (1 if stays else 0)
+        assert root.exists() == stays
+
+
+def test_a_model_of_the_folder_goes_and_its_neighbours_stay(run, tmp_path: Path) -> None:
+    for name in ("mine", "owner/other"):
+        shutil.copytree(demo_model_path(), tmp_path / "models" / name)
+    done = run("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
+    assert done.stdout == "mine is deleted: 9 MB are free again.\n"
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["owner"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("mlx-manager/demo", "--yes"), 5, "embedded"),
+        (("../models/mine", "--yes"), 5, "no name of a model"),
+        (("/etc", "--yes"), 5, "no name of a model"),
+        (("linked", "--yes"), 5, "is a link to"),
+        (("nobody/nothing", "--yes"), 4, "There is no model"),
+        (("mine",), 2, "--yes"),
+    ],
+)
+def test_what_may_not_go_stays(run, tmp_path, arguments, code: int, words: str) -> None:
+    mine = shutil.copytree(demo_model_path(), tmp_path / "models" / "mine")
+    elsewhere = shutil.copytree(demo_model_path(), tmp_path / "elsewhere")
+    (tmp_path / "models" / "linked").symlink_to(elsewhere)
+    done = run("rm", *arguments, MLX_SERVER_MODELS_DIR=str(tmp_path / "models"))
+    assert done.returncode == code
+    assert words in done.stderr
+    assert (mine / "config.json").exists()
+    assert (elsewhere / "config.json").exists()
+
+
+def test_a_loaded_model_stays(run, tmp_path: Path) -> None:
+    shutil.copytree(demo_model_path(), tmp_path / "models" / "mine")
+    arguments = ("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
+    with live_server(tmp_path / "log", models_dir=tmp_path / "models") as live:
+        run("chat", "--url", live.url, "--model", "mine", "--once", "hi", "--max-tokens", "1")
+        done = run(*arguments, "--url", live.url)
+        assert done.returncode == 5
+        assert "mlx-manager unload mine" in done.stderr
+    assert run(*arguments, "--url", live.url).returncode == 0
+
+
+@given(st.text(st.sampled_from("ab./~-_ \\\n"), max_size=12))
+def test_no_name_leads_out_of_its_place(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    place = tmp_path_factory.getbasetemp() / "place" / "models"
+    try:
+        found = plan_removal(name, place, place.parent / "cache")
+    except (InvalidRequest, ModelNotFound):
+        return
+    for folder in found.folders:
+        assert os.path.commonpath([folder.resolve(), place.resolve()]) == str(place.resolve())
