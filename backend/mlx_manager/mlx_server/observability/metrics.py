@@ -1,5 +1,6 @@
 """Metrics for Prometheus, under vLLM's names with our prefix: a dashboard made for `vllm:` reads
-ours with that replaced by `mlx_manager:`.
+ours with that replaced by `mlx_manager_`. (No colon: it is kept for recording rules, and the client
+library turns it into this where OpenMetrics is asked for.)
 
 What happens in an engine is counted there, a step at a time, and read at each scrape; what a call
 came to is added when it ends. A token costs nothing here.
@@ -31,7 +32,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.observability import records
 from mlx_manager.mlx_server.observability.records import CallRecord, RowRecord
 
-PREFIX = "mlx_manager:"
+PREFIX = "mlx_manager_"
 MODEL = "model_name"
 
 FIRST_TOKEN_BUCKETS = (

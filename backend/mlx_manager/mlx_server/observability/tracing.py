@@ -165,9 +165,7 @@ def _asked(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
     first = requests[0]
     sampling = first.sampling
     asked = {
-        "gen_ai.operation.name": "chat"
-        if isinstance(first.prompt, Conversation)
-        else "text_completion",
+        "gen_ai.operation.name": _operation(first),
         "gen_ai.provider.name": "mlx_manager",
         "gen_ai.request.model": first.model,
         "gen_ai.request.max_tokens": first.max_tokens,
@@ -191,6 +189,12 @@ def _asked(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
         "mlx_manager.key": first.caller.key,
     }
     return {name: value for name, value in asked.items() if value not in (None, "")}
+
+
+def _operation(request: GenerationRequest) -> str:
+    if request.caller.protocol in ("embeddings", "rerank"):
+        return request.caller.protocol
+    return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
 
 
 Phase = Callable[[str, int, int, dict[str, Any]], None]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.records import CallRecord, Recorder, RowRecord
 from mlx_manager.mlx_server.services.inference import Inference
 
+DASHBOARD = Path(__file__).parents[4] / "docs" / "grafana" / "mlx-manager.json"
 MODEL = "mlx-manager/demo"
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
@@ -41,7 +44,7 @@ class Scrape:
                 self._samples[sample.name, labels] = sample.value
 
     def get(self, name: str, **labels: str) -> float:
-        return self._samples.get((f"mlx_manager:{name}", frozenset(labels.items())), 0.0)
+        return self._samples.get((f"mlx_manager_{name}", frozenset(labels.items())), 0.0)
 
     def of_model(self, name: str, **labels: str) -> float:
         return self.get(name, model_name=MODEL, **labels)
@@ -234,7 +237,19 @@ def test_dashboards_made_for_vllm_find_their_names(client: httpx.Client) -> None
         *("request_time_per_output_token_seconds", "request_prompt_tokens"),
         *("request_generation_tokens", "request_params_n", "request_params_max_tokens"),
     ):
-        assert f"mlx_manager:{name}" in names
+        assert f"mlx_manager_{name}" in names
+
+
+def test_the_dashboard_asks_only_for_what_there_is(client: httpx.Client) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = {
+        re.sub("_(total|bucket|sum|count)$", "", name)
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"mlx_manager_\w+", target["expr"])
+    }
+    assert len(asked) > 20
+    assert asked <= scrape(client).names
 
 
 def test_openmetrics_is_given_to_who_asks_for_it(client: httpx.Client) -> None:
@@ -242,9 +257,14 @@ def test_openmetrics_is_given_to_who_asks_for_it(client: httpx.Client) -> None:
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     answer = client.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    assert any(
-        family.name == "mlx_manager:generation_tokens" for family in open_metrics(answer.text)
-    )
+    names = {sample.name for family in open_metrics(answer.text) for sample in family.samples}
+    assert "mlx_manager_generation_tokens_total" in names
+    assert names == {
+        sample.name
+        for family in open_metrics(answer.text)
+        for sample in family.samples
+        if sample.name.startswith(family.name)
+    }
 
 
 async def test_metrics_answer_before_there_are_models() -> None:
@@ -253,7 +273,7 @@ async def test_metrics_answer_before_there_are_models() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         answer = await client.get("/metrics")
     assert answer.status_code == 200
-    assert "mlx_manager:http_requests" in answer.text
+    assert "mlx_manager_http_requests" in answer.text
 
 
 def record(key: str = "", failure: str = "") -> CallRecord:
