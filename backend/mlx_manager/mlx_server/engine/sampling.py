@@ -8,10 +8,12 @@ noise as large as the vocabulary is drawn.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from secrets import randbits
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -108,17 +110,59 @@ def sample(
     best = mx.argmax(logits, axis=-1)
     if all(row.greedy for row in rows):
         return best
-    heat = np.array([row.sampling.temperature or 1.0 for row in rows], np.float32)
-    scaled = logits.astype(mx.float32) / mx.array(heat[:, None])
+    asked = Asked.of(rows, ahead or [0] * len(rows))
+    scaled = logits.astype(mx.float32) / asked.column(Asked.HEAT)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if any(row.filtered for row in rows):
-        scaled = _filter(scaled, rows)
-    unknown = ahead or [0] * len(rows)
-    chance = [row.uniform(n) for row, n in zip(rows, unknown, strict=True)]
-    drawn = _draw(mx.exp(scaled), mx.array(chance, mx.float32))
+        scaled = _filter(scaled, rows, asked)
+    drawn = _draw(mx.exp(scaled), asked.column(Asked.CHANCE)[:, 0])
     if not any(row.greedy for row in rows):
         return drawn
-    return mx.where(mx.array([row.greedy for row in rows]), best, drawn)
+    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the rows ask for, as numbers: (rows, 6) float32 on the host and on the device.
+
+    One array, since a GPU fetches each that comes from the host by itself. FLOOR is the logarithm
+    of min_p, and KEEP how many of the best tokens top_k leaves (0: all).
+    """
+
+    HEAT: ClassVar[int] = 0
+    CHANCE: ClassVar[int] = 1
+    GREEDY: ClassVar[int] = 2
+    FLOOR: ClassVar[int] = 3
+    KEEP: ClassVar[int] = 4
+    MASS: ClassVar[int] = 5
+
+    host: NDArray[np.float32]
+    device: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplerState], ahead: Sequence[int]) -> Asked:
+        numbers = np.array(
+            [
+                (
+                    row.sampling.temperature or 1.0,
+                    row.uniform(unknown),
+                    row.greedy,
+                    math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf,
+                    row.sampling.top_k,
+                    row.sampling.top_p,
+                )
+                for row, unknown in zip(rows, ahead, strict=True)
+            ],
+            np.float32,
+        )
+        return cls(numbers, mx.array(numbers))
+
+    def column(self, which: int) -> mx.array:
+        """(rows, 1)."""
+        return self.device[:, which : which + 1]
+
+    def only(self, chosen: list[int]) -> Asked:
+        return Asked(self.host[chosen], self.device[mx.array(chosen)])
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:
@@ -146,53 +190,52 @@ def _draw(weights: mx.array, chance: mx.array) -> mx.array:
     return block[:, 0] * BLOCK + within
 
 
-def _filter(scaled: mx.array, rows: Sequence[SamplerState]) -> mx.array:
+def _filter(scaled: mx.array, rows: Sequence[SamplerState], asked: Asked) -> mx.array:
     """Exclude (-inf) what top_k, top_p over what that leaves, and min_p exclude.
 
-    Only rows that filter are sorted; tokens tied with the last one kept are kept.
+    On a CPU only rows that filter are sorted; tokens tied with the last one kept are kept.
     """
     chosen = [i for i, row in enumerate(rows) if row.filtered]
-    asked = [rows[i].sampling for i in chosen]
-    everyone = len(chosen) == len(rows)
-    own = scaled if everyone else scaled[mx.array(chosen)]
-    # Relative to the best token, which is at 0: min_p needs no sort.
-    floor = np.array([[np.log(s.min_p) if s.min_p > 0 else -np.inf] for s in asked], np.float32)
-    limit = mx.array(floor)
-    if any(s.top_k > 0 or s.top_p < 1.0 for s in asked):
-        limit = mx.maximum(limit, _nucleus(own, asked))
-    own = mx.where(own < limit, -mx.inf, own)
-    if everyone:
-        return own
-    scaled[mx.array(chosen)] = own
+    if len(chosen) == len(rows) or mx.default_device() != mx.cpu:
+        return _filtered(scaled, asked)
+    at = mx.array(chosen)
+    scaled[at] = _filtered(scaled[at], asked.only(chosen))
     return scaled
 
 
-def _nucleus(own: mx.array, asked: Sequence[Sampling]) -> mx.array:
+def _filtered(scaled: mx.array, asked: Asked) -> mx.array:
+    # Relative to the best token, which is at 0: min_p needs no sort.
+    limit = asked.column(Asked.FLOOR)
+    if (asked.host[:, Asked.KEEP] > 0).any() or (asked.host[:, Asked.MASS] < 1.0).any():
+        limit = mx.maximum(limit, _nucleus(scaled, asked))
+    return mx.where(scaled < limit, -mx.inf, scaled)
+
+
+def _nucleus(own: mx.array, asked: Asked) -> mx.array:
     """(rows, 1): the logit of the last token that top_k and then top_p keep."""
     vocabulary = own.shape[-1]
-    keep = np.array([s.top_k if s.top_k > 0 else vocabulary for s in asked])
-    mass = mx.array(np.array([[s.top_p] for s in asked], np.float32))
-    enough = int(keep.max())
+    kept = asked.host[:, Asked.KEEP]
+    enough = vocabulary if (kept == 0).any() else int(kept.max())
+    keep = asked.column(Asked.KEEP)
+    keep = mx.where(keep > 0, keep, vocabulary)
+    mass = asked.column(Asked.MASS)
     if enough > CANDIDATES and vocabulary > CANDIDATES and mx.default_device() == mx.cpu:
         head = _descending(mx.topk(own, CANDIDATES, axis=-1))
         within = mx.exp(head).sum(-1, keepdims=True) >= mass * mx.exp(own).sum(-1, keepdims=True)
-        wide = mx.array((keep >= vocabulary)[:, None])
-        if mx.where(wide, within & (mass < 1.0), mx.array(keep[:, None]) <= CANDIDATES).all():
+        if mx.where(keep >= vocabulary, within & (mass < 1.0), keep <= CANDIDATES).all():
             return _last_kept(head, keep, mass, mx.exp(own).sum(-1, keepdims=True))
     head = own if enough >= vocabulary else mx.topk(own, enough, axis=-1)
     return _last_kept(_descending(head), keep, mass, mx.exp(own).sum(-1, keepdims=True))
 
 
-def _last_kept(
-    head: mx.array, keep: NDArray[np.int64], mass: mx.array, whole: mx.array
-) -> mx.array:
+def _last_kept(head: mx.array, keep: mx.array, mass: mx.array, whole: mx.array) -> mx.array:
     """The smallest of the sorted `head` that is among the first `keep` and within the nucleus."""
     size = head.shape[-1]
     place = mx.arange(size)
-    among = place < mx.array(keep[:, None])
+    among = place < keep
     weights = mx.where(among, mx.exp(head), 0.0)
     # Rows with a top_k renormalise over what it keeps; the others over the whole vocabulary.
-    total = mx.where(mx.array((keep <= size)[:, None]), weights.sum(-1, keepdims=True), whole)
+    total = mx.where(keep <= size, weights.sum(-1, keepdims=True), whole)
     before = mx.cumsum(weights, axis=-1) - weights
     kept = among & ((before < mass * total) | (mass >= 1.0))
     last = mx.maximum(kept.sum(axis=-1, keepdims=True) - 1, 0)

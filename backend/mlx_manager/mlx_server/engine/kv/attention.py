@@ -26,7 +26,15 @@ import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, PagedKernels, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
+    ChunkKernels,
+    KernelSet,
+    PagedKernels,
+    QueryRun,
+    Splits,
+    Unsupported,
+)
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 
@@ -111,6 +119,29 @@ class Decoding:
         return self._splits[kind]
 
 
+class Chunked:
+    """The spans that come after those of `Decoding`, for the kernels.
+
+    Attributes:
+        table: (spans, pages) int32, padded to the longest.
+    """
+
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+        self.table = mx.array(padded_table(spans, page_size))
+        self._runs = []
+        first = 0
+        for row, span in enumerate(spans):
+            sees = span.length - span.queries + 1
+            self._runs.append(QueryRun(first, span.queries, row, sees))
+            first += span.queries
+        self._tiles: dict[AttentionShape, mx.array] = {}
+
+    def tiles(self, kernels: ChunkKernels) -> mx.array:
+        if kernels.shape not in self._tiles:
+            self._tiles[kernels.shape] = kernels.plan(self._runs)
+        return self._tiles[kernels.shape]
+
+
 def padded_table(spans: Sequence[Span], page_size: int) -> NDArray[np.int32]:
     """(spans, n) the pages that each span reads, padded to the longest."""
     used = [span.table.pages[: -(-span.length // page_size)] for span in spans]
@@ -165,6 +196,12 @@ class StepPlan:
         if self._decoding is None:
             self._decoding = Decoding.of(self.spans, self.page_size)
         return self._decoding
+
+    @cached_property
+    def chunked(self) -> Chunked | None:
+        """The spans that are not in `decoding`, if there are any, as the kernels take them."""
+        rest = self.spans[self.decoding.rows :]
+        return Chunked(rest, self.page_size) if rest else None
 
     def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
         """How to read the pages, for layers that see `window` tokens back (None: all).
@@ -357,35 +394,61 @@ class PagedLayer:
         if self.chunk:
             group = self.plan.groups(window)[0]
             return _attend_chunk(queries, group, self.store, scale, sinks)
-        kernels = self.store.kernels
-        groups = self.plan.groups(window, decoding=kernels is None)
-        parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
-        if kernels is not None and self.plan.decoding.rows:
-            reader = kernels[self.store.attention(queries.shape[1])]
-            parts.insert(0, self._decode(reader, queries, scale, window, sinks))
+        if self.store.kernels is not None:
+            parts = self._with_kernels(self.store.kernels, queries, scale, window, sinks)
+        else:
+            groups = self.plan.groups(window)
+            parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _decode(
+    def _with_kernels(
         self,
-        kernels: PagedKernels,
+        kernels: KernelSet,
         queries: mx.array,
         scale: float,
         window: int | None,
         sinks: mx.array | None,
-    ) -> mx.array:
-        decoding = self.plan.decoding
-        return kernels.attend(
-            queries[: decoding.rows],
-            self.store.keys,
-            self.store.values,
-            decoding.table,
-            decoding.lengths,
-            self.store.written,
-            scale=scale,
-            splits=decoding.splits(kernels, window),
-            window=window,
-            sinks=sinks,
-        )
+    ) -> list[mx.array]:
+        store, plan = self.store, self.plan
+        shape = store.attention(queries.shape[1])
+        decoding, chunked = plan.decoding, plan.chunked
+        parts = []
+        if decoding.rows:
+            reader = kernels[shape]
+            parts.append(
+                reader.attend(
+                    queries[: decoding.rows],
+                    store.keys,
+                    store.values,
+                    decoding.table,
+                    decoding.lengths,
+                    store.written,
+                    scale=scale,
+                    splits=decoding.splits(reader, window),
+                    window=window,
+                    sinks=sinks,
+                )
+            )
+        if chunked is None:
+            return parts
+        match kernels.chunks(shape):
+            case Unsupported():
+                groups = plan.groups(window, decoding=False)
+                parts += [_attend_group(queries, group, store, scale, sinks) for group in groups]
+            case tiler:
+                out = tiler.attend(
+                    queries[decoding.rows :],
+                    store.keys,
+                    store.values,
+                    chunked.table,
+                    chunked.tiles(tiler),
+                    store.written,
+                    scale=scale,
+                    window=window,
+                    sinks=sinks,
+                )
+                parts.append(out)
+        return parts
 
 
 def _attend_group(

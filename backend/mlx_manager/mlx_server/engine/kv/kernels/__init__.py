@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
-from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
+from mlx_manager.mlx_server.engine.kv.kernels import chunks, cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
@@ -18,17 +19,22 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 
 __all__ = [
     "AttentionShape",
+    "ChunkKernels",
     "Features",
     "KernelSet",
     "PagedKernels",
+    "QueryRun",
     "Rotary",
     "Splits",
     "Unsupported",
     "build",
+    "build_chunks",
+    "check_chunks",
     "self_check",
 ]
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
+BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -44,17 +50,31 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
 
 
+def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
+    """What attends the queries of prompts' chunks; elsewhere MLX's own attention does."""
+    if mx.default_device().type != mx.gpu or mx.metal.is_available():
+        return Unsupported("the default device is no NVIDIA GPU")
+    return chunks.build_chunks(shape)
+
+
 class KernelSet:
     """The kernels of one model: layers of the same shape share them."""
 
-    def __init__(self, build: BuildKernels = build) -> None:
+    def __init__(self, build: BuildKernels = build, build_chunks: BuildChunks = build_chunks):
         self._build = build
+        self._build_chunks = build_chunks
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
+        self._chunks: dict[AttentionShape, ChunkKernels | Unsupported] = {}
 
     def find(self, shape: AttentionShape) -> PagedKernels | Unsupported:
         if shape not in self._built:
             self._built[shape] = self._build(shape)
         return self._built[shape]
+
+    def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
+        if shape not in self._chunks:
+            self._chunks[shape] = self._build_chunks(shape)
+        return self._chunks[shape]
 
     def __getitem__(self, shape: AttentionShape) -> PagedKernels:
         """

@@ -10,8 +10,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 
+# Queries of a chunk, and what the last of them sees.
+CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 1000))
 Floats = npt.NDArray[np.float32]
 
 # Lengths around the borders of tiles and pages, one that is split, and a padding row.
@@ -118,6 +121,35 @@ def random_problem(
     )
 
 
+def chunk_problem(
+    shape: AttentionShape,
+    features: Features,
+    runs: Sequence[tuple[int, int]],
+    *,
+    unused_page: int = 0,
+) -> tuple[Problem, list[QueryRun]]:
+    """Runs of queries, each given as (queries, tokens that the last one sees)."""
+    # What the first query of a run sees decides what of the pages is not a number.
+    widest = None if features.window is None else features.window + max(n for n, _ in runs)
+    ends = [length for _, length in runs]
+    problem = random_problem(shape, replace(features, window=widest), ends, unused_page=unused_page)
+    found, first = [], 0
+    for row, (count, length) in enumerate(runs):
+        found.append(QueryRun(first, count, row, length - count + 1))
+        first += count
+    rng = np.random.default_rng(2)
+    q = rng.normal(size=(first, shape.q_heads, shape.head_dim)) * 2
+    lengths = [run.length + i for run in found for i in range(run.count)]
+    rows = [run.row for run in found for _ in range(run.count)]
+    return replace(
+        problem,
+        features=features,
+        q=_exact(q, shape.dtype),
+        lengths=np.array(lengths, np.int32),
+        table_rows=np.array(rows, np.int32),
+    ), found
+
+
 @dataclass(frozen=True, slots=True)
 class FreshProblem:
     """A problem whose newest tokens are not in their pages yet.
@@ -200,6 +232,29 @@ def self_check(
         # What MLX raises when a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"
     return wrong
+
+
+def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str | None:
+    """None when the kernel for prompts' chunks works on this device; else what is wrong."""
+    problem, runs = chunk_problem(kernels.shape, features, CHUNKS)
+    dtype = kernels.shape.dtype
+    try:
+        out = kernels.attend(
+            mx.array(problem.q[:, :, None]).astype(dtype),
+            mx.array(problem.k_pool).astype(dtype),
+            mx.array(problem.v_pool).astype(dtype),
+            mx.array(problem.table),
+            kernels.plan(runs),
+            mx.zeros((1,), mx.int32),
+            scale=problem.scale,
+            window=features.window,
+            softcap=features.softcap,
+            sinks=None if problem.sinks is None else mx.array(problem.sinks),
+        )
+        off = difference(_numbers(out)[:, :, 0], problem.expected())
+    except (RuntimeError, ValueError) as error:
+        return f"the kernel can't be run: {error}"
+    return None if off <= TOLERANCE else f"chunks differ from the reference by {off:.3g}"
 
 
 def difference(out: Floats, expected: Floats) -> float:

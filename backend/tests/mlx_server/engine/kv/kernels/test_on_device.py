@@ -11,6 +11,8 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Rotary,
     Unsupported,
     build,
+    build_chunks,
+    check_chunks,
     self_check,
 )
 
@@ -47,3 +49,14 @@ def test_kernels_pass_their_self_check(head_dim, features):
     kernels = build(shape(head_dim))
     assert not isinstance(kernels, Unsupported)
     assert self_check(kernels, features, Rotary(head_dim, False, 1e-6)) is None
+
+
+@pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
+)
+def test_kernels_for_chunks_pass_their_check(head_dim, features):
+    kernels = build_chunks(shape(head_dim))
+    assert not isinstance(kernels, Unsupported)
+    assert check_chunks(kernels, features) is None
