@@ -4,7 +4,7 @@ Runs as a process of its own: reads a JSON list of requests from standard input 
 list of answers. While requests run it only notes times and bytes; everything is parsed afterwards,
 so that on a machine of few cores the client is not what is measured.
 
-    echo '[{"url": "http://127.0.0.1:8000/v1/chat/completions", "body": {...}}]' |
+    echo '[{"url": "http://127.0.0.1:8000/v1/chat/completions", "body": {...}, "key": null}]' |
         python load_client.py
 """
 
@@ -63,24 +63,25 @@ class Exchange(asyncio.Protocol):
             self.done.set_exception(exc)
 
 
-def encode(url: str, body: dict[str, Any]) -> bytes:
+def encode(url: str, body: dict[str, Any], key: str | None) -> bytes:
     parts = urlsplit(url)
     payload = json.dumps(body).encode()
+    authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
     head = (
         f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n{authorization}\r\n"
     )
     return head.encode() + payload
 
 
-async def send(url: str, body: dict[str, Any], after: float = 0.0) -> Answer:
+async def send(url: str, body: dict[str, Any], after: float = 0.0, key: str | None = None) -> Answer:
     """Send a request, `after` seconds from now."""
     await asyncio.sleep(after)
     parts = urlsplit(url)
     answer = Answer(started=time.perf_counter())
     try:
         _, exchange = await asyncio.get_running_loop().create_connection(
-            lambda: Exchange(encode(url, body)), parts.hostname, parts.port
+            lambda: Exchange(encode(url, body, key)), parts.hostname, parts.port
         )
         pieces = await asyncio.wait_for(exchange.done, TIMEOUT)
     except (OSError, TimeoutError) as error:
@@ -163,7 +164,7 @@ def note(body: dict[str, Any], moment: float, answer: Answer) -> None:
 
 
 async def send_all(requests: list[dict[str, Any]]) -> list[Answer]:
-    return await asyncio.gather(*(send(r["url"], r["body"], r.get("after", 0.0)) for r in requests))
+    return await asyncio.gather(*(send(**request) for request in requests))
 
 
 def main() -> None:

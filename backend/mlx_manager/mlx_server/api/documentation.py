@@ -1,34 +1,123 @@
-"""What `/docs` shows of bodies that the routes read themselves."""
+"""What `/docs` and `/openapi.json` say beyond what the routes' types do.
+
+Bodies that the routes read themselves, every failure that a route may answer with, from the tree in
+`errors`, and how a key is sent.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from mlx_manager.mlx_server import errors
+from mlx_manager.mlx_server.api.auth import OPEN_PATHS
+from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH
+from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
+from mlx_manager.mlx_server.schemas.openai import ErrorBody
+
 REFERENCE = "#/components/schemas/{model}"
+
+ANY = (errors.MLXManagerError, errors.ServerNotReady)
+CLOSED = (errors.AuthenticationFailed, errors.PermissionDenied)
+FOUND = (errors.InvalidParameter, errors.ModelNotFound, errors.ResponseNotFound)
+"""Of paths that name something, or take parameters."""
+
+BODY = tuple(
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type)
+    and issubclass(kind, MLXManagerError)
+    and kind not in (*ANY, *CLOSED, errors.ResponseNotFound)
+)
+"""Of what is asked of a model: that may fail in every way there is."""
+
+EVENT = {
+    "type": "object",
+    "description": "Server-sent events, if `stream` is true",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: its body is a `kind`."""
-    schema = {"$ref": REFERENCE.format(model=kind.__name__)}
-    content = {"application/json": {"schema": schema}}
+    content = {"application/json": {"schema": reference(kind)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(app: FastAPI, kinds: list[type[BaseModel]]) -> None:
-    """Add the schemas of `kinds` to what `app` says of itself."""
+def reference(kind: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=kind.__name__)}
+
+
+def describe(app: FastAPI, kinds: list[type[BaseModel]], *, need_key: bool) -> None:
+    """Add the schemas of `kinds`, failures and keys to what `app` says of itself."""
     plain = app.openapi
+    streaming = {kind.__name__ for kind in kinds if "stream" in kind.model_fields}
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             described = plain()
+            every: list[type[BaseModel]] = [*kinds, ErrorBody, MessagesErrorBody]
             _, definitions = models_json_schema(
-                [(kind, "validation") for kind in kinds], ref_template=REFERENCE
+                [(kind, "validation") for kind in every], ref_template=REFERENCE
             )
-            described["components"]["schemas"].update(definitions["$defs"])
+            schemas = described["components"]["schemas"]
+            schemas.update(definitions["$defs"])
+            # FastAPI's own shape of an error is none that is ever answered.
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(unused, None)
+            described["components"]["securitySchemes"] = SECURITY_SCHEMES
+            for path, operations in described["paths"].items():
+                for operation in operations.values():
+                    _describe_operation(path, operation, streaming, need_key=need_key)
         return plain()
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_operation(
+    path: str, operation: dict[str, Any], streaming: set[str], *, need_key: bool
+) -> None:
+    shape = MessagesErrorBody if path.startswith(ANTHROPIC_PATH) else ErrorBody
+    content = {"application/json": {"schema": reference(shape)}}
+    by_status: dict[int, list[str]] = defaultdict(list)
+    for kind in _failures(path, operation):
+        if kind.code not in by_status[kind.status]:
+            by_status[kind.status].append(kind.code)
+    for status, codes in sorted(by_status.items()):
+        phrase = HTTPStatus(status).phrase
+        description = f"{phrase}: {', '.join(codes)}"
+        operation["responses"][str(status)] = {"description": description, "content": content}
+    if _body_of(operation) in streaming:
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
+    if need_key and path not in OPEN_PATHS:
+        operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
+
+
+def _failures(path: str, operation: dict[str, Any]) -> Iterator[type[MLXManagerError]]:
+    yield from ANY
+    if path not in OPEN_PATHS:
+        yield from CLOSED
+    if "requestBody" in operation:
+        yield from BODY
+    if "parameters" in operation:
+        yield from FOUND
+
+
+def _body_of(operation: dict[str, Any]) -> str:
+    """The name of the schema of an operation's body, "" without one."""
+    match operation:
+        case {"requestBody": {"content": {"application/json": {"schema": {"$ref": str(name)}}}}}:
+            return name.rpartition("/")[2]
+    return ""

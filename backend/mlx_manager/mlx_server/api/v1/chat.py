@@ -12,7 +12,6 @@ from mlx_manager.mlx_server.protocols import chat
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     ChatCompletionResponse,
-    ErrorBody,
 )
 
 router = APIRouter()
@@ -21,7 +20,7 @@ router = APIRouter()
 @router.post(
     "/chat/completions",
     openapi_extra=takes(ChatCompletionRequest),
-    responses={200: {"model": ChatCompletionResponse}, 422: {"model": ErrorBody}},
+    responses={200: {"model": ChatCompletionResponse}},
 )
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""

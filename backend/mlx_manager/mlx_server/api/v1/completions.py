@@ -12,7 +12,6 @@ from mlx_manager.mlx_server.protocols import completions
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionRequest,
     CompletionResponse,
-    ErrorBody,
 )
 
 router = APIRouter()
@@ -21,7 +20,7 @@ router = APIRouter()
 @router.post(
     "/completions",
     openapi_extra=takes(CompletionRequest),
-    responses={200: {"model": CompletionResponse}, 422: {"model": ErrorBody}},
+    responses={200: {"model": CompletionResponse}},
 )
 async def completion(request: Request) -> Response:
     """Continue one or several texts, whole or as server-sent events."""

@@ -14,7 +14,6 @@ from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols import messages
 from mlx_manager.mlx_server.schemas.anthropic import (
     CountTokensRequest,
-    MessagesErrorBody,
     MessagesRequest,
     MessagesResponse,
     TokenCount,
@@ -26,7 +25,7 @@ router = APIRouter()
 @router.post(
     "/messages",
     openapi_extra=takes(MessagesRequest),
-    responses={200: {"model": MessagesResponse}, 422: {"model": MessagesErrorBody}},
+    responses={200: {"model": MessagesResponse}},
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
@@ -43,11 +42,7 @@ async def create_message(request: Request) -> Response:
     )
 
 
-@router.post(
-    "/messages/count_tokens",
-    openapi_extra=takes(CountTokensRequest),
-    responses={422: {"model": MessagesErrorBody}},
-)
+@router.post("/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
 async def count_tokens(request: Request, response: Response) -> TokenCount:
     """The tokens that a conversation takes as a prompt."""
     server = server_of(request)

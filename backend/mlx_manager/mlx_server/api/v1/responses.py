@@ -12,7 +12,6 @@ from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import responses
-from mlx_manager.mlx_server.schemas.openai import ErrorBody
 from mlx_manager.mlx_server.schemas.responses import (
     DeletedResponse,
     ItemList,
@@ -27,7 +26,7 @@ router = APIRouter()
 @router.post(
     "/responses",
     openapi_extra=takes(ResponsesRequest),
-    responses={200: {"model": ResponsesResponse}, 422: {"model": ErrorBody}},
+    responses={200: {"model": ResponsesResponse}},
 )
 async def create_response(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events, and keep the answer."""
@@ -53,7 +52,7 @@ async def create_response(request: Request) -> Response:
     return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
 
 
-@router.get("/responses/{response_id}", responses={404: {"model": ErrorBody}})
+@router.get("/responses/{response_id}")
 async def retrieve_response(
     request: Request, response_id: str, stream: bool = False
 ) -> dict[str, Any]:
@@ -65,14 +64,14 @@ async def retrieve_response(
     return (await server_of(request).responses.find(response_id)).response
 
 
-@router.delete("/responses/{response_id}", responses={404: {"model": ErrorBody}})
+@router.delete("/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> DeletedResponse:
     """Forget a response. Conversations can't go on from what went on from it."""
     await server_of(request).responses.delete(response_id)
     return DeletedResponse(id=response_id)
 
 
-@router.get("/responses/{response_id}/input_items", responses={404: {"model": ErrorBody}})
+@router.get("/responses/{response_id}/input_items")
 async def list_input_items(
     request: Request,
     response_id: str,

@@ -14,7 +14,6 @@ from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols.tokens import rendered, tokenizing
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
-    ErrorBody,
     PromptRequest,
     TextResponse,
     TokenizeRequest,
@@ -22,7 +21,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizerInfoResponse,
 )
 
-router = APIRouter(tags=["tokens"], responses={422: {"model": ErrorBody}})
+router = APIRouter(tags=["tokens"])
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest), response_model_exclude_unset=True)
