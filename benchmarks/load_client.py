@@ -74,7 +74,9 @@ def encode(url: str, body: dict[str, Any], key: str | None) -> bytes:
     return head.encode() + payload
 
 
-async def send(url: str, body: dict[str, Any], after: float = 0.0, key: str | None = None) -> Answer:
+async def send(
+    url: str, body: dict[str, Any], after: float = 0.0, key: str | None = None
+) -> Answer:
     """Send a request, `after` seconds from now."""
     await asyncio.sleep(after)
     parts = urlsplit(url)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Request
@@ -34,7 +34,7 @@ from mlx_manager.mlx_server.schemas.admin import (
     RunningRequests,
     UnloadedModel,
 )
-from mlx_manager.mlx_server.schemas.openai import ErrorBody, ModelWeights
+from mlx_manager.mlx_server.schemas.openai import ModelWeights
 from mlx_manager.mlx_server.schemas.wire import Wire
 from mlx_manager.mlx_server.services.calls import Call
 
@@ -96,11 +96,7 @@ router = APIRouter(
     prefix="/v1/admin",
     tags=["admin"],
     dependencies=[Depends(only_the_owner)],
-    responses={status: {"model": ErrorBody} for status in (401, 403, 503)},
 )
-BODY_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 404, 413, 422)
-}
 
 
 async def read_or_default(request: Request, kind: type[Body], server: Server) -> Body:
@@ -132,7 +128,6 @@ async def list_models(request: Request) -> AdminModels:
 @router.post(
     "/models/load",
     openapi_extra=takes(ModelRef),
-    responses=BODY_RESPONSES | {507: {"model": ErrorBody}},
 )
 async def load_model(request: Request) -> AdminModel:
     """Load a model, making place if need be; answers when it is loaded."""
@@ -146,7 +141,6 @@ async def load_model(request: Request) -> AdminModel:
 @router.post(
     "/models/unload",
     openapi_extra=takes(ModelRef),
-    responses=BODY_RESPONSES | {409: {"model": ErrorBody}},
 )
 async def unload_model(request: Request) -> UnloadedModel:
     """Free an idle model's memory, pinned or not, and say how much came back."""
@@ -164,7 +158,7 @@ async def unload_model(request: Request) -> UnloadedModel:
     )
 
 
-@router.post("/models/pin", openapi_extra=takes(PinRequest), responses=BODY_RESPONSES)
+@router.post("/models/pin", openapi_extra=takes(PinRequest))
 async def pin_model(request: Request) -> AdminModel:
     """Keep a model once it is loaded, until the program ends or it is unpinned."""
     server = server_of(request)
@@ -173,7 +167,7 @@ async def pin_model(request: Request) -> AdminModel:
     return admin_model(await server.pool.status(body.model))
 
 
-@router.post("/prefix-cache/clear", openapi_extra=takes(ClearRequest), responses=BODY_RESPONSES)
+@router.post("/prefix-cache/clear", openapi_extra=takes(ClearRequest))
 async def clear_prefix_cache(request: Request) -> ClearedPrefixes:
     """Forget the prompts that are kept for reuse, of one model or of all."""
     server = server_of(request)
@@ -245,7 +239,7 @@ def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
     )
 
 
-@router.post("/requests/{request_id}/cancel", responses={404: {"model": ErrorBody}})
+@router.post("/requests/{request_id}/cancel")
 async def cancel_request(request: Request, request_id: str) -> CancelledRequest:
     """End a request, by its id or its answer's. Its client gets an error that says so."""
     found = server_of(request).calls.find(request_id)
@@ -279,7 +273,7 @@ def drain_state(server: Server) -> DrainState:
     )
 
 
-@router.post("/reload", responses={422: {"model": ErrorBody}})
+@router.post("/reload")
 async def reload(request: Request) -> ReloadedSettings:
     """Read the models' settings and the API keys again, as SIGHUP does."""
     changes = await server_of(request).reload()

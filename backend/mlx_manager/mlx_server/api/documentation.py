@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from mlx_manager.mlx_server import errors
-from mlx_manager.mlx_server.api.auth import OPEN_PATHS
+from mlx_manager.mlx_server.api.auth import ADMIN_PATHS, OPEN_PATHS
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
@@ -29,14 +29,22 @@ CLOSED = (errors.AuthenticationFailed, errors.PermissionDenied)
 FOUND = (errors.InvalidParameter, errors.ModelNotFound, errors.ResponseNotFound)
 """Of paths that name something, or take parameters."""
 
+OWNERS = (
+    errors.WrongAdminToken,
+    errors.RequestNotFound,
+    errors.ModelInUse,
+    errors.InvalidSettings,
+)
+"""Of the admin API."""
+
 BODY = tuple(
     kind
     for kind in vars(errors).values()
     if isinstance(kind, type)
     and issubclass(kind, MLXManagerError)
-    and kind not in (*ANY, *CLOSED, errors.ResponseNotFound)
+    and kind not in (*ANY, *CLOSED, *OWNERS, errors.ResponseNotFound)
 )
-"""Of what is asked of a model: that may fail in every way there is."""
+"""Of what is asked of a model: that may fail in every other way there is."""
 
 EVENT = {
     "type": "object",
@@ -101,13 +109,15 @@ def _describe_operation(
         operation["responses"][str(status)] = {"description": description, "content": content}
     if _body_of(operation) in streaming:
         operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
-    if need_key and path not in OPEN_PATHS:
+    if need_key and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
         operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
 
 
 def _failures(path: str, operation: dict[str, Any]) -> Iterator[type[MLXManagerError]]:
     yield from ANY
-    if path not in OPEN_PATHS:
+    if path.startswith(ADMIN_PATHS):
+        yield from (errors.PermissionDenied, *OWNERS)
+    elif path not in OPEN_PATHS:
         yield from CLOSED
     if "requestBody" in operation:
         yield from BODY

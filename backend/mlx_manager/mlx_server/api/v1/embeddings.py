@@ -10,7 +10,6 @@ from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols import embeddings
 from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, EmbeddingsResponse
-from mlx_manager.mlx_server.schemas.openai import ErrorBody
 from mlx_manager.mlx_server.services.embeddings import embed
 
 router = APIRouter()
@@ -19,7 +18,7 @@ router = APIRouter()
 @router.post(
     "/embeddings",
     openapi_extra=takes(EmbeddingsRequest),
-    responses={200: {"model": EmbeddingsResponse}, 422: {"model": ErrorBody}},
+    responses={200: {"model": EmbeddingsResponse}},
 )
 async def create_embeddings(request: Request) -> Response:
     """A vector for each text."""

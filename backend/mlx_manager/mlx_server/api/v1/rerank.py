@@ -10,7 +10,6 @@ from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols import embeddings
 from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.schemas.embeddings import RerankRequest, RerankResponse
-from mlx_manager.mlx_server.schemas.openai import ErrorBody
 from mlx_manager.mlx_server.services.embeddings import rank
 
 router = APIRouter()
@@ -19,7 +18,7 @@ router = APIRouter()
 @router.post(
     "/rerank",
     openapi_extra=takes(RerankRequest),
-    responses={200: {"model": RerankResponse}, 422: {"model": ErrorBody}},
+    responses={200: {"model": RerankResponse}},
 )
 async def rerank_documents(request: Request) -> Response:
     """The documents by how well they answer the query, best first."""
