@@ -87,7 +87,14 @@ class Aside:
     end: str
 
 
-Piece = str | Pattern | Aside
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """Pieces that the model may leave out, in a `CallShape`."""
+
+    pieces: tuple[str | Pattern, ...]
+
+
+Piece = str | Pattern | Aside | Maybe
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ in the schema's order. With `tools` the answer may be a call instead.
 call, in the model's own format, of a function that is offered, with arguments that fit its
 parameters (a named function is called once, and so is any with `parallel_tool_calls` false). With
 "auto" the text is free; if one of `tools` is `strict`, then from the marker that opens a call on,
-its name and its arguments are held to the same. Once a call is held to its schema, it has no
+its name and its arguments are held to the same (where calls are bare JSON, as Llama's, an object's
+brace at the beginning of the answer is that marker). Once a call is held to its schema, it has no
 parameters that the schema does not name, unless `additionalProperties` allows them, and integers of
 18 digits at most. Texts and lists are as long as the schema lets them be: a model that does not end
 one runs into `max_tokens`, which comes back as `finish_reason` "length".

@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.formats import (
     Braces,
     CallShape,
     Keywords,
+    Maybe,
     OneByOne,
     Pattern,
     Piece,
@@ -82,28 +83,41 @@ def free_calls_grammar(
 ) -> str:
     """Text of any kind, in which `openers` begin calls of `tools`.
 
+    Where calls need no marker, the brace of an object at the beginning is one.
+
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
     """
     writer = _Writer(shape, split)
     call = writer.calls(tools)
+    if shape.bare:
+        return _free_bare_calls(writer, tools, openers)
     closing = writer.pieces(shape.closing)
     more = f"({writer.pieces(shape.between)} {call})*"
-    text = f"{ANYTHING} & ~/{_slashed(_beginning(tools))}(?s:.*)/" if shape.bare else ANYTHING
     starts = [
-        f"{writer.opened(text, opener)} {writer.after(opener, call)} {more} {closing}"
+        f"{writer.opened(ANYTHING, opener)} {writer.after(opener, call)} {more} {closing}"
         for opener in openers
         if writer.begins_with(opener)
     ]
-    free = writer.without(text, openers)
+    free = writer.without(ANYTHING, openers)
+    start = f"({' | '.join(starts)})* {free}"
     if shape.message:
         message, joint = writer.pieces(shape.message), writer.pieces(shape.joint)
         start = f"(message {joint})* (message | {call} {more})\nmessage: {message} {free}"
-    elif shape.bare:
-        start = " | ".join([f"{call} {more}", *starts, free])
-    else:
-        start = f"({' | '.join(starts)})* {free}"
     return "\n".join([f"start: {start}", *writer.rules]) + "\n"
+
+
+def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[str]) -> str:
+    """Of two lexemes that match, the longer one counts: text must end where a call's first does."""
+    named = writer.keyword_calls(tools)
+    begun = "".join(f" & ~/{_slashed(re.escape(first))}(?s:.*)/" for first, _ in named)
+    text = rf"/\s*[^\s{{](?s:.*)/{begun}"
+    several = "objects: calls (/[;\\s]+/ calls)*"
+    starts = [f"{writer.opened(text, opener)} objects" for opener in openers]
+    starts += [f"{writer.opened_at_once(opener)} objects" for opener in openers]
+    ways = [r"/\s+/? objects", *starts, *(rule for _, rule in named), writer.without(text, openers)]
+    start = f"start: ({' | '.join(ways)})?"
+    return "\n".join([start, several, *writer.rules, bare_calls(writer.shape, tools)])
 
 
 def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
@@ -128,13 +142,6 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     return "\n".join(rules) + "\n"
 
 
-def _beginning(tools: Sequence[Tool]) -> str:
-    """What a call without a marker begins with."""
-    names = "|".join(re.escape(tool.name) for tool in tools)
-    keys = rf'name"\s*:\s*"({names})"|(parameters|arguments|type)"'
-    return rf'\s*(\{{\s*"({keys})|\[\s*({names})\()'
-
-
 def json_of(schema: Any) -> dict[str, Any]:
     """`schema` with our blanks, unless it brings its own."""
     if not isinstance(schema, dict):
@@ -155,7 +162,7 @@ class _Writer:
     """Collects the rules of one grammar."""
 
     def __init__(self, shape: CallShape, split: Split) -> None:
-        self._shape = shape
+        self.shape = shape
         self._split = split
         self.rules: list[str] = []
         self._known: dict[str, str] = {}
@@ -164,7 +171,7 @@ class _Writer:
 
     def calls(self, tools: Sequence[Tool]) -> str:
         """The rule for a call of any of `tools`."""
-        shape = self._shape
+        shape = self.shape
         self._called = [(tool.name, self._checked(i, tool)) for i, tool in enumerate(tools)]
         ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
         found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
@@ -173,7 +180,7 @@ class _Writer:
     def _checked(self, place: int, tool: Tool) -> str:
         """The rule for a tool's arguments, if it can be called in this form."""
         param = f"tools[{place}].function"
-        if not re.fullmatch(self._shape.name, tool.name):
+        if not re.fullmatch(self.shape.name, tool.name):
             raise InvalidParameter(
                 f"`{param}.name`: this model's format of calls has no form for {tool.name!r}.",
                 param=f"{param}.name",
@@ -188,7 +195,7 @@ class _Writer:
 
     def _bodies(self, middle: Sequence[Piece]) -> str:
         """What follows a call's head."""
-        between, tail = self.pieces(middle), self.pieces(self._shape.tail)
+        between, tail = self.pieces(middle), self.pieces(self.shape.tail)
         ways = [
             self._rule("body", f"{self._text(name)} {between} {arguments} {tail}")
             for name, arguments in self._called
@@ -199,20 +206,37 @@ class _Writer:
 
     def after(self, opener: str, call: str) -> str:
         """The first call and what stands before it, once `opener` has been written."""
-        if self._shape.bare:
-            return call
-        if self._shape.opening:
-            return f"{self.pieces(_less(self._shape.opening, opener))} {call}"
-        return f"{self.pieces(_less(self._shape.head, opener))} {self._bodies(self._shape.middle)}"
+        if self.shape.opening:
+            return f"{self.pieces(_less(self.shape.opening, opener))} {call}"
+        return f"{self.pieces(_less(self.shape.head, opener))} {self._bodies(self.shape.middle)}"
 
     def begins_with(self, opener: str) -> bool:
         """Whether calls as they are written here may begin with `opener`."""
-        first = (self._shape.opening + self._shape.head)[0]
-        return self._shape.bare or (isinstance(first, str) and first.startswith(opener))
+        first = (self.shape.opening + self.shape.head)[0]
+        return isinstance(first, str) and first.startswith(opener)
 
     def opened(self, text: str, opener: str) -> str:
         """`text`, a terminal's expression, up to the first `opener`."""
         return self._rule("opened", self._until(text, opener))
+
+    def opened_at_once(self, opener: str) -> str:
+        return self._rule("opened", self._text(opener))
+
+    def keyword_calls(self, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+        """Lists of calls as in Python: how each begins, and its rule."""
+        named = []
+        for tool in tools:
+            root = parameters_schema(tool)
+            try:
+                named.append((tool.name, self._listed(self._keywords(root))))
+            except UnwritableError:
+                continue
+        calls = [f'{literal(f"{name}(")} {arguments} ")"' for name, arguments in named]
+        more = self._rule("more", f'(", " ({" | ".join(calls)}))* "]"') if calls else ""
+        return [
+            (f"[{name}(", self._rule("list", f'{literal(f"[{name}(")} {arguments} ")" {more}'))
+            for name, arguments in named
+        ]
 
     def without(self, text: str, openers: Sequence[str]) -> str:
         """`text`, a terminal's expression, as long as none of `openers` is in it."""
@@ -223,7 +247,7 @@ class _Writer:
 
     def _arguments(self, tool: Tool) -> str:
         root = parameters_schema(tool)
-        match self._shape.arguments:
+        match self.shape.arguments:
             case AsObject():
                 return self._json(root, root)
             case OneByOne() as form:
@@ -354,6 +378,8 @@ class _Writer:
                 return f"/{_slashed(regex)}/"
             case Aside(begin, end):
                 return f"({self._text(begin)} {self._until(ANYTHING, end)})?"
+            case Maybe(pieces):
+                return f"({self.pieces(pieces)})?"
             case text:
                 return self._text(text)
 

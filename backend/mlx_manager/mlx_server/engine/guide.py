@@ -107,6 +107,10 @@ class Guide:
             self._forced.extend(budget.end)
 
     @property
+    def rules(self) -> Rules | None:
+        return self._rules
+
+    @property
     def matching(self) -> LLMatcher | None:
         """What computes the next mask, if anything has to."""
         if self._forced or not self._begun or self._rules is None:

@@ -226,6 +226,14 @@ def _coder(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
 
 
+_DSML = "｜DSML｜"
+
+
+def _dsml(name: str, *values: str) -> str:
+    pairs = "".join(f"<{_DSML}parameter name={v}</{_DSML}parameter>\n" for v in values)
+    return f'<{_DSML}invoke name="{name}">\n{pairs}</{_DSML}invoke>\n'
+
+
 SAMPLES = (
     Sample("hermes", HERMES, f"<tool_call>\n{_CALL}\n</tool_call>", "", (WEATHER,)),
     Sample(
@@ -455,6 +463,65 @@ SAMPLES = (
         "</atem:function_calls>",
         "",
         (WEATHER,),
+    ),
+    Sample(
+        "deepseek v3.2",
+        of_syntax(tool_syntax.DEEPSEEK_32),
+        f"Hm.\n\n<{_DSML}function_calls>\n"
+        + _dsml("get_weather", '"city" string="true">Paris', '"days" string="false">2')
+        + _dsml("note", f'"text" string="true">{NASTY}')
+        + f"</{_DSML}function_calls>",
+        "Hm.\n\n",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "deepseek v4",
+        of_syntax(tool_syntax.DEEPSEEK_32),
+        f"<{_DSML}tool_calls>\n"
+        + _dsml("note", '"text" string="true">5')
+        + _dsml("now", '"x" string="false">{"a": "</b>"}')
+        + f"</{_DSML}tool_calls>",
+        "",
+        (("note", {"text": "5"}), ("now", {"x": {"a": "</b>"}})),
+    ),
+    Sample(
+        "glm, JSON",
+        of_mlx("glm47"),
+        f"<tool_call>{_CALL}</tool_call><tool_call>note {_J({'text': NASTY})}</tool_call>",
+        "",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "glm 4.7",
+        of_syntax(tool_syntax.GLM_47),
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days"
+        "</arg_key><arg_value>2</arg_value></tool_call>",
+        "",
+        (WEATHER,),
+    ),
+    Sample(
+        "minicpm5, several",
+        of_mlx("minicpm5"),
+        '<function name="note"><param name="text"><![CDATA[a <b> & </param> c]]></param></function>'
+        '<function name="now"></function>',
+        "",
+        (("note", {"text": "a <b> & </param> c"}), ("now", {})),
+    ),
+    Sample(
+        "kimi k3, JSON",
+        of_mlx("kimi_k3"),
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        f'<|open|>json type="object"<|sep|>{_J(PARIS)}<|close|>json<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        "",
+        (WEATHER,),
+    ),
+    Sample(
+        "function gemma, nested",
+        of_mlx("function_gemma"),
+        "<start_function_call>call:now{a:{b:<escape>}<escape>,c:[1,2]}}<end_function_call>",
+        "",
+        (("now", {"a": {"b": "}", "c": [1, 2]}}),),
     ),
     Sample(
         "harmony",

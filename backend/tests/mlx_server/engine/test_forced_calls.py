@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from engine.outputs import Answer
+from engine.outputs import Answer, parse
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.formats import Aside, OutputFormat, Region
 from mlx_manager.mlx_server.models.adapters import tool_syntax
 from mlx_manager.mlx_server.models.adapters.answer import kept_tokens
@@ -281,3 +282,130 @@ def test_text_is_free(case: Case) -> None:
     matcher = walk.grammars.free_calls(shape, TOOLS[1:], case.syntax.openers, param="tools")
     assert matcher.consume_tokens(tokens)
     assert matcher.is_accepting()
+
+
+def written(walk: Walk, drawn: list[int], output: OutputFormat) -> list[str]:
+    """The text of each token."""
+    texts = TokenTexts(walk.tokenizer).stream(output)
+    return [*(texts.add(token) for token in drawn), texts.finish()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_generated_outputs_mean_the_same_however_they_are_cut(case: Case) -> None:
+    tools = tools_of(case)
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    for seed in range(2):
+        walk = Walk(case, seed, tokens=True)
+        output = output_of(case, walk.tokenizer, tools)
+        pieces = written(walk, walk.draw(walk.grammars.calls(shape, tools, parallel=True)), output)
+        text = "".join(pieces)
+        whole = parse([text], output)
+        assert parse(pieces, output) == whole
+        assert parse(text, output) == whole
+        for place in range(0, len(text), 1 + len(text) // 20):
+            assert parse([text[:place], text[place:]], output) == whole
+            cut = parse(text[:place], output, reason="length")
+            assert len(cut.calls) <= len(whole.calls)
+            for call, full in zip(cut.calls, whole.calls, strict=False):
+                assert (call.name, full.arguments[: len(call.arguments)]) == (
+                    full.name,
+                    call.arguments,
+                )
+
+
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "tool", "param", "reason"),
+    [
+        (tool_syntax.QWEN_CODER, Tool("a<b"), "tools[0].function.name", "a<b"),
+        (of_module("gemma4", "", ""), Tool("a.b"), "tools[0].function.name", "a.b"),
+        (of_module("pythonic", "", ""), Tool("a-b"), "tools[0].function.name", "a-b"),
+        (
+            of_module("pythonic", "", ""),
+            Tool("f", parameters=OBJECT | {"properties": {"from": {}}}),
+            "tools[0].function.parameters",
+            "from",
+        ),
+        (
+            tool_syntax.GLM,
+            Tool("f", parameters={"anyOf": [OBJECT, OBJECT]}),
+            "tools[0].function.parameters",
+            "anyOf",
+        ),
+        (
+            tool_syntax.GLM,
+            Tool("f", parameters=OBJECT | {"properties": {"a": {"type": "string", "not": {}}}}),
+            "tools[0].function.parameters",
+            "not",
+        ),
+        (
+            tool_syntax.MINIMAX,
+            Tool("f", parameters=OBJECT | {"properties": {"a": {"$ref": "#/nowhere"}}}),
+            "tools[0].function.parameters",
+            "nowhere",
+        ),
+        (
+            of_module("gemma4", "", ""),
+            Tool("f", parameters=OBJECT | {"properties": {"a b": {"type": "string"}}}),
+            "tools[0].function.parameters",
+            "a b",
+        ),
+        (
+            tool_syntax.DEEPSEEK_32,
+            Tool(
+                "f",
+                parameters=OBJECT | {"properties": {"a": {"type": "string", "pattern": "a(?=b)"}}},
+            ),
+            "tools[0].function.parameters",
+            "look-around",
+        ),
+    ],
+)
+def test_what_a_format_has_no_form_for_is_refused_by_name(
+    syntax: tool_syntax.ToolSyntax, tool: Tool, param: str, reason: str
+) -> None:
+    shape = syntax.form([]).shape
+    assert shape is not None
+    _, grammars = tokenizer_of("hermes", tokens=False)
+    with pytest.raises(InvalidParameter, match=re.escape(reason)) as refusal:
+        grammars.calls(shape, [tool], parallel=False)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["", "a\n", "</b>", '"'], ["a</parameter>"]),
+        ({"type": "string", "maxLength": 2}, ["ab"], ["abc"]),
+        ({"type": "string", "pattern": "b"}, ["abc", "b"], ["a"]),
+        ({"type": "string", "pattern": "^b+/$"}, ["bb/"], ["abb/"]),
+        ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "x"]),
+        ({"type": "string", "format": "email"}, ["a.b@c-d.org"], ["a@b", "a"]),
+        ({"type": "string", "format": "date-time"}, ["2024-02-28T01:02:03Z"], ["2024-02-28"]),
+        ({"enum": ["a", "b"]}, ["a"], ["c", '"a"']),
+        ({"type": "integer"}, ["5", "-999999999999999999"], ["5.0", "five", "9" * 19]),
+        ({"type": "array", "items": {"type": "boolean"}}, ["[true, false]"], ["[1]", "true"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["null", "a"], []),
+        ({"type": ["string", "integer"]}, ["5", "a"], ["5a"]),
+        (True, ["anything", "5"], []),
+    ],
+)
+def test_values_are_written_as_their_schema_says(
+    schema: Any, good: list[str], bad: list[str]
+) -> None:
+    _, grammars = tokenizer_of("qwen_coder", tokens=False)
+    shape = tool_syntax.QWEN_CODER.form([]).shape
+    assert shape is not None
+    tool = Tool("f", parameters=OBJECT | {"properties": {"a": schema}, "required": ["a"]})
+
+    def takes(value: str) -> bool:
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        matcher = grammars.calls(shape, [tool], parallel=False)
+        tokens = grammars.texts.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    assert all(map(takes, good)), [value for value in good if not takes(value)]
+    assert not any(map(takes, bad)), [value for value in bad if takes(value)]

@@ -123,6 +123,67 @@ MARKERS = {
         CODER,
         ("<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter="),
     ),
+    "dsml": (
+        of_syntax(tool_syntax.DEEPSEEK_32),
+        (
+            *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="now">', "</｜DSML｜invoke>"),
+            *('<｜DSML｜parameter name="a" string="', 'true">', 'false">', "</｜DSML｜parameter>"),
+            "</｜DSML｜function_calls>",
+        ),
+    ),
+    "minimax": (
+        of_mlx("minimax_m2"),
+        (
+            *("<minimax:tool_call>", '<invoke name="now">', "</invoke>", "</minimax:tool_call>"),
+            *('<parameter name="a">', "</parameter>"),
+        ),
+    ),
+    "longcat": (
+        of_mlx("longcat"),
+        (
+            *("<longcat_tool_call>", "</longcat_tool_call>", "now", "<longcat_arg_key>a"),
+            *("</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>"),
+        ),
+    ),
+    "minicpm": (
+        of_mlx("minicpm5"),
+        (
+            *("<function name=", '"now">', "</function>", '<param name="a">', "</param>"),
+            *("<![CDATA[", "]]>"),
+        ),
+    ),
+    "muse": (
+        of_mlx("muse_spark"),
+        (
+            *("<atem:function_calls>", '<atem:invoke name="now">', "</atem:invoke>"),
+            *('<atem:parameter name="a">', "</atem:parameter>", "</atem:function_calls>"),
+        ),
+    ),
+    "kimi k3": (
+        of_mlx("kimi_k3"),
+        (
+            *("<|open|>tools<|sep|>", '<|open|>call tool="now"', "<|sep|>", "<|open|>json"),
+            *('<|open|>argument key="a" type="string"', "<|close|>argument<|sep|>"),
+            *("<|close|>json<|sep|>", "<|close|>call<|sep|>", "<|close|>tools<|sep|>"),
+        ),
+    ),
+    "kimi k2": (
+        of_mlx("kimi_k2"),
+        (
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.now:0"),
+            *("<|tool_call_argument_begin|>", "{}", "<|tool_call_end|>"),
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "granite": (of_syntax(tool_syntax.GRANITE), ("<|tool_call|>", "<|/tool_call|>", CALL, "[")),
+    "pythonic": (
+        of_mlx("pythonic"),
+        ("<|tool_call_start|>", "[now(", "a=", ")]", "<|tool_call_end|>", "'"),
+    ),
+    "function gemma": (
+        of_mlx("function_gemma"),
+        ("<start_function_call>", "call:now", "{", "}", "<escape>", "<end_function_call>"),
+    ),
     "gemma": (GEMMA, ("<|tool_call>", "<tool_call|>", "call:now", "{}", '<|"|>')),
     "harmony": (
         HARMONY,

@@ -178,7 +178,7 @@ class DefaultAdapter:
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
         if not _offers(conversation):
             return {"tools": []} if self._traits.empty_tools else {}
-        if not self._traits.tools:
+        if self._traits.tools == "nowhere":
             raise InvalidRequest(
                 "This model's chat template has no place for tools.", param="tools"
             )

@@ -44,6 +44,8 @@ def template_messages(
         InvalidRequest: the template would leave some of them out.
     """
     messages = _place_system(conversation.messages, traits)
+    if traits.tools == "in system" and conversation.tools and messages[0].role != "system":
+        messages = [Message("system"), *messages]
     if any(message.role == "tool" for message in messages) and not traits.results:
         raise _refused("messages of role 'tool'")
     names = {call.id: call.name for message in messages for call in message.tool_calls}
@@ -62,7 +64,7 @@ def _refused(what: str) -> InvalidRequest:
 
 
 def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    if traits.system == "anywhere":
+    if traits.system == "anywhere" and traits.tools != "in system":
         return list(messages)
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
     rest = list(messages[leading:])
@@ -71,7 +73,7 @@ def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[M
     if not leading:
         return rest
     system = "\n\n".join(message.content for message in messages[:leading])
-    if traits.system == "first":
+    if traits.system != "nowhere":
         return [Message("system", system), *rest]
     if rest and rest[0].role == "user":
         return [replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]

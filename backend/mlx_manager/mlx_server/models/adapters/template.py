@@ -38,7 +38,8 @@ _ID = "abcdefghi"
 class TemplateTraits:
     """What conversations a template renders in full.
 
-    system: where system messages may be. tools: whether it tells the model of tools. calls: how
+    system: where system messages may be. tools: whether it tells the model of tools, and
+    whether only in a system message. calls: how
     many calls a message of the assistant may hold. object_arguments: their arguments are an
     object, not JSON text. results: whether it renders messages of role tool. short_ids: call ids
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
@@ -46,7 +47,7 @@ class TemplateTraits:
     """
 
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
-    tools: bool = True
+    tools: Literal["anywhere", "in system", "nowhere"] = "anywhere"
     calls: Literal["many", "one", "none"] = "many"
     object_arguments: bool = True
     results: bool = True
@@ -71,7 +72,7 @@ def probe(render: Render) -> TemplateTraits:
     ]
     return TemplateTraits(
         system=_system(render, user, answer, nothing),
-        tools=_shows(render, [user], [_tool("qofferedq")], _USER, "qofferedq"),
+        tools=_tools(render, user),
         calls=called,
         object_arguments=object_arguments,
         results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
@@ -91,6 +92,15 @@ def _system(
         if not _shows(render, messages, tools, _SYSTEM, _LATER):
             return "first"
     return "anywhere"
+
+
+def _tools(render: Render, user: Mapping[str, Any]) -> Literal["anywhere", "in system", "nowhere"]:
+    tools = [_tool("qofferedq")]
+    if _shows(render, [user], tools, _USER, "qofferedq"):
+        return "anywhere"
+    if _shows(render, [_message("system", ""), user], tools, _USER, "qofferedq"):
+        return "in system"
+    return "nowhere"
 
 
 def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:

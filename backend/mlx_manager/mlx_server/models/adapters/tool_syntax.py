@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.tool_parsers import function_gemma, gemma4, pythonic
@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.formats import (
     CallFormat,
     CallShape,
     Keywords,
+    Maybe,
     OneByOne,
     Parameters,
     Pattern,
@@ -154,11 +155,21 @@ _MISTRAL_ITEM = (
     r"(?:[\s,\[\]]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
     rf"|{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
 )
-MISTRAL = _json(("[TOOL_CALLS]",), _MISTRAL_ITEM, _objects("arguments", "[TOOL_CALLS][", ", ", "]"))
+_ID = Pattern("[A-Za-z0-9]{9}")
+MISTRAL = _json(
+    ("[TOOL_CALLS]",),
+    _MISTRAL_ITEM,
+    replace(
+        _objects("arguments", "[TOOL_CALLS][", ", ", "]"),
+        tail=(Maybe((', "id": "', _ID, '"')), "}"),
+    ),
+)
 """A list of objects: Mistral 7B to Nemo."""
 
 MISTRAL_ARGS = _json(
-    ("[TOOL_CALLS]",), _MISTRAL_ITEM, CallShape(head=("[TOOL_CALLS]",), middle=("[ARGS]",))
+    ("[TOOL_CALLS]",),
+    _MISTRAL_ITEM,
+    CallShape(head=("[TOOL_CALLS]",), middle=(Maybe(("[CALL_ID]", _ID)), "[ARGS]")),
 )
 """`name[ARGS]{...}`: since Small 3.2. Both are read either way."""
 
@@ -225,13 +236,13 @@ HARMONY = _json(
     r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))",
     CallShape(
         head=(" to=functions.",),
-        middle=("<|channel|>commentary <|constrain|>json<|message|>",),
+        middle=("<|channel|>commentary ", Maybe(("<|constrain|>",)), "json<|message|>"),
         opening=(Aside("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),),
         between=("<|call|><|start|>assistant",),
         whole=True,
         other=(
             ("<|channel|>commentary to=functions.",),
-            (" <|constrain|>json<|message|>",),
+            (" ", Maybe(("<|constrain|>",)), "json<|message|>"),
         ),
         message=("<|channel|>", Pattern("analysis|commentary|final"), "<|message|>"),
         joint=("<|end|><|start|>assistant",),

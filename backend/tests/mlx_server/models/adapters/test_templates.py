@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from engine.outputs import Answer
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from models.adapters.published import NAMES, loaded
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from models.adapters.published import NAMES, Published, loaded, write_tokenizer
 
-from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
+from mlx_manager.mlx_server.backends.guidance import Guidance
+from mlx_manager.mlx_server.core import Conversation, GenerationRequest, Message, Tool, ToolCall
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.errors import InvalidRequest
@@ -222,6 +224,71 @@ def test_a_call_as_the_template_writes_it_is_read_as_that_call(
     assert answer.content == ""
     lengths = {len(call.id) for call in answer.calls}
     assert lengths == ({9} if name in (SMALL, NEMO) else {29})
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("strict", [False, True], ids=["demanded", "strict"])
+def test_a_call_as_the_template_writes_it_is_what_a_demanded_call_looks_like(
+    name: str, strict: bool
+) -> None:
+    adapter, tokenizer = model(name)
+    tools = (replace(WEATHER, strict=strict), NOW)
+    asked = chat(USER, tools=tools, tool_choice="auto" if strict else "required")
+    prompt = adapter.render(asked, tokenizer)
+    called = Message("assistant", "", tool_calls=(CALL,))
+    history = replace(asked, messages=(USER, called), add_generation_prompt=False)
+    after = adapter.render(history, tokenizer)
+    pairs = enumerate(zip(prompt, after, strict=False))
+    common = next((n for n, (a, b) in pairs if a != b), len(prompt))
+    text = tokenizer.decode(after[common:]).rpartition("</think>")[2].strip()
+    if name == OSS:
+        text = " " + text
+    output = adapter.output_format(tokenizer, asked, prompt)
+    stops = adapter.get_stop_tokens(tokenizer)
+    _, guide = Guidance(tokenizer, stops).of(GenerationRequest("m", asked), output)
+    assert guide is not None
+    rules = guide.rules
+    assert rules is not None
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token in stops:
+            break
+        if not rules.matcher.validate_tokens([token]):
+            raise AssertionError(f"{tokenizer.decode([token])!r} in {text!r}")
+        rules.matcher.consume_token(token)
+    assert rules.matcher.is_accepting()
+
+
+def test_deepseek_32_writes_and_reads_its_own_markup(tmp_path: Path) -> None:
+    published = Published(
+        "x", "deepseek_v32", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ("｜DSML｜",)
+    )
+    write_tokenizer(tmp_path, published, None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template_type"] = "deepseek_v32"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load(tmp_path)
+    adapter = get_adapter({"model_type": "deepseek_v32"}, "x", tokenizer)
+    asked = chat(USER, tools=(WEATHER, NOW), tool_choice="required")
+    prompt = adapter.render(asked, tokenizer)
+    called = Message("assistant", "", tool_calls=(CALL, OTHER))
+    history = chat(USER, called, RESULT, OTHER_RESULT, tools=(WEATHER, NOW))
+    text = tokenizer.decode(adapter.render(history, tokenizer), skip_special_tokens=False)
+    assert "It rains frogs." in text
+    assert "It snows owls." in text
+    begins = text.rindex("<｜DSML｜function_calls>")
+    block = (
+        text[begins : text.index("</｜DSML｜function_calls>", begins)] + "</｜DSML｜function_calls>"
+    )
+    output = adapter.output_format(tokenizer, asked, prompt)
+    assert output.calls is not None
+    parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
+    answer = Answer()
+    for token in tokenizer.encode(block, add_special_tokens=False):
+        for event in parser.push(token):
+            answer.add(event)
+    assert [(call.name, call.value) for call in answer.calls] == [
+        (call.name, json.loads(call.arguments)) for call in (CALL, OTHER)
+    ]
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
