@@ -26,6 +26,7 @@ from mlx_manager import __version__
 from mlx_manager.mlx_server.api import (
     access,
     admin,
+    audit,
     auth,
     debug,
     documentation,
@@ -130,6 +131,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(health.router)
     app.include_router(debug.router)
     app.include_router(metrics.router)
+    app.include_router(audit.router)
     app.include_router(v1_router)
     for prefix in ("", "/v2"):
         app.include_router(rerank.router, prefix=prefix, include_in_schema=False)

@@ -132,3 +132,28 @@ class ReloadedSettings(Wire):
 
 class ClearedPrefixes(Wire):
     freed: dict[str, int] = Field(description="Bytes given back, by model")
+
+
+class AuditedCall(Wire):
+    """A call that has ended, and nothing of what it said.
+
+    time: when it came, in seconds since 1970. answers: how many were asked for. outcome: why they
+    ended, each reason once; `cancelled` if the caller left; or the code of the error.
+    """
+
+    id: int
+    time: float
+    request_id: str
+    key: str
+    model: str
+    protocol: str
+    answers: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float
+    outcome: str
+
+
+class AuditedCalls(Wire):
+    data: list[AuditedCall]

@@ -162,3 +162,39 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as kept:
         assert kept.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert kept.execute("SELECT COUNT(*) FROM calls").fetchone()[0] > 0
+
+
+def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
+    path = tmp_path / "audit.db"
+    keyed = {"admin_token": "the-owner", "api_key": "sk-secret-of-the-caller"}
+    with (
+        live_server(tmp_path / "log.txt", audit_log=path, **keyed) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        caller = {"authorization": "Bearer sk-secret-of-the-caller", "x-request-id": "mine-1"}
+        body = client.post(CHAT, json=HELLO | {"n": 2}, headers=caller).raise_for_status().json()
+        client.post("/v1/messages", json=HELLO | {"model": "nobody/knows-it"}, headers=caller)
+        owner = {"authorization": "Bearer the-owner"}
+        audit = "/v1/admin/audit"
+        failed, answered = client.get(audit, headers=owner).json()["data"]
+        assert client.get(audit, headers=caller).status_code == 401
+        assert client.get(audit, params={"limit": 0}, headers=owner).status_code == 422
+        for params, found in (
+            ({"limit": 1}, [failed]),
+            ({"key": "nobody"}, []),
+            ({"key": answered["key"]}, [failed, answered]),
+            ({"since": "2100-01-01T00:00:00"}, []),
+            ({"since": failed["time"]}, [failed]),
+        ):
+            assert client.get(audit, params=params, headers=owner).json()["data"] == found
+    usage = body["usage"]
+    assert answered["request_id"] == "mine-1"
+    assert answered["protocol"] == "chat"
+    assert answered["answers"] == 2
+    assert answered["prompt_tokens"] == usage["prompt_tokens"]
+    assert answered["completion_tokens"] == usage["completion_tokens"]
+    assert answered["key"]
+    assert failed["outcome"] == "model_not_found"
+    kept = path.read_bytes() + (tmp_path / "log.txt").read_bytes()
+    assert b"Hello!" not in kept
+    assert b"sk-secret-of-the-caller" not in kept
