@@ -90,5 +90,5 @@ def error_message(body: Any, otherwise: str) -> str:
         case {"error": {"message": str(message)}} | {"error": str(message)}:
             return message
         case {"detail": str(message)} | {"message": str(message)}:
-            return message
+            return f"{otherwise}: {message}"
     return otherwise

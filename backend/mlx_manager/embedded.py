@@ -14,6 +14,13 @@ from typing import IO
 READY = re.compile(r"is ready: (http://\S+)/v1")
 END_SECONDS = 15
 LAST_LINES = 5
+NOT_FOR_IT = {
+    "MLX_SERVER_API_KEY",
+    "MLX_SERVER_API_KEYS_FILE",
+    "MLX_SERVER_AUDIT_LOG",
+    "MLX_SERVER_RESPONSE_STORE",
+}
+"""Whose files and keys belong to the server that runs for good."""
 
 
 class StartFailed(Exception):
@@ -37,8 +44,7 @@ def embedded_server(model: str | None) -> Iterator[str]:
     }
     if model is not None:
         own["MLX_SERVER_MODEL"] = model
-    # A file of answers belongs to the server that runs for good.
-    inherited = {k: v for k, v in os.environ.items() if k != "MLX_SERVER_RESPONSE_STORE"}
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_IT}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mlx_manager.mlx_server.main"],

@@ -107,6 +107,6 @@ def lines(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
 def refusal(content: bytes) -> str:
     text = content.decode(errors="replace")
     try:
-        return error_message(json.loads(text), text)[:LONGEST_ERROR]
+        return error_message(json.loads(text), "it said")[:LONGEST_ERROR]
     except ValueError:
         return text[:LONGEST_ERROR]

@@ -14,6 +14,8 @@ from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
+from mlx_manager.cli.load import cancel, load, unload
+from mlx_manager.cli.ps import ps
 from mlx_manager.cli.pull import pull
 from mlx_manager.cli.rm import rm
 from mlx_manager.cli.serve import serve
@@ -51,6 +53,10 @@ app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)
+app.command()(ps)
+app.command()(load)
+app.command()(unload)
+app.command()(cancel)
 app.command()(bench)
 app.command()(doctor)
 app.add_typer(service, name="service")

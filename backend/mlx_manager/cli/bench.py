@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,6 +121,8 @@ def read_extra(extra: str | None) -> dict[str, Any]:
 
 
 def run_plan(plan: Plan) -> Measured:
+    import asyncio
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,8 +68,19 @@ def answers(url: str) -> bool:
         return False
 
 
+KEY_ADVICE = "Give its key with MLX_MANAGER_API_KEY or --api-key."
+TOKEN_ADVICE = "Give its token with MLX_SERVER_ADMIN_TOKEN or --admin-token."
+
+
+def administering(url: str | None, token: str | None) -> AbstractContextManager[ServerClient]:
+    """A client of the server's admin API, as `connected` makes it."""
+    return connected(url, token, TOKEN_ADVICE)
+
+
 @contextmanager
-def connected(url: str | None, key: str | None) -> Iterator[ServerClient]:
+def connected(
+    url: str | None, key: str | None, key_advice: str = KEY_ADVICE
+) -> Iterator[ServerClient]:
     """A client of the server; what it raises ends the program with an exit code and a message."""
     from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
 
@@ -81,22 +93,17 @@ def connected(url: str | None, key: str | None) -> Iterator[ServerClient]:
             ExitCode.NO_SERVER,
         )
     except ServerRefused as error:
-        fail(advice(error), exit_code(error))
+        advice = f" {key_advice}" if error.status == HTTPStatus.UNAUTHORIZED else ""
+        fail(error.message + advice, exit_code(error))
     finally:
         client.close()
 
 
 def exit_code(error: ServerRefused) -> ExitCode:
     match error.status:
-        case 404:
+        case HTTPStatus.NOT_FOUND:
             return ExitCode.NOT_FOUND
-        case 401 | 403 | 409:
+        case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN | HTTPStatus.CONFLICT:
             return ExitCode.REFUSED
         case _:
             return ExitCode.FAILED
-
-
-def advice(error: ServerRefused) -> str:
-    if error.status == 401:
-        return f"{error.message} Give the key with MLX_MANAGER_API_KEY or --api-key."
-    return error.message

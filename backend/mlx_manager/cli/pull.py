@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -150,6 +149,7 @@ def interruptible(report: Report) -> Iterator[Report]:
 @contextmanager
 def client_notes(console: Console) -> Iterator[None]:
     """What the hub's client has to say, above the bar and not through it."""
+    import logging
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

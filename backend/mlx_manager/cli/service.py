@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +113,8 @@ def status(*, system: System = False, kind: KindName = None, as_json: AsJson = F
 
     The exit code is 0 when it runs, 3 when it does not, 4 when it is not installed.
     """
+    import subprocess
+
     from mlx_manager.service import runs_here
 
     wanted = described(system, "root" if system else None, kind)
@@ -165,6 +165,8 @@ def described(system: bool, run_as: str | None, kind: str | None, grace: float =
         )
     user = None
     if system:
+        import getpass
+
         user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
         if user == "root" and grace:
             note("The service will run as root; --run-as names another user.")
@@ -214,6 +216,8 @@ def run_or_show(wanted: Service, commands: list[list[str]]) -> None:
 
 
 def carry_out(command: list[str]) -> bool:
+    import subprocess
+
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         complain(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")

@@ -1,0 +1,94 @@
+"""`mlx-manager load`, `unload` and `cancel`: what a running server is told to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated
+
+import typer
+
+from mlx_manager.cli.connection import AdminToken, Url, administering
+from mlx_manager.cli.terminal import AsJson, size
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="An id that the server offers")]
+Pin = Annotated[bool, typer.Option("--pin", help="Keep it loaded, whoever needs the room")]
+RequestId = Annotated[str, typer.Argument(metavar="REQUEST", help="An id that `ps` shows")]
+
+
+def load(
+    name: Name,
+    *,
+    pin: Pin = False,
+    url: Url = None,
+    admin_token: AdminToken = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running server load a model, so that its first request need not wait.
+
+    \b
+    Example:
+      mlx-manager load mlx-community/Llama-3.2-3B-Instruct-4bit --pin
+    """
+    with administering(url, admin_token) as client, waiting(f"loading {name}"):
+        model = client.post("/v1/admin/models/load", {"model": name})
+        if pin:
+            model = client.post("/v1/admin/models/pin", {"model": name, "pinned": True})
+    if as_json:
+        typer.echo(json.dumps(model, indent=2))
+        return
+    weights = model["weights"]
+    form = f", {weights['name']} ({weights['reason']})" if weights else ""
+    pinned = ", pinned" if model["pinned"] else ""
+    typer.echo(f"{model['id']} is loaded: {size(sum(model['memory'].values()))}{form}{pinned}")
+
+
+def unload(
+    name: Name, *, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False
+) -> None:
+    """Have a running server free an idle model's memory.
+
+    \b
+    Example:
+      mlx-manager unload mlx-community/Llama-3.2-3B-Instruct-4bit
+    """
+    with administering(url, admin_token) as client:
+        gone = client.post("/v1/admin/models/unload", {"model": name})
+    if as_json:
+        typer.echo(json.dumps(gone, indent=2))
+    elif gone["unloaded"]:
+        freed = gone["memory_before"] - gone["memory_after"]
+        typer.echo(f"{gone['id']} is unloaded: {size(freed)} are free again.")
+    else:
+        typer.echo(f"{gone['id']} was not loaded.")
+
+
+def cancel(
+    request: RequestId,
+    *,
+    url: Url = None,
+    admin_token: AdminToken = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a request of a running server; its client gets an error that says so.
+
+    \b
+    Example:
+      mlx-manager cancel chatcmpl-1f0c
+    """
+    with administering(url, admin_token) as client:
+        done = client.post(f"/v1/admin/requests/{request}/cancel", {})
+    if as_json:
+        typer.echo(json.dumps(done, indent=2))
+    else:
+        typer.echo(f"{request} is cancelled.")
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """A sign of life where somebody looks."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
