@@ -31,8 +31,10 @@ class Wire(BaseModel):
 def conversation(body: Wire) -> tuple[str, list[Wire]]:
     """The name of the field with the messages or items so far, and these; or nothing."""
     for name in _fields(body, CONVERSATIONS):
-        if isinstance(found := getattr(body, name), list):
-            return name, found
+        match getattr(body, name):
+            # The `input` of embeddings is a list of texts.
+            case [Wire(), *_] as found:
+                return name, found
     return "", []
 
 
