@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
     Conversation,
+    EmbeddingRequest,
+    Encoded,
     Event,
     Finished,
     GenerationRequest,
     Kind,
+    RerankRequest,
     RowStatus,
     Started,
     TextDelta,
@@ -69,6 +73,22 @@ class ScriptedBackend:
             self.cancelled += not complete
             async with self.changed:
                 self.changed.notify_all()
+
+    async def embed(self, request: EmbeddingRequest) -> Encoded:
+        return await self._encode(request, len(request.inputs))
+
+    async def rank(self, request: RerankRequest) -> Encoded:
+        return await self._encode(request, len(request.documents))
+
+    async def _encode(self, request: Any, rows: int) -> Encoded:
+        """Row n is [n, 0.5]; the tokens are those of the script's prompt."""
+        tokens = 0
+        async with aclosing(self.generate(request)) as steps:
+            async for events in steps:
+                for event in events:
+                    if isinstance(event, Finished):
+                        tokens = event.usage.prompt_tokens
+        return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)
 
     def count_tokens(self, request: GenerationRequest) -> int:
         match request.prompt:

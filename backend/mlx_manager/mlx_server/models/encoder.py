@@ -59,6 +59,10 @@ class Encoder(nn.Module):  # type: ignore[misc]
         name = ENCODERS[config["model_type"]]
         module = architecture(name)
         self.body = module.Model(module.ModelArgs.from_dict(arguments(config)))
+        if name == "modernbert":
+            # mlx-embeddings takes GELU's approximation by tanh; the model was trained without.
+            for layer in self.body.model.layers:
+                layer.mlp.act = nn.GELU()
         self.dense: list[nn.Module] = []
         if head is not None:
             self.head = head
@@ -69,6 +73,11 @@ class Encoder(nn.Module):  # type: ignore[misc]
     def padding(self) -> int:
         """The id of what fills up short rows."""
         return self._padding
+
+    @property
+    def needs_pooler(self) -> bool:
+        """Whether the architecture's own pooler is read."""
+        return self._scores and self._name == "bert"
 
     @property
     def vocabulary(self) -> int:

@@ -220,14 +220,14 @@ def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx
 
 
 def fill(model: Encoder, weights: Mapping[str, mx.array], model_id: str) -> None:
-    """Give every parameter its weight. BERT's own pooler may be missing: only heads read it.
+    """Give every parameter its weight. A pooler that nothing reads may be missing.
 
     Raises:
         ModelLoadFailed: a weight is missing, or has another shape than config.json says.
     """
     for name, parameter in tree_flatten(model.parameters()):
         if name not in weights:
-            if name.startswith("body.pooler.") and "head" not in model:
+            if name.startswith("body.pooler.") and not model.needs_pooler:
                 continue
             raise ModelLoadFailed(f"{model_id} can't be loaded: {name} is missing.")
         if weights[name].shape != parameter.shape:

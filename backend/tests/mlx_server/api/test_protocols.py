@@ -39,6 +39,7 @@ class Protocol:
     text: Callable[[Any], str]
     tokens: Callable[[Any], tuple[int, int, int]]
     cut: Callable[[Any], bool]
+    bad: tuple[str, Any] = ("temperature", 5)
 
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -86,13 +87,45 @@ RESPONSES = Protocol(
     ),
     lambda body: body["incomplete_details"] == {"reason": "max_output_tokens"},
 )
+EMBEDDINGS = Protocol(
+    "/v1/embeddings",
+    {"input": ["hi", "ho"]},
+    "",
+    lambda body: str([item["embedding"][0] for item in body["data"]]),
+    lambda body: (body["usage"]["prompt_tokens"], 0, 0),
+    lambda body: False,
+    bad=("dimensions", 0),
+)
+RERANK = Protocol(
+    "/v1/rerank",
+    {"query": "hi", "documents": ["a", "b"]},
+    "",
+    lambda body: str([result["relevance_score"] for result in body["results"]]),
+    EMBEDDINGS.tokens,
+    EMBEDDINGS.cut,
+    bad=("top_n", -1),
+)
 ALL = [CHAT, COMPLETIONS, MESSAGES, RESPONSES]
+READING = [EMBEDDINGS, RERANK]
+"""What only reads has no streams."""
+
 everywhere = pytest.mark.parametrize("protocol", ALL, ids=lambda protocol: protocol.path)
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+even_reading = pytest.mark.parametrize(
+    "protocol", [*ALL, *READING], ids=lambda protocol: protocol.path
+)
+every_way = pytest.mark.parametrize(
+    ("protocol", "stream"),
+    [(protocol, stream) for protocol in ALL for stream in (False, True)]
+    + [(protocol, False) for protocol in READING],
+    ids=lambda given: given.path if isinstance(given, Protocol) else ["whole", "streamed"][given],
+)
 
 
 def asked(protocol: Protocol, stream: bool, **fields: Any) -> dict[str, Any]:
-    body = protocol.body | {"stream": stream} | fields
+    body = protocol.body | fields
+    if protocol not in READING:
+        body |= {"stream": stream}
     if not stream:
         body.pop("stream_options", None)
     return body
@@ -175,8 +208,7 @@ async def test_a_cut_by_length_is_told(serve, protocol: Protocol, stream: bool):
     assert protocol.cut(body)
 
 
-@everywhere
-@both
+@every_way
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -198,26 +230,26 @@ async def test_a_failure_before_the_first_event_has_its_status(
     assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
-@everywhere
-@both
+@every_way
 async def test_an_unknown_model_a_bad_value_and_a_broken_body_are_told(
     serve, protocol: Protocol, stream: bool
 ):
     headers = {"content-type": "application/json"}
     async with serve() as client:
         missing = await client.post(protocol.path, json=asked(protocol, stream, model="gpt-9"))
-        hot = await client.post(protocol.path, json=asked(protocol, stream, temperature=5))
+        name, value = protocol.bad
+        hot = await client.post(protocol.path, json=asked(protocol, stream, **{name: value}))
         broken = await client.post(protocol.path, content=b"{", headers=headers)
     for response, status, word in (
         (missing, 404, "gpt-9"),
-        (hot, 422, "temperature"),
+        (hot, 422, name),
         (broken, 400, "JSON"),
     ):
         assert response.status_code == status
         assert word in failure(protocol, response.json())
 
 
-@everywhere
+@even_reading
 async def test_a_body_too_large_and_a_wrong_method_are_told(serve, protocol: Protocol):
     async with serve(max_body_mb=0.001) as client:
         large = await client.post(protocol.path, json=asked(protocol, False, x="x" * 2000))
@@ -269,9 +301,11 @@ def joined_bytes(protocol: Protocol, body: bytes) -> Any:
     return joined(protocol, httpx.Response(200, content=body, headers=headers))
 
 
-async def call(app: Any, protocol: Protocol, send: Any, leaves: asyncio.Event, **fields: Any):
+async def call(
+    app: Any, protocol: Protocol, send: Any, leaves: asyncio.Event, *, stream: bool = True
+):
     """The application itself, by a caller who hangs up when `leaves` is set."""
-    bodies = [json.dumps(asked(protocol, True) | fields).encode()]
+    bodies = [json.dumps(asked(protocol, stream)).encode()]
 
     async def receive() -> dict[str, Any]:
         if bodies:
@@ -289,8 +323,7 @@ async def call(app: Any, protocol: Protocol, send: Any, leaves: asyncio.Event, *
     await app(scope, receive, send)
 
 
-@everywhere
-@both
+@every_way
 async def test_hanging_up_cancels(protocol: Protocol, stream: bool):
     backend = ScriptedBackend(lambda _: [[Started(1)], [TextDelta("a")], asyncio.Event()])
     pool = ScriptedPool(backend)
@@ -300,10 +333,9 @@ async def test_hanging_up_cancels(protocol: Protocol, stream: bool):
     async def send(message: Any) -> None:
         pass
 
-    fields = {} if stream else {"stream": False, "stream_options": None}
     async with app.router.lifespan_context(app):
         await app.state.server.started.wait()
-        calling = asyncio.create_task(call(app, protocol, send, leaves, **fields))
+        calling = asyncio.create_task(call(app, protocol, send, leaves, stream=stream))
         await backend.until(lambda backend: backend.running == 1)
         leaves.set()
         await backend.until(lambda backend: backend.cancelled == 1)
@@ -312,6 +344,28 @@ async def test_hanging_up_cancels(protocol: Protocol, stream: bool):
 
 
 # What only some of them have
+
+
+@pytest.mark.parametrize("protocol", READING, ids=lambda protocol: protocol.path)
+async def test_what_was_read_is_told_in_order_with_its_usage(serve, protocol: Protocol):
+    backend = ScriptedBackend(lambda _: says(prompt_tokens=30))
+    async with serve(pool=ScriptedPool(backend)) as client:
+        body = await answered(client, protocol, False, later=1)
+    assert protocol.text(body) == ("[0.0, 1.0]" if protocol is EMBEDDINGS else "[1.0, 0.0]")
+    assert body["usage"] == {"prompt_tokens": 30, "total_tokens": 30}
+    assert body["model"] == MODEL
+
+
+@pytest.mark.parametrize("protocol", READING, ids=lambda protocol: protocol.path)
+@pytest.mark.parametrize("ask", ["body", "header"])
+async def test_reading_has_its_time_out_too(serve, protocol: Protocol, ask: str):
+    fields = {"timeout": 0.02} if ask == "body" else {}
+    headers = {"x-request-timeout": "0.02"} if ask == "header" else {}
+    async with serve(lambda _: [asyncio.Event()]) as client:
+        body = asked(protocol, False) | fields
+        response = await client.post(protocol.path, json=body, headers=headers)
+    assert response.status_code == 504
+    assert "`timeout` of 0.02 s" in failure(protocol, response.json())
 
 
 async def test_tokens_are_counted_without_generating(serve):
@@ -430,7 +484,7 @@ async def test_a_time_out_of_an_answer_that_has_begun_is_its_last_event(serve, p
     assert told == failure(protocol, whole.json())
 
 
-@everywhere
+@even_reading
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "0"])
 async def test_a_time_out_that_is_none_is_refused_by_name(serve, protocol: Protocol, value: str):
     async with serve() as client:
@@ -443,7 +497,7 @@ async def test_a_time_out_that_is_none_is_refused_by_name(serve, protocol: Proto
     assert "`queue_timeout`" in failure(protocol, zero.json())
 
 
-@everywhere
+@even_reading
 async def test_a_body_that_stops_coming_is_a_408(serve, protocol: Protocol):
     async def body() -> AsyncIterator[bytes]:
         yield b'{"mess'

@@ -1,0 +1,296 @@
+"""Encoders against what sentence-transformers and transformers (PyTorch) make of the same folders.
+
+The references were computed once, one text at a time, and are kept beside the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from minilm import TEXTS, minilm_folder
+from tiny_encoders import CLS, SEP, make_tiny_encoder
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
+from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    InvalidParameter,
+    ModelLoadFailed,
+    ModelNotSupported,
+    UnsupportedParameter,
+    WrongModelKind,
+)
+from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REFERENCES = Path(__file__).parent.parent / "references"
+TINY = json.loads((REFERENCES / "tiny_encoders.json").read_text())
+SAID = ("hello world", "a", "Grüße, 世界!", "The quick brown fox jumps over the lazy dog near the river bank.")  # fmt: skip
+QUERY = "what is a fox?"
+EMBEDDERS: dict[str, dict[str, Any]] = {
+    "bert-mean": {"pooling": "mean_tokens"},
+    "bert-cls": {"pooling": "cls_token", "normalize": False},
+    "bert-dense": {"pooling": "mean_tokens", "dense": 12},
+    "roberta": {"pooling": "mean_tokens"},
+    "xlm-roberta": {"pooling": "cls_token"},
+    "modernbert": {"pooling": "mean_tokens"},
+    "qwen3": {"pooling": "lasttoken"},
+}
+RERANKERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+
+
+def matrix(encoded: Any) -> np.ndarray[Any, Any]:
+    return np.array([list(row) for row in encoded.rows], np.float32)
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoders")
+    for name, how in EMBEDDERS.items():
+        kind = "bert" if name.startswith("bert-") else name
+        make_tiny_encoder(folder / name, kind, **how)
+    for name in RERANKERS:
+        make_tiny_encoder(folder / f"rank-{name}", name, reranker=True)
+    make_tiny_encoder(folder / "matryoshka", is_matryoshka=True, matryoshka_dimensions=[8, 16, 32])
+    prompted = make_tiny_encoder(folder / "prompted")
+    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
+    (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    shouting = make_tiny_encoder(folder / "short")
+    (shouting / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": 1}')
+    make_tiny_encoder(folder / "logits", reranker=True, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})  # fmt: skip
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(models_dir: Path) -> AsyncIterator[ModelPoolManager]:
+    settings = MLXServerSettings(models_dir=models_dir, hf_cache=False, max_models=30)
+    async with open_pool(settings) as opened:
+        assert isinstance(opened, ModelPoolManager)
+        yield opened
+
+
+async def embed(
+    pool: ModelPoolManager, model: str, *inputs: str | tuple[int, ...], **asked: Any
+) -> Any:
+    async with pool.lease(model, "embedding") as lease:
+        return await lease.backend.embed(EmbeddingRequest(model, inputs, **asked))
+
+
+async def rank(pool: ModelPoolManager, model: str, *documents: str, **asked: Any) -> Any:
+    async with pool.lease(model, "reranker") as lease:
+        return await lease.backend.rank(RerankRequest(model, QUERY, documents, **asked))
+
+
+@pytest.mark.parametrize("name", EMBEDDERS)
+async def test_vectors_are_the_references(pool: ModelPoolManager, name: str):
+    expected = np.array(TINY["embed"][name])
+    found = matrix(await embed(pool, name, *SAID))
+    assert np.abs(found[:, :8] - expected).max() < 3e-5
+    if EMBEDDERS[name].get("normalize", True):
+        assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+async def test_scores_are_the_references(pool: ModelPoolManager, name: str):
+    expected = TINY["rank"][name]
+    scores = matrix(await rank(pool, f"rank-{name}", *SAID))[:, 0]
+    logits = matrix(await rank(pool, f"rank-{name}", *SAID, activate=False))[:, 0]
+    assert np.abs(scores - expected["scores"]).max() < 3e-5
+    assert np.abs(logits - expected["logits"]).max() < 1e-4
+
+
+async def test_a_reranker_may_be_without_an_activation(pool: ModelPoolManager):
+    plain = matrix(await rank(pool, "logits", *SAID))
+    assert np.abs(plain[:, 0] - TINY["rank"]["bert"]["logits"]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [*EMBEDDERS, "rank-bert", "rank-modernbert"])
+async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolManager, name: str):
+    texts = [" ".join(SAID)[: 3 + 7 * n] for n in range(16)]
+    ask = rank if name.startswith("rank") else embed
+    together = matrix(await ask(pool, name, *texts))
+    alone = np.concatenate([matrix(await ask(pool, name, text)) for text in texts])
+    at_once = await asyncio.gather(*(ask(pool, name, text) for text in texts))
+    assert np.abs(together - alone).max() < 2e-5
+    assert np.abs(np.concatenate([matrix(one) for one in at_once]) - alone).max() < 2e-5
+
+
+async def test_minilm_gives_its_published_references_vectors():
+    folder = minilm_folder()
+    packed = json.loads((REFERENCES / "minilm.json").read_text())
+    expected = np.stack([np.frombuffer(base64.b64decode(row), "<f2") for row in packed])
+    settings = MLXServerSettings(model=str(folder), hf_cache=False)
+    async with open_pool(settings) as pool:
+        found = await embed(pool, str(folder), *TEXTS, truncate=-1)
+        few = matrix(await embed(pool, str(folder), *TEXTS[::-3], truncate=-1))
+    # The references are kept in 16 bits.
+    assert np.abs(matrix(found) - expected).max() < 2e-4
+    assert np.abs(few - expected[::-3]).max() < 2e-4
+    assert max(map(len, found.rows)) == 384
+
+
+async def test_token_ids_are_read_as_they_are(pool: ModelPoolManager):
+    given = (CLS, *b"hello", SEP)
+    async with pool.lease("bert-mean") as lease:
+        ids = lease.backend.tokenize(Text("hello")).ids
+        assert lease.backend.detokenize(ids) == "[CLS]hello[SEP]"
+    by_text, by_ids = matrix(await embed(pool, "bert-mean", "hello", tuple(ids)))
+    assert np.array_equal(by_text, by_ids)
+    assert len(ids) == len(given)
+    with pytest.raises(
+        InvalidParameter, match=r"`input\[1\]`: token ids must be between 0 and 259"
+    ):
+        await embed(pool, "bert-mean", "x", (5, 260))
+
+
+async def test_tokens_are_counted_with_the_special_ones(pool: ModelPoolManager):
+    assert (await embed(pool, "bert-mean", "abc", (1, 2))).tokens == 5 + 2
+    assert (await embed(pool, "qwen3", "abc")).tokens == 4
+    assert (await rank(pool, "rank-bert", "abc", "d")).tokens == 2 * (3 + len(QUERY)) + 3 + 1
+    assert (await rank(pool, "rank-roberta", "abc")).tokens == 4 + len(QUERY) + 3
+
+
+async def test_what_is_too_long_is_refused_or_cut_as_asked(pool: ModelPoolManager):
+    with pytest.raises(ContextLengthExceeded, match=r"Input 1: 202 tokens, and this model takes 128") as error:  # fmt: skip
+        await embed(pool, "bert-mean", "x", "y" * 200)
+    assert error.value.param == "input[1]"
+    cut = await embed(pool, "bert-mean", "y" * 200, truncate=-1)
+    assert cut.tokens == 128
+    assert np.array_equal(matrix(cut), matrix(await embed(pool, "bert-mean", "y" * 126)))
+    shorter = await embed(pool, "bert-mean", "abcdefgh", truncate=5)
+    assert np.array_equal(matrix(shorter), matrix(await embed(pool, "bert-mean", "abc")))
+    ids = await embed(pool, "bert-mean", tuple(b"abcdefgh"), truncate=3)
+    assert ids.tokens == 3
+    for most in (0, 2, 129):
+        with pytest.raises(InvalidParameter, match="-1 or between 3 and 128"):
+            await embed(pool, "bert-mean", "x", truncate=most)
+    with pytest.raises(ContextLengthExceeded, match=r"query and document 1: \d+ tokens"):
+        await rank(pool, "rank-bert", "x", "y" * 200)
+    assert (await rank(pool, "rank-bert", "y" * 200, truncate=40)).tokens == 40
+
+
+async def test_settings_of_sentence_transformers_are_honoured(pool: ModelPoolManager):
+    upper, lower = matrix(await embed(pool, "short", "HELLO", "hello"))
+    assert np.array_equal(upper, lower)
+    with pytest.raises(ContextLengthExceeded, match="this model takes 8"):
+        await embed(pool, "short", "hello world")
+    sizes = {model.id: model.context_length for model in await pool.models()}
+    assert (sizes["short"], sizes["roberta"], sizes["bert-mean"]) == (8, 128, 128)
+
+
+async def test_a_models_own_prompts_are_put_before_texts_by_name(pool: ModelPoolManager):
+    plain, by_hand = matrix(await embed(pool, "prompted", "fox", "query: fox"))
+    named = matrix(await embed(pool, "prompted", "fox", prompt="query"))
+    assert np.array_equal(named[0], by_hand)
+    assert not np.array_equal(named[0], plain)
+    with pytest.raises(InvalidParameter, match="no prompt 'passage'; it has: query"):
+        await embed(pool, "prompted", "fox", prompt="passage")
+
+
+async def test_vectors_are_shortened_only_where_the_model_was_made_for_it(pool: ModelPoolManager):
+    whole = matrix(await embed(pool, "matryoshka", *SAID))
+    short = matrix(await embed(pool, "matryoshka", *SAID, dimensions=8))
+    cut = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    assert np.abs(short - cut).max() < 1e-6
+    with pytest.raises(InvalidParameter, match="should be 8, 16, 32 with this model, not 9"):
+        await embed(pool, "matryoshka", "x", dimensions=9)
+    with pytest.raises(UnsupportedParameter, match="32 numbers and can't be cut"):
+        await embed(pool, "bert-mean", "x", dimensions=8)
+    assert matrix(await embed(pool, "bert-mean", "x", dimensions=32)).shape == (1, 32)
+
+
+async def test_a_model_is_refused_what_its_kind_can_not_do(pool: ModelPoolManager):
+    kinds = {model.id: model.kind for model in await pool.models()}
+    assert kinds["mlx-manager/demo"] == "text"
+    assert kinds["bert-mean"] == kinds["qwen3"] == "embedding"
+    assert kinds["rank-bert"] == "reranker"
+    for model, kind in (
+        ("mlx-manager/demo", "embedding"),
+        ("bert-cls", "text"),
+        ("bert-cls", "reranker"),
+        ("rank-bert", "embedding"),
+    ):
+        with pytest.raises(WrongModelKind, match=f"{model} is an? .*; this takes an? "):
+            async with pool.lease(model, kind):  # type: ignore[call-overload]
+                pass
+
+
+async def test_a_model_is_not_loaded_only_to_be_refused(models_dir: Path):
+    settings = MLXServerSettings(models_dir=models_dir, hf_cache=False)
+    async with open_pool(settings) as pool:
+        with pytest.raises(WrongModelKind):
+            async with pool.lease("bert-mean", "text"):
+                pass
+        states = {model.id: model.state for model in await pool.models()}
+        assert states["bert-mean"] == "loadable"
+
+
+async def test_work_is_in_the_ledger_and_gone_when_it_is_done(pool: ModelPoolManager):
+    before = set(pool.ledger.figures())
+    await embed(pool, "bert-mean", *SAID)
+    assert "weights:bert-mean" in pool.ledger.figures()
+    assert set(pool.ledger.figures()) - before <= {"weights:bert-mean"}
+
+
+async def test_a_caller_who_goes_takes_the_work_along(pool: ModelPoolManager):
+    async with pool.lease("bert-mean", "embedding") as lease:
+        texts = tuple("x" * (n % 100) for n in range(2000))
+        asking = asyncio.create_task(lease.backend.embed(EmbeddingRequest("bert-mean", texts)))
+        while not lease.backend.stats().rows_waiting:  # noqa: ASYNC110 the engine tells nobody
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await embed(pool, "bert-mean", "after")
+        assert lease.backend.stats().rows_waiting == 0
+
+
+async def test_chats_and_embeddings_share_the_thread(pool: ModelPoolManager):
+    async def chat() -> int:
+        async with pool.lease("mlx-manager/demo", "text") as lease:
+            asked = GenerationRequest("mlx-manager/demo", Text("Hello"), max_tokens=40)
+            return len([events async for events in lease.backend.generate(asked)])
+
+    texts = tuple("y" * (20 + n % 60) for n in range(400))
+    chatting = asyncio.create_task(chat())
+    found = await embed(pool, "bert-mean", *texts)
+    assert len(found.rows) == 400
+    assert await chatting > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act 'relu'; only 'gelu'"),
+        ({"model_type": "mpnet"}, "'mpnet' model. Embedding models and rerankers of the"),
+        ({"id2label": {"0": "A", "1": "B"}, "architectures": ["BertForSequenceClassification"]}, "classifier of 2 labels"),
+        ({"hidden_size": 64}, "has the shape"),
+    ],
+)  # fmt: skip
+async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, Any], message: str):
+    make_tiny_encoder(tmp_path / "odd")
+    config = tmp_path / "odd" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises((ModelNotSupported, ModelLoadFailed), match=message):
+            await pool.get_model("odd")
+
+
+async def test_a_module_that_nobody_knows_is_refused(tmp_path: Path):
+    folder = make_tiny_encoder(tmp_path / "odd")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.append({"idx": 9, "name": "9", "path": "", "type": "custom.WordWeights"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises(ModelNotSupported, match="a module 'WordWeights'"):
+            await pool.get_model("odd")
