@@ -181,7 +181,8 @@ class AuditLog:
 def _row(record: CallRecord) -> tuple[object, ...]:
     usage, caller = record.usage, record.caller
     return (
-        record.began,
+        # A `since` is no finer.
+        round(record.began, 6),
         caller.request_id,
         caller.key,
         record.model[:LONGEST_MODEL],
