@@ -16,6 +16,9 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 INSTALL_MLX = (
     "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
 )
+KERNELS_FAILED = "Slower than it could be; the GPU's own kernels failed their check:"
+LITTLE_ROOM = 5e9
+FEW_FILES = 4096
 # Read by `utils/blas.py`, before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 
@@ -36,6 +39,8 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
         Finding("mlx-manager", f"{__version__}, in {sys.prefix}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
         *mlx_findings(),
+        *disk_findings(settings),
+        open_files_finding(),
         *setting_findings(settings),
         port_finding(settings.host, settings.port),
     ]
@@ -48,6 +53,7 @@ def mlx_findings() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
+    from mlx_manager.mlx_server.engine.kv.kernels.report import kernel_report
     from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, blas_report
 
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
@@ -58,6 +64,30 @@ def mlx_findings() -> Iterator[Finding]:
     blas = blas_report()
     slow = blas.name.startswith("reference")
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
+    kernels = kernel_report()
+    advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
+    yield Finding("kernels", kernels.name, advice=advice)
+
+
+def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
+    """Room where models are kept."""
+    from mlx_manager.mlx_server.models.hub import cache_folder, free_bytes
+
+    for folder in filter(None, (cache_folder(), settings.models_dir)):
+        free = free_bytes(folder.expanduser())
+        advice = "" if free >= LITTLE_ROOM else "Few models fit. Make room, or move it with HF_HOME"
+        yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
+
+
+def open_files_finding() -> Finding:
+    """Each connection is an open file; `serve` raises its limit as far as it may."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit == resource.RLIM_INFINITY:
+        return Finding("open files", "no limit")
+    advice = "" if limit >= FEW_FILES else "More connections than that are turned away: ulimit -n"
+    return Finding("open files", f"{limit:,}", advice=advice)
 
 
 def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
@@ -82,9 +112,24 @@ def port_finding(host: str, port: int) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if found := our_server(host, port):
+                advice = "`mlx-manager ps` shows what it does; a second one takes another --port"
+                return Finding("port", f"{host}:{port}: {found} runs here", False, advice)
             advice = "Choose another with --host and --port, or end the program that has it"
             return Finding("port", f"{host}:{port}: {error.strerror}", False, advice)
     return Finding("port", f"{host}:{port} is free")
+
+
+def our_server(host: str, port: int) -> str:
+    """The server of ours that listens there; "" if it is somebody else's program."""
+    import httpx
+
+    place = f"[{host}]" if ":" in host else host
+    try:
+        health = httpx.get(f"http://{place}:{port}/health", timeout=2)
+        return f"MLX Manager {health.json()['version']}"
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def installed(package: str) -> str:

@@ -65,7 +65,8 @@ def test_a_wrong_variable_is_named_too() -> None:
 def test_help_imports_neither_mlx_nor_the_server() -> None:
     program = (
         "import sys; from mlx_manager.cli import app; app(['serve', '--help'], standalone_mode=False);"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'pydantic_settings'};"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'pydantic_settings', 'rich', 'httpx', 'asyncio',"
+        " 'aiohttp', 'huggingface_hub', 'prompt_toolkit'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     finished = subprocess.run(
@@ -78,7 +79,16 @@ def test_doctor_is_content_with_this_machine() -> None:
     result = run.invoke(app, ["doctor", "--port", "0", "--json"])
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.exit_code == 0
-    assert {"python", "mlx", "device", "memory", "blas", "port"} <= findings.keys()
+    assert {
+        "python",
+        "mlx",
+        "device",
+        "memory",
+        "blas",
+        "kernels",
+        "disk",
+        "port",
+    } <= findings.keys()
 
 
 def test_doctor_says_which_port_is_taken() -> None:

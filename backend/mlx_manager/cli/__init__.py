@@ -20,6 +20,7 @@ from mlx_manager.cli.pull import pull
 from mlx_manager.cli.rm import rm
 from mlx_manager.cli.serve import serve
 from mlx_manager.cli.service import service
+from mlx_manager.cli.terminal import MEANINGS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +41,10 @@ Version = Annotated[
 ]
 
 
-@app.callback()
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text in MEANINGS.items())
+
+
+@app.callback(epilog=EPILOG)
 def mlx_manager(version: Version = False) -> None:
     """An inference server on MLX for any OpenAI or Anthropic client.
 
@@ -48,7 +52,7 @@ def mlx_manager(version: Version = False) -> None:
     """
 
 
-app.command()(serve)
+app.command(short_help="Serve models over the OpenAI and Anthropic APIs.")(serve)
 app.command()(chat)
 app.command()(pull)
 app.command("list")(list_models)

@@ -18,20 +18,26 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", metavar="ID", help="Default: the server's first")
 ]
 Concurrency = Annotated[
-    int, typer.Option("--concurrency", "-c", min=1, help="Most requests under way at once")
+    int,
+    typer.Option("--concurrency", "-c", metavar="N", min=1, help="Most requests under way at once"),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Requests a second, at random as people's come [no pause]"),
+    typer.Option(
+        metavar="N", min=0.001, help="Requests a second, at random as people's come [no pause]"
+    ),
 ]
 Requests = Annotated[
-    int | None, typer.Option("--requests", "-n", min=1, help="How many [8 x concurrency]")
+    int | None,
+    typer.Option("--requests", "-n", metavar="N", min=1, help="How many [8 x concurrency]"),
 ]
 Duration = Annotated[
-    float | None, typer.Option(min=1, help="Seconds after which no request begins")
+    float | None, typer.Option(metavar="N", min=1, help="Seconds after which no request begins")
 ]
-PromptTokens = Annotated[int, typer.Option(min=1, help="Of each request, template included")]
-OutputTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer")]
+PromptTokens = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Of each request, template included")
+]
+OutputTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of an answer")]
 IgnoreEos = Annotated[
     bool,
     typer.Option(
@@ -42,10 +48,12 @@ IgnoreEos = Annotated[
 ]
 Warmup = Annotated[
     int | None,
-    typer.Option(min=0, help="Short requests before, not counted [concurrency, 16 at most]"),
+    typer.Option(
+        metavar="N", min=0, help="Short requests before, not counted [concurrency, 16 at most]"
+    ),
 ]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds for one answer")]
-Seed = Annotated[int, typer.Option(help="Of the prompts' words and the arrivals")]
+Timeout = Annotated[float, typer.Option(metavar="N", min=1, help="Seconds for one answer")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Of the prompts' words and the arrivals")]
 Extra = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="More fields of every request; null removes one of ours"),
@@ -72,10 +80,11 @@ def bench(
     extra: Extra = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a server under load: time to first token, pace, throughput, errors.
+    """Measure a server under load.
 
-    Sends streaming chat completions with random words to any server with OpenAI's API. Tokens are
-    counted by the server's usage. The exit code is 1 when a request failed.
+    Sends streaming chat completions with random words to any server with OpenAI's API, and says
+    how long first tokens took, how fast the others came, and what failed. Tokens are counted by
+    the server's usage. The exit code is 1 when a request failed.
 
     \b
     Examples:

@@ -28,10 +28,14 @@ Once = Annotated[
     str | None,
     typer.Option("--once", metavar="QUESTION", help="Print the answer to one question and end"),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer")]
-Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0 is the likeliest answer")]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Share of likely tokens to draw of")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer")]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="N", min=0, max=2, help="0 is the likeliest answer")
+]
+TopP = Annotated[
+    float | None, typer.Option(metavar="N", min=0, max=1, help="Share of likely tokens to draw of")
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same answer")]
 Markdown = Annotated[
     bool,
     typer.Option(

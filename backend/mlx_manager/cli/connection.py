@@ -32,7 +32,7 @@ ApiKey = Annotated[
         envvar="MLX_MANAGER_API_KEY",
         show_envvar=False,
         metavar="KEY",
-        help="Key that the server asks for; others see it here, not in MLX_MANAGER_API_KEY",
+        help="Key that the server asks for; better in MLX_MANAGER_API_KEY",
     ),
 ]
 AdminToken = Annotated[

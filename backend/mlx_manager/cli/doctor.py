@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
 ) -> None:
-    """Check this machine: Python, MLX, device, memory, BLAS, models, port.
+    """Say what is in the way of serving here, or slows it.
+
+    Looks at MLX, the device, memory, BLAS, the GPU's kernels, the disk, settings and the port.
 
     The exit code is 0 when `serve` can start, 1 when something is in its way.
+
+    \b
+    Example:
+      mlx-manager doctor --port 9000
     """
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
     from mlx_manager.doctor import examine
@@ -37,7 +43,11 @@ def doctor(
 def print_findings(findings: list[Finding]) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        typer.secho(f"{finding.name:>{width}}  ", nl=False, bold=True)
+        mark, colour = ("\u2713", "green") if finding.ok else ("\u2717", "red")
+        if finding.ok and finding.advice:
+            mark, colour = "!", "yellow"
+        typer.secho(f"{mark} ", nl=False, fg=colour)
+        typer.secho(f"{finding.name:<{width}}  ", nl=False, bold=True)
         typer.secho(finding.value, fg=None if finding.ok else "red")
         if finding.advice:
-            typer.secho(f"{'':{width}}  {finding.advice}", fg="yellow")
+            typer.secho(f"  {'':{width}}  {finding.advice}", fg="yellow")

@@ -25,7 +25,9 @@ def load(
     admin_token: AdminToken = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running server load a model, so that its first request need not wait.
+    """Have a running server load a model.
+
+    Its first request need not wait then.
 
     \b
     Example:
@@ -71,7 +73,9 @@ def cancel(
     admin_token: AdminToken = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a request of a running server; its client gets an error that says so.
+    """End a request of a running server.
+
+    Its client gets an error that says so.
 
     \b
     Example:

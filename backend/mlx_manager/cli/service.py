@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 service = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run the server as a service: systemd's on Linux, launchd's on macOS.",
+    help="Run the server as a service of the system.",
 )
 
 System = Annotated[

@@ -18,7 +18,7 @@ WIDE = 250
 
 
 class ExitCode(IntEnum):
-    """What the program ends with; docs/cli.md and `mlx-manager --help` say the same."""
+    """What the program ends with when it did not do what was asked."""
 
     FAILED = 1
     USAGE = 2
@@ -26,6 +26,17 @@ class ExitCode(IntEnum):
     NOT_FOUND = 4
     REFUSED = 5
     INTERRUPTED = 130
+
+
+MEANINGS = {
+    0: "done",
+    ExitCode.FAILED: "failed; the message says why",
+    ExitCode.USAGE: "an option, argument or setting is wrong",
+    ExitCode.NO_SERVER: "no server answers",
+    ExitCode.NOT_FOUND: "no such model, request or service",
+    ExitCode.REFUSED: "not allowed: a key, a licence, or a model in use",
+    ExitCode.INTERRUPTED: "interrupted with Ctrl-C",
+}
 
 
 def complain(message: str) -> None:

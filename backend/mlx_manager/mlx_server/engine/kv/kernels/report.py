@@ -1,0 +1,34 @@
+"""What attention over pages is on this device, tried out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kv.kernels import build
+from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Unsupported
+
+PORTABLE = "portable: pages are gathered for MLX's own attention"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """`problem`: why a kernel that should work here does not; "" where none does, or is needed."""
+
+    name: str
+    problem: str = ""
+
+
+def kernel_report() -> KernelReport:
+    """Build the kernels for a usual shape and check them as a load does; takes seconds on a GPU."""
+    match build(AttentionShape(32, 8, 128, 16, mx.bfloat16)):
+        case Unsupported(reason):
+            return KernelReport(f"{PORTABLE} ({reason})")
+        case kernels:
+            wrong = self_check(kernels)
+    if wrong is not None:
+        return KernelReport(PORTABLE, wrong)
+    platform = "Metal" if mx.metal.is_available() else "CUDA"
+    return KernelReport(f"{platform}, checked against the reference")
