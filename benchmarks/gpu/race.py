@@ -45,6 +45,7 @@ LOADS: dict[str, list[int]] = {
     "128 x 128": [128] * 128,
     "32 x 4096": [4096] * 32,
     "8192 + 31 x 64": [8192] + [64] * 31,
+    "64 x 512": [512] * 64,
 }
 TOKENS = 128
 Answers = dict[str, list[dict[str, Any]]]
@@ -99,7 +100,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             answers = take_turns(workers, LOADS[title], options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm", "memory beyond, GB"]
+    columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm"]
+    columns += ["prompts tok/s", "÷ vLLM", "memory beyond, GB"]
     print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
 
 
@@ -129,7 +131,20 @@ def describe(title: str, answers: Answers) -> list[str]:
     ]
     rate = f"{statistics.median(ours):,.0f}"
     forward = answers["ours"][0]["forward"]
-    return [title, rate, forward, against("vllm"), against("mlx-lm"), ", ".join(peaks)]
+    prefill = statistics.median(each["prefill"] for each in answers["ours"])
+    row = [title, rate, forward, against("vllm"), against("mlx-lm"), f"{prefill:,.0f}"]
+    if "vllm" in answers:
+        row.append(
+            str(
+                ratio(
+                    [each["prefill"] for each in answers["ours"]],
+                    [each["prefill"] for each in answers["vllm"]],
+                )
+            )
+        )
+    else:
+        row.append("not run")
+    return [*row, ", ".join(peaks)]
 
 
 # --- Over HTTP ----------------------------------------------------------------------------------

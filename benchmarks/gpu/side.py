@@ -3,9 +3,9 @@
     python benchmarks/gpu/side.py ours|mlx-lm|vllm FOLDER
 
 Reads a line of JSON for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`,
-and answers with a line: tokens per second while all rows decode, peak memory beyond what was in use
-before (null where the side does not tell). `"whole": true` also wants the rate from submission to
-the last token.
+and answers with a line: tokens per second while all rows decode, prompt tokens per second of a run
+of few tokens that nobody has seen before, and the memory that was in use at the worst moment beyond
+what was before (null where the side does not tell).
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
     return [tuple(dice.randrange(FIRST_WORD, 120_000) for _ in range(n)) for n in lengths]
 
 
+def prompt_rate(prompts: Sequence[tuple[int, ...]], traces: Sequence[Any]) -> float:
+    spent = max(t.last for t in traces) - min(t.started for t in traces)
+    return sum(map(len, prompts)) / spent
+
+
 class Ours:
     def __init__(self, folder: Path) -> None:
         from engines import OurEngine
@@ -48,17 +53,17 @@ class Ours:
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
         import mlx.core as mx
 
-        from engines import decode_rate, whole_rate
+        from engines import decode_rate
         from workload import Row
 
         used = mx.get_active_memory()
         mx.reset_peak_memory()
         # The prompts' pages are kept, so that afterwards all rows begin to decode together.
-        whole = self._engine.generate([Row(prompt, LEAD) for prompt in prompts])
+        first = self._engine.generate([Row(prompt, LEAD) for prompt in prompts])
         traces = self._engine.generate([Row(prompt, tokens + LEAD) for prompt in prompts])
         return {
             "rate": decode_rate(traces),
-            "whole": whole_rate(whole),
+            "prefill": prompt_rate(prompts, first),
             "peak": mx.get_peak_memory() - used,
             "forward": self._engine.backend.stats().forward,
         }
@@ -73,7 +78,7 @@ class MlxLm:
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
         import mlx.core as mx
 
-        from engines import decode_rate, whole_rate
+        from engines import decode_rate
         from workload import Row
 
         rows = [Row(prompt, tokens + LEAD) for prompt in prompts]
@@ -83,7 +88,7 @@ class MlxLm:
         traces = [self._engine.stream(rows[0])] if alone else self._engine.batch(rows)
         answer = {
             "rate": decode_rate(traces),
-            "whole": whole_rate(traces),
+            "prefill": None,
             "peak": mx.get_peak_memory() - used,
             "forward": "stream_generate" if alone else "BatchGenerator",
         }
@@ -102,11 +107,14 @@ class Vllm:
         )
 
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
-        whole = self._seconds(prompts, tokens + LEAD)
-        short, long = self._seconds(prompts, LEAD), self._seconds(prompts, tokens + LEAD)
-        rate = tokens * len(prompts) / (long - short)
-        total = (tokens + LEAD) * len(prompts)
-        return {"rate": rate, "whole": total / whole, "peak": None, "forward": "vLLM"}
+        cold = self._seconds(prompts, LEAD)
+        long, short = self._seconds(prompts, tokens + LEAD), self._seconds(prompts, LEAD)
+        return {
+            "rate": tokens * len(prompts) / (long - short),
+            "prefill": sum(map(len, prompts)) / cold,
+            "peak": None,
+            "forward": "vLLM",
+        }
 
     def _seconds(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> float:
         from vllm import SamplingParams

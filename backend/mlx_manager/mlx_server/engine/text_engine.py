@@ -51,8 +51,10 @@ log = logging.getLogger(__name__)
 # An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
 CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
-# Pages are added by at least this many, and by at least half of what there is.
+# Pages are added by at least this many, and by at least half of what there is. Where steps are
+# compiled, each new size of the pool costs a compilation.
 LEAST_GROWTH = 64
+LEAST_GROWTH_AHEAD = 1024
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
@@ -531,7 +533,8 @@ class TextEngine:
 
         Only urgent growth may cost others something; the rest takes what is there.
         """
-        for pages in (max(lacking, LEAST_GROWTH, self._pool.size // 2), lacking):
+        least = LEAST_GROWTH_AHEAD if self._forward.horizon else LEAST_GROWTH
+        for pages in (max(lacking, least, self._pool.size // 2), lacking):
             nbytes = pages * self.page_bytes
             if (urgent or self._spare(nbytes)) and self._reserve(nbytes):
                 self._resize(self._pool.size + pages)
