@@ -103,6 +103,22 @@ class Step:
     read: bool = False
 
 
+@dataclass(slots=True)
+class Undrawn:
+    """A step whose logits are under way: what its tokens are to be drawn from."""
+
+    rows: list[Sequence]
+    logits: mx.array
+    running: int
+    prompt_tokens: int
+    scores: Scores
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the tokens of the step before must be read before these are drawn."""
+        return any(row.needs_host for row in self.rows)
+
+
 Read = tuple[Sequence, int, TokenLogprob | None]
 """A row, the token that has been drawn for it, and how likely that was, if it wants to know."""
 
@@ -177,6 +193,7 @@ class TextEngine:
         )
         self._pace = Pace(chunk_of(self._limits), self._limits.page_size)
         self._under_way: Step | None = None
+        self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
         # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
         self._unsettled: deque[Read] = deque()
@@ -261,7 +278,7 @@ class TextEngine:
         return self._steps
 
     def has_work(self) -> bool:
-        left = self._unsettled or self._unrouted
+        left = self._unsettled or self._unrouted or self._undrawn
         return bool(left or self._under_way or self._scheduler.has_work)
 
     def step(self) -> None:
@@ -271,9 +288,16 @@ class TextEngine:
         self._settle()
         self._route()
         last = self._under_way
-        if last is not None and not last.read and not self._may_look_ahead():
+        if self._undrawn is None:
+            if last is not None and not last.read and not self._may_look_ahead():
+                self._read(last)
+            self._undrawn = self._launch(last)
+        if last is not None and not last.read and self._undrawn and self._undrawn.needs_host:
+            # Masks and penalties are found while the device computes the logits they apply to.
+            mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
             self._read(last)
-        self._under_way = self._launch(last)
+        self._under_way = self._draw(self._undrawn)
+        self._undrawn = None
         if last is not None and not last.read:
             self._read(last)
         self._route()
@@ -285,13 +309,9 @@ class TextEngine:
                 clear_cache()
 
     def _may_look_ahead(self) -> bool:
-        return (
-            self._looks_ahead
-            and not self._scheduler.tight
-            and not any(row.needs_host for row in self._scheduler.running)
-        )
+        return self._looks_ahead and not self._scheduler.tight
 
-    def _launch(self, last: Step | None) -> Step | None:
+    def _launch(self, last: Step | None) -> Undrawn | None:
         running = self._scheduler.running
         full = [row for row in running if row.drawn >= row.limit]
         for row in full:
@@ -311,7 +331,14 @@ class TextEngine:
         for number, start in places.chunks.items():
             row, chunk = schedule.prefills[number].sequence, chunks[number]
             scores.add_prompt(row, logits[start:], chunk)
-        logits = places.drawn(logits)
+        self._count(schedule)
+        prompt_tokens = sum(p.tokens for p in schedule.prefills)
+        return Undrawn(rows, places.drawn(logits), len(schedule.rows), prompt_tokens, scores)
+
+    def _draw(self, undrawn: Undrawn | None) -> Step | None:
+        if undrawn is None:
+            return None
+        rows, logits, scores = undrawn.rows, undrawn.logits, undrawn.scores
         # With nothing to draw, something must still be waited for.
         tokens = (
             sample(logits, [r.sampler for r in rows], [r.pending for r in rows])
@@ -322,9 +349,7 @@ class TextEngine:
         mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
         for row in rows:
             row.pending += 1
-        self._count(schedule)
-        prompt_tokens = sum(p.tokens for p in schedule.prefills)
-        return Step(rows, tokens, len(schedule.rows), prompt_tokens, scores)
+        return Step(rows, tokens, undrawn.running, undrawn.prompt_tokens, scores)
 
     def _decode(
         self, schedule: Schedule, last: Step | None

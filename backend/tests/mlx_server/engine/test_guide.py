@@ -28,7 +28,7 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.errors import GenerationFailed
-from mlx_manager.mlx_server.formats import OutputFormat
+from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 
 DEMO = Path(mlx_manager.demo_model.__file__).parent
 END = frozenset({2553, 2556, 2557})
@@ -45,9 +45,11 @@ TEXTUAL = OutputFormat(
 OPENER = "<|start_header_id|>"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig() -> AsyncIterator[Rig]:
-    async with Rig(DEMO) as rig:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[False, True], ids=["", "ahead"]
+)
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with Rig(DEMO, looks_ahead=request.param) as rig:
         yield rig
 
 
@@ -140,6 +142,24 @@ async def test_what_does_not_follow_the_grammar_fails_that_row_alone(rig: Rig):
     assert guide is not None
     guide.observe(70, "content", 1, "no")
     assert isinstance(guide.failure, GenerationFailed)
+
+
+async def test_rows_whose_tokens_depend_on_the_host_draw_what_they_draw_alone(rig: Rig):
+    asked = [
+        {"constraint": Regex("[a-z ]{5,30}")},
+        {"thinking_budget": 9},
+        {"constraint": Regex("(yes|no)!")},
+        {},
+    ]
+    outputs = [PLAIN, TEXTUAL, PLAIN, PLAIN]
+    pairs = list(zip(outputs, asked, strict=True)) * 2
+    alone = [await answer(rig, o, 25, seed, **a) for seed, (o, a) in enumerate(pairs)]
+    together = await asyncio.gather(
+        *[answer(rig, o, 25, seed, **a) for seed, (o, a) in enumerate(pairs)]
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert (said(one), thought(one)) == (said(other), thought(other))
+        assert finished(one).reason == finished(other).reason
 
 
 async def test_forced_and_free_rows_share_a_batch(rig: Rig):
