@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from mlx_manager import configuration
 from mlx_manager.mlx_server.config import MLXServerSettings
 
 BACKEND = Path(__file__).parent.parent
@@ -131,6 +132,13 @@ def test_the_readme_lists_every_setting_as_it_is() -> None:
     found = re.search(r"<!-- settings: .*? -->\n(.*?)\n<!-- end of settings -->", readme, re.DOTALL)
     assert found is not None
     assert found[1] == settings_table(), f"the table should be:\n{settings_table()}"
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    written = (BACKEND.parent / "docs" / "configuration.md").read_text()
+    assert written == configuration.page(), (
+        "run: python -m mlx_manager.configuration > docs/configuration.md"
+    )
 
 
 def test_every_dependency_is_pinned_to_what_the_tests_ran_on() -> None:

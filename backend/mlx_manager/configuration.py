@@ -1,0 +1,148 @@
+"""`docs/configuration.md`: every setting, from the types that validate them.
+
+Run with `python -m mlx_manager.configuration > docs/configuration.md`; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+INTRODUCTION = """# Configuration
+
+Generated from the settings (`python -m mlx_manager.configuration`); a test fails when this page and
+they differ.
+
+- Each setting is an environment variable and an option of `mlx-manager serve`. The option wins.
+- A value out of its range ends the program before it listens, with a line that names the setting.
+- Lists are separated by commas: `MLX_SERVER_CORS_ORIGINS=https://a.example,https://b.example`.
+- A switch is `true` or `false` as a variable, `--prefix-cache` or `--no-prefix-cache` as an option.
+- Sizes in MB and GB count in powers of 1024.
+
+[operations.md](operations.md) says what to watch and what to turn.
+"""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Where it listens, and who may come in": (
+        *("host", "port", "api_key", "api_keys_file", "admin_token", "open_access"),
+        *("open_metrics", "allowed_hosts", "cors_origins", "key_requests_per_minute"),
+        *("key_tokens_per_minute", "key_max_concurrent", "key_max_queued"),
+    ),
+    "Models": (
+        *("model", "available_models", "model_aliases", "models_file", "models_dir", "hf_cache"),
+        *("allow_download", "trust_remote_code"),
+    ),
+    "Memory and speed": (
+        *("memory_limit_gb", "max_models", "model_ttl_seconds", "weights", "max_rows"),
+        *("max_waiting", "page_size", "prefill_chunk", "prefix_cache"),
+    ),
+    "Requests and answers": (
+        *("max_body_mb", "max_messages", "max_parts", "max_images", "strict_fields"),
+        *("reasoning_field", "response_store", "response_store_mb", "response_store_days"),
+    ),
+    "Time": (
+        *("keepalive_seconds", "timeout_seconds", "first_token_timeout_seconds"),
+        *("queue_timeout_seconds", "client_timeout_seconds", "drain_seconds", "watchdog_seconds"),
+    ),
+    "Logs, metrics and traces": (
+        *("log_level", "log_format", "log_prompts", "metrics_by_key", "audit_log", "audit_log_mb"),
+        *("audit_log_days", "logfire_enabled", "otlp_endpoint"),
+    ),
+}
+OTHERS = "Others"
+
+KINDS: Mapping[str, str] = {
+    "array": "a list",
+    "boolean": "`true`, `false`",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "path": "a path",
+    "password": "a secret",
+    "^https?://.+": "a URL",
+}
+"""What JSON Schema's types, formats and patterns are called."""
+
+BESIDES: Mapping[str, str] = {
+    "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
+    "HF_HOME": "Where Hugging Face's cache is",
+    "HF_TOKEN": "The token for gated models",
+    "HF_HUB_OFFLINE": "1: never ask Hugging Face's hub",
+    "OTEL_EXPORTER_OTLP_HEADERS": "Headers for the collector, `authorization=Bearer%20...` say",
+    "OTEL_TRACES_SAMPLER": "Which calls are traced: `parentbased_traceidratio` with the share in "
+    "`OTEL_TRACES_SAMPLER_ARG`, say; all, unless told otherwise",
+    "OTEL_RESOURCE_ATTRIBUTES": "More to say of this server in every span",
+    "LOGFIRE_TOKEN": "Whose LogFire to send to; without one nothing is sent",
+    "NO_COLOR": "Any value: no colours in the terminal",
+}
+"""Variables that are no settings."""
+
+
+def page() -> str:
+    sections = (section(title, names) for title, names in groups())
+    return "\n".join([INTRODUCTION, *sections, besides()])
+
+
+def groups() -> Iterator[tuple[str, list[str]]]:
+    """Titles with the names of settings; what is in no group comes last."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    rest = [name for name in MLXServerSettings.model_fields if name not in grouped]
+    for title, names in GROUPS.items():
+        yield title, list(names)
+    if rest:
+        yield OTHERS, rest
+
+
+def section(title: str, names: list[str]) -> str:
+    properties = MLXServerSettings.model_json_schema()["properties"]
+    rows = "\n".join(row(name, properties[name]) for name in names)
+    head = "| Variable | Option | Values | Default | Meaning |\n|---|---|---|---|---|"
+    return f"## {title}\n\n{head}\n{rows}\n"
+
+
+def row(name: str, schema: Mapping[str, Any]) -> str:
+    option = f"--{name.replace('_', '-')}"
+    shown = "" if schema["default"] in (None, []) else f"`{plain(schema['default'])}`"
+    return (
+        f"| `MLX_SERVER_{name.upper()}` | `{option}` | {values(schema)} | {shown} "
+        f"| {schema['description']} |"
+    )
+
+
+def besides() -> str:
+    rows = "\n".join(f"| `{name}` | {text} |" for name, text in BESIDES.items())
+    return f"## Variables that are no settings\n\n| Variable | Meaning |\n|---|---|\n{rows}\n"
+
+
+def plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def values(schema: Mapping[str, Any]) -> str:
+    """What a setting takes, in words, from its JSON Schema."""
+    # None, where it is a default, can't be asked for.
+    schema = schema["anyOf"][0] if "anyOf" in schema else schema
+    if "enum" in schema:
+        return ", ".join(f"`{option}`" for option in schema["enum"])
+    for keyword in ("format", "pattern"):
+        if schema.get(keyword) in KINDS:
+            return KINDS[schema[keyword]]
+    return KINDS[schema["type"]] + bounds(schema)
+
+
+def bounds(schema: Mapping[str, Any]) -> str:
+    match schema:
+        case {"minimum": low, "maximum": high}:
+            return f" from {low} to {high}"
+        case {"minimum": low}:
+            return f", {low} or more"
+        case {"exclusiveMinimum": low}:
+            return f" over {low}"
+        case _:
+            return ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from mlx_manager import configuration
+from mlx_manager.mlx_server.config import MLXServerSettings
+
+
+def test_every_setting_is_in_it_once() -> None:
+    page = configuration.page()
+    for name in MLXServerSettings.model_fields:
+        assert page.count(f"| `MLX_SERVER_{name.upper()}` |") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("PORT", "a whole number from 0 to 65535"),
+        ("MAX_ROWS", "a whole number, 1 or more"),
+        ("MEMORY_LIMIT_GB", "a number over 0"),
+        ("LOG_FORMAT", "`pretty`, `json`"),
+        ("PREFIX_CACHE", "`true`, `false`"),
+        ("MODELS_DIR", "a path"),
+        ("API_KEY", "a secret"),
+        ("OTLP_ENDPOINT", "a URL"),
+        ("CORS_ORIGINS", "a list"),
+        ("HOST", "text"),
+    ],
+)
+def test_what_a_setting_takes_is_said_in_words(name: str, values: str) -> None:
+    [row] = [line for line in configuration.page().splitlines() if f"MLX_SERVER_{name}`" in line]
+    assert row.split(" | ")[2] == values
