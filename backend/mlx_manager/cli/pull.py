@@ -74,8 +74,10 @@ def describe(found: Repository, missing: int, free: int) -> None:
 
 def check_architecture(found: Repository, anyway: bool) -> None:
     from mlx_manager.mlx_server.models.architectures import has_architecture
+    from mlx_manager.mlx_server.models.kinds import ENCODERS
 
-    if found.model_type and not has_architecture(found.model_type) and not anyway:
+    known = found.model_type in ENCODERS or has_architecture(found.model_type)
+    if found.model_type and not known and not anyway:
         fail(
             f"mlx-lm has no architecture {found.model_type!r}, so {found.id} can't be served. "
             "Download it all the same with --anyway.",

