@@ -95,6 +95,7 @@ KeyMaxConcurrent = Annotated[
     int | None, option("Requests of one key under way at once; more wait for their turn")
 ]
 KeyMaxQueued = Annotated[int | None, option("Requests of one key that may wait so", "64")]
+MaxHeadersKb = Annotated[float | None, option("Largest request headers accepted", "64")]
 MaxMessages = Annotated[int | None, option("Messages or items of one conversation", "4096")]
 MaxParts = Annotated[int | None, option("Content parts of all of them together", "16384")]
 MaxImages = Annotated[int | None, option("Images among these", "64")]
@@ -217,6 +218,7 @@ def serve(
     key_max_concurrent: KeyMaxConcurrent = None,
     key_max_queued: KeyMaxQueued = None,
     max_body_mb: MaxBodyMb = None,
+    max_headers_kb: MaxHeadersKb = None,
     max_messages: MaxMessages = None,
     max_parts: MaxParts = None,
     max_images: MaxImages = None,

@@ -252,6 +252,7 @@ class MLXServerSettings(BaseSettings):
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
     max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
+    max_headers_kb: float = Field(64, gt=0, description="Largest request headers accepted")
     max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
     max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
     max_images: int = Field(64, ge=0, description="Images among these")

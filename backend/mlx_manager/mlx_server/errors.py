@@ -7,6 +7,7 @@
     │   ├── ContextLengthExceeded     400 context_length_exceeded
     │   ├── WrongModelKind            400 wrong_model_kind         chat with an embedding model
     │   ├── RequestTooLarge           413 request_too_large
+    │   │   └── HeadersTooLarge       431 headers_too_large
     │   ├── RequestNotReceived        408 request_not_received     the client stopped sending it
     │   └── ModelInUse                409 model_in_use             it can't be unloaded now
     ├── AuthenticationFailed          401 invalid_api_key
@@ -81,6 +82,11 @@ class WrongModelKind(InvalidRequest):
 class RequestTooLarge(InvalidRequest):
     status = 413
     code = "request_too_large"
+
+
+class HeadersTooLarge(RequestTooLarge):
+    status = 431
+    code = "headers_too_large"
 
 
 class RequestNotReceived(InvalidRequest):

@@ -7,6 +7,7 @@ Retry-After instead of meeting a closed port; it closes when the last call has e
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.errors import HeadersTooLarge
+from mlx_manager.mlx_server.protocols.answer import error_body
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
@@ -35,15 +38,21 @@ request could meet a connection that is being closed."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that its client can't hold by doing nothing.
+    """A connection that its client can't hold by doing nothing, nor fill memory with headers.
 
     It is closed when a request's headers are not complete `client_timeout` seconds after it was
-    made, or after their first byte; and when the client has left 64 KiB lying for as long.
+    made, or after their first byte; and when the client has left 64 KiB lying for as long. More
+    than `max_head` bytes of headers are refused; neither httptools nor uvicorn has a limit.
     """
 
-    def __init__(self, *args: Any, client_timeout: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, client_timeout: float, max_head: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._client_timeout = client_timeout
+        self._max_head = max_head
+        # Bytes of the headers that are coming: as parsed, and as received of a line without end.
+        self._head_size = 0
+        self._unparsed = 0
+        self._in_head = False
         self._head: TimerHandle | None = None
         self._stall: TimerHandle | None = None
 
@@ -57,14 +66,38 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._unparsed += len(data)
+            if self._unparsed > self._max_head:
+                self._refuse_head()
         if self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_size = self._unparsed = 0
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._head is not None:
             self._head.cancel()
             self._head = None
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_size > self._max_head:
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -75,6 +108,29 @@ class Connection(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+
+    def _count_head(self, size: int) -> None:
+        self._head_size += size
+        if self._head_size > self._max_head:
+            # Ends the parsing: uvicorn then calls `send_400_response`.
+            raise HeadersTooLarge("")
+
+    def _refuse_head(self) -> None:
+        """Tell the client, unless it is reading another answer, and hang up."""
+        if self.cycle is None or self.cycle.response_complete:
+            error = HeadersTooLarge(
+                f"The headers are larger than this server accepts ({self._max_head} bytes; "
+                "MLX_SERVER_MAX_HEADERS_KB)."
+            )
+            body = json.dumps(error_body(error)).encode()
+            head = (
+                f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                "connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self._in_head = False
+        self.transport.close()
 
     def _expect_head(self) -> None:
         if self._head is None and not self.transport.is_closing():
@@ -132,7 +188,11 @@ class Listener(uvicorn.Server):
 
 
 def configuration(app: FastAPI, settings: MLXServerSettings) -> uvicorn.Config:
-    connection: Any = partial(Connection, client_timeout=settings.client_timeout_seconds)
+    connection: Any = partial(
+        Connection,
+        client_timeout=settings.client_timeout_seconds,
+        max_head=int(settings.max_headers_kb * 1024),
+    )
     return uvicorn.Config(
         app,
         host=settings.host,
