@@ -11,6 +11,7 @@ help:
 	@echo 'make clients install the OpenAI and Anthropic clients that the tests try (a gigabyte; else skipped)'
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
+	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
 	@echo 'make bench   run every benchmark (minutes); one of them: see benchmarks/README.md'
 	@echo 'make clean   remove .venv and every cache'
 
@@ -34,6 +35,10 @@ types: setup
 
 check: setup
 	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+audit: setup
+	cd backend && $(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlx_manager
+	$(BIN)/pip-audit --requirement constraints.txt --disable-pip --no-deps
 
 bench: setup
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done

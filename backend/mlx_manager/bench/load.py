@@ -46,7 +46,7 @@ async def measure(plan: Plan, tell: Callable[[Measured], None]) -> Measured:
     Raises:
         FirstRequestFailed: nothing was measured.
     """
-    random = Random(plan.seed)
+    random = Random(plan.seed)  # nosec B311  # draws a load
     async with make_session(plan) as session:
         plan, length = await calibrate(session, plan, random)
         words = length.words(plan.prompt_tokens)

@@ -50,7 +50,7 @@ class Plan:
         if self.rate is None:
             while True:
                 yield 0.0
-        random = Random(self.seed)
+        random = Random(self.seed)  # nosec B311  # draws a load
         while True:
             yield random.expovariate(self.rate)
 
@@ -159,4 +159,4 @@ USUAL = TextLength(0, 1.33)
 
 def random_text(random: Random, words: int) -> str:
     """No two alike from the first word on, so that no server has their prefix already."""
-    return " ".join(random.choices(WORDS, k=words))
+    return " ".join(random.choices(WORDS, k=words))  # nosec B311  # words of a prompt

@@ -25,9 +25,7 @@ from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account, Rate
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(
-    {"/health", "/healthz", "/livez", "/readyz", "/health/live", "/health/ready"}
-)
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """What supervisors and load balancers ask; says nothing but whether the server is well."""
 
 METRICS_PATH = "/metrics"

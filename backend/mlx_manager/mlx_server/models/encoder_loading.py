@@ -100,7 +100,7 @@ def loading_encoder(
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
         model = build(folder, kind, sentence, source.id)
         yield
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
             folder.path, trust_remote_code=limits.trust_remote_code
         )
         yield
