@@ -129,7 +129,7 @@ class MLXThread:
 
     def post(self, message: Callable[[], None]) -> None:
         """Run `message` between steps. What it raises is logged: nobody waits for it."""
-        self._inbox.put(Post(message))
+        self._put(Post(message))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between steps and return what it returns.
@@ -141,11 +141,14 @@ class MLXThread:
         if self._closing or not self.alive:
             raise ServerNotReady("The server is shutting down.")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._inbox.put(Question(function, answer))
-        if self._ended:
-            # It may have ended, and abandoned its messages, before this one was there.
-            self._abandon_inbox()
+        self._put(Question(function, answer))
         return await answer
+
+    def _put(self, message: Message) -> None:
+        self._inbox.put(message)
+        if self._ended:
+            # Whoever waits must know, and no message may keep what it speaks of in memory.
+            self._abandon_inbox()
 
     def attach(self, engine: Engine) -> None:
         """Step `engine` whenever it has work. On the MLX thread only."""
