@@ -26,6 +26,7 @@
     ├── Overloaded                    429 overloaded               the queue is full
     │   ├── RateLimited               429 rate_limit_exceeded      the key's, a minute
     │   └── OutOfMemory               503 out_of_memory            no room now; try again later
+    ├── StorageFailed                 507 storage_failed           the disk is full, say
     ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
     ├── RequestTimedOut               504 timeout
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
@@ -191,6 +192,11 @@ class OutOfMemory(Overloaded):
     status = 503
     code = "out_of_memory"
     type = "server_error"
+
+
+class StorageFailed(MLXManagerError):
+    status = 507
+    code = "storage_failed"
 
 
 class ServerNotReady(MLXManagerError):

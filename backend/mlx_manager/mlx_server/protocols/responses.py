@@ -594,6 +594,7 @@ class ResponseStream:
         self._open: _OpenItem | None = None
         self._finished: Finished | None = None
         self._completed: int | None = None
+        self._unkept = False
         self._message: _OpenItem | None = None
         self._text_middle = ""
         self._names = {
@@ -628,9 +629,15 @@ class ResponseStream:
         response = self.response() | {"status": "failed", "error": _error(error)}
         return self._emit("response.failed", response=response).encode("ascii")
 
+    def unkept(self) -> None:
+        """The response could not be kept, whatever was asked."""
+        self._unkept = True
+
     def response(self) -> JsonItem:
         """The response so far, finished items only."""
         shell = _shell(self.head) | {"output": list(self._items)}
+        if self._unkept:
+            shell["store"] = False
         if self._finished is None:
             return shell
         cut = self._finished.reason == "length"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from mlx_manager.mlx_server.config import AuditLimits
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.errors import StorageFailed
 from mlx_manager.mlx_server.observability.records import CallRecord
 from mlx_manager.mlx_server.services.database import Database
 
@@ -105,13 +104,10 @@ class AuditLog:
         """The last `limit` calls that came at `since` or later, of one key or all, newest first.
 
         Raises:
-            MLXManagerError: the file can't be read.
+            StorageFailed: the file can't be read.
         """
         await asyncio.to_thread(self._catch_up)
-        try:
-            return await self._database.call(self._entries, since, key, limit)
-        except sqlite3.Error as error:
-            raise MLXManagerError(f"The audit log can't be read: {error}.") from error
+        return await self._database.call(self._entries, since, key, limit)
 
     def close(self) -> None:
         """Write what has come so far."""
@@ -144,7 +140,7 @@ class AuditLog:
             return
         try:
             self._database.run(self._insert, records)
-        except sqlite3.Error as error:
+        except StorageFailed as error:
             self._lost(len(records))
             if not self._failed:
                 log.warning("calls can't be written to the audit log, and are lost: %s", error)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.errors import MLXManagerError, StorageFailed
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ class Database:
     """
 
     def __init__(self, path: Path | None, setting: str, schema: Sequence[str]) -> None:
+        self._setting = setting
         self._lock = threading.Lock()
         try:
             self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False)
@@ -40,10 +41,13 @@ class Database:
         """What `job(*args)` returns; it may `execute`.
 
         Raises:
-            sqlite3.Error: what was done has been undone.
+            StorageFailed: the disk is full, say; what was done has been undone.
         """
-        with self._lock, self._connection:
-            return job(*args)
+        try:
+            with self._lock, self._connection:
+                return job(*args)
+        except sqlite3.Error as error:
+            raise StorageFailed(f"{self._setting}: the file can't be used: {error}.") from error
 
     async def call(self, job: Callable[..., T], *args: object) -> T:
         """`run` on a thread."""

@@ -65,6 +65,8 @@ class StoredResponse:
 class ResponseStore:
     """Keeps responses. Its methods run in asyncio, the statements on threads, one at a time.
 
+    All of them raise StorageFailed when the file can't be read or written any more.
+
     Raises:
         MLXManagerError: the file can't be opened, or is no database.
     """

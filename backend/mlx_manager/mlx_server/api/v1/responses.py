@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,7 +11,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, StorageFailed, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.schemas.responses import (
     DeletedResponse,
@@ -20,6 +21,7 @@ from mlx_manager.mlx_server.schemas.responses import (
 )
 from mlx_manager.mlx_server.services.response_store import StoredResponse, saving
 
+log = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -46,7 +48,12 @@ async def create_response(request: Request) -> Response:
         items = responses.listed(responses.input_items(body))
 
         async def save() -> None:
-            await server.responses.save(StoredResponse(stream.response(), items))
+            try:
+                await server.responses.save(StoredResponse(stream.response(), items))
+            except StorageFailed as error:
+                # The answer is as good without: it says `store: false` and is not lost.
+                log.warning("a response could not be kept: %s", error.message)
+                stream.unkept()
 
         progress = saving(progress, save)
     return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
