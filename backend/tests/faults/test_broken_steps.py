@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,7 +44,7 @@ async def figures(http: httpx.AsyncClient) -> dict[str, Any]:
 
 async def ready(http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(60):
-        while (await http.get("/readyz")).status_code != 200:
+        while (await http.get("/readyz")).status_code != 200:  # noqa: ASYNC110 another process's
             await asyncio.sleep(0.05)
 
 

@@ -15,7 +15,6 @@ from crowd import Crowd, question
 from live import LiveServer, live_server
 
 CHAT = "/v1/chat/completions"
-MODEL = "mlx-manager/demo"
 PATIENCE = 2
 IDLERS = 500
 BURST = 1000
@@ -82,12 +81,8 @@ async def test_a_client_that_reads_a_byte_a_second_is_dropped_and_delays_nobody(
     server: LiveServer, http: httpx.AsyncClient
 ):
     before = open_files(server)
-    ids = [5 + i % 2000 for i in range(7000)]
-    # Some megabytes at once: more than the system takes for a reader who is slow.
-    body = {"prompt": ids, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": True}
-    asked = httpx.Request("POST", f"{server.url}/v1/completions", json=body)
-    head = "".join(f"{name}: {value}\r\n" for name, value in asked.headers.items())
-    request = f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + asked.read()
+    # Some megabytes: more than the system takes on for a reader who is slow.
+    request = 100 * b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n\r\n"
     slow = await connect(server, request, receive_buffer=2048)
     reading = asyncio.create_task(read_slowly(slow))
     async with Crowd(http, 30) as crowd:
@@ -95,16 +90,15 @@ async def test_a_client_that_reads_a_byte_a_second_is_dropped_and_delays_nobody(
     assert all(told.well for told in crowd.told)
     await http.aclose()
     async with asyncio.timeout(60):
-        while open_files(server) > before:
+        while open_files(server) > before:  # noqa: ASYNC110 another process's
             await asyncio.sleep(0.1)
     assert not reading.done()
     reading.cancel()
     slow.close()
-    assert httpx.get(f"{server.url}/debug/memory").json()["engines"][MODEL]["running"] == 0
 
 
 async def read_slowly(connection: socket.socket) -> None:
-    while await asyncio.get_running_loop().sock_recv(connection, 1):
+    while await asyncio.get_running_loop().sock_recv(connection, 1):  # noqa: ASYNC110
         await asyncio.sleep(1)
 
 

@@ -30,7 +30,7 @@ async def served(
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
             yield http
-    assert "Traceback" not in errors.read_text()
+    assert "Traceback" not in await asyncio.to_thread(errors.read_text)
 
 
 def no_larger_file_than(kilobytes: int) -> tuple[str, ...]:
