@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_manager.mlx_server.backends.text import TextBackend
 from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import (
+    Constraint,
     Finished,
     GenerationRequest,
     Sampling,
@@ -106,7 +107,25 @@ class OurEngine:
 
         return self.run(all_rows())
 
-    async def answer(self, row: Row, ignore_eos: bool = True, trace: Trace | None = None) -> Trace:
+    def generate_in_form(
+        self, rows: Sequence[Row], forms: Sequence[Constraint | None]
+    ) -> list[Trace]:
+        """All rows at once, each held to its form."""
+
+        async def all_rows() -> list[Trace]:
+            return await asyncio.gather(
+                *(self.answer(row, constraint=form) for row, form in zip(rows, forms, strict=True))
+            )
+
+        return self.run(all_rows())
+
+    async def answer(
+        self,
+        row: Row,
+        ignore_eos: bool = True,
+        trace: Trace | None = None,
+        constraint: Constraint | None = None,
+    ) -> Trace:
         """Fills `trace`, or a new one, as the answer comes."""
         request = GenerationRequest(
             model="",
@@ -114,6 +133,7 @@ class OurEngine:
             sampling=Sampling(temperature=row.temperature, top_p=row.top_p, seed=row.seed),
             stop=StopRules(ignore_eos=ignore_eos),
             max_tokens=row.max_tokens,
+            constraint=constraint,
         )
         trace = trace or Trace()
         trace.started = time.perf_counter()
