@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ import anthropic
 import httpx
 import openai
 import pytest
+from anthropic.types import RawMessageStreamEvent
 from live import LiveServer, live_server
+from openai.types.responses import ResponseStreamEvent
+from sdk_models import strictly
 
 MODEL = "mlx-manager/demo"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -181,3 +185,60 @@ def test_all_protocols_give_the_same_tokens_and_share_one_prefix(server: LiveSer
     assert cached + message["usage"]["input_tokens"] == prompt
     assert response["usage"]["input_tokens"] == prompt
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == cached
+
+
+def test_streamed_or_not_every_protocol_says_the_same(
+    claude: anthropic.Anthropic, gpt: openai.OpenAI
+):
+    said: Any = [{"role": "user", "content": "How do I list the models?"}]
+    asked: Any = {"model": MODEL, "temperature": 0}
+    limited: Any = {"model": MODEL, "max_tokens": 30, "messages": said}
+    greedy: Any = {"extra_body": {"temperature": 0}}
+    texts = [
+        gpt.chat.completions.create(**asked, messages=said, max_tokens=30).choices[0].message.content,
+        "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in gpt.chat.completions.create(**asked, messages=said, max_tokens=30, stream=True)
+        ),
+        claude.messages.create(**limited, **greedy).content[0].text,
+        gpt.responses.create(**asked, input=said, max_output_tokens=30).output_text,
+    ]  # fmt: skip
+    with claude.messages.stream(**limited, **greedy) as message:
+        texts.append("".join(message.text_stream))
+        assert message.get_final_message().usage.cache_read_input_tokens
+    with gpt.responses.stream(**asked, input=said, max_output_tokens=30) as response:
+        final: Any = response.until_done().get_final_response()
+        texts.append(final.output_text)
+        assert final.usage.input_tokens_details.cached_tokens
+    assert texts[0]
+    assert len(set(texts)) == 1, texts
+
+
+def test_a_stream_that_is_left_is_cancelled_and_was_well_formed(
+    server: LiveServer, claude: anthropic.Anthropic, gpt: openai.OpenAI
+):
+    endless: Any = {"ignore_eos": True, "temperature": 0}
+    said: Any = [{"role": "user", "content": QUESTION}]
+    with claude.messages.create(
+        model=MODEL, max_tokens=8000, messages=said, stream=True, extra_body={"temperature": 0}
+    ) as events:
+        first = [strictly(RawMessageStreamEvent, next(events).to_dict()) for _ in range(3)]
+    assert [event.type for event in first] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+    ]
+    with gpt.responses.create(model=MODEL, input=QUESTION, stream=True, temperature=0) as stream:
+        begun = [strictly(ResponseStreamEvent, next(stream).to_dict()) for _ in range(5)]
+    assert [event.sequence_number for event in begun] == [0, 1, 2, 3, 4]
+    with gpt.chat.completions.create(
+        model=MODEL, messages=said, stream=True, extra_body=endless
+    ) as chunks:
+        next(chunks)
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            engine = http.get("/debug/memory").json()["engines"][MODEL]
+            if not engine["running"] + engine["prefilling"] + engine["waiting"]:
+                return
+    raise AssertionError(engine)
