@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -262,7 +262,7 @@ def make_pool(
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     from mlx_manager.mlx_server.backends.embedding import EncoderBackend
-    from mlx_manager.mlx_server.backends.text import TextBackend
+    from mlx_manager.mlx_server.backends.text import TextBackend, preparing
     from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
@@ -273,12 +273,13 @@ def make_pool(
 
     def make_backend(
         loaded: LoadedModel | LoadedEncoder, ledger: Ledger
-    ) -> TextBackend | EncoderBackend:
+    ) -> Generator[None, None, TextBackend | EncoderBackend]:
         match loaded:
             case LoadedEncoder():
+                yield
                 return EncoderBackend(loaded, thread, settings.engine, ledger)
             case _:
-                return TextBackend(loaded, thread, settings.engine, ledger)
+                return (yield from preparing(loaded, thread, settings.engine, ledger))
 
     return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend, models=models)
 

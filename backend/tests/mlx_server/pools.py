@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from mlx_manager.mlx_server.backends.text import TextBackend
+from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.config import (
     CatalogSources,
     EngineLimits,
@@ -57,8 +57,8 @@ async def open_pool(
         model_aliases=named,
     )
 
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
-        return TextBackend(loaded, thread, EngineLimits(), ledger)
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Generator[None, None, TextBackend]:
+        return preparing(loaded, thread, EngineLimits(), ledger)
 
     build = partial(
         ModelPoolManager,

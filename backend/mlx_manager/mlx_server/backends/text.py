@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,9 +24,9 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
-from mlx_manager.mlx_server.engine.choice import choose
+from mlx_manager.mlx_server.engine.choice import choose, choosing
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import working_bytes
+from mlx_manager.mlx_server.engine.forward import Forward, working_bytes
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
@@ -70,11 +70,27 @@ class Tokenized:
         return [self._texts.piece(token).decode("utf-8", "replace") for token in self.ids]
 
 
+def preparing(
+    loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+) -> Generator[None, None, TextBackend]:
+    """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
+    forward = yield from choosing(loaded.model, limits.page_size)
+    return TextBackend(loaded, thread, limits, ledger, forward)
+
+
 class TextBackend:
-    """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio."""
+    """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio.
+
+    forward: how the model is run; None: as `choose` finds.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+        self,
+        loaded: LoadedModel,
+        thread: MLXThread,
+        limits: EngineLimits,
+        ledger: Ledger,
+        forward: Forward | None = None,
     ) -> None:
         self._loaded = loaded
         self._thread = thread
@@ -84,7 +100,7 @@ class TextBackend:
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         longest = max(map(len, loaded.tokenizer.get_vocab()))
         self._most_characters = SHRINKAGE * longest * loaded.context_length
-        forward = choose(loaded.model, limits.page_size)
+        forward = forward or choose(loaded.model, limits.page_size)
         self._engine = TextEngine(
             loaded.id,
             forward,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -30,6 +31,10 @@ from mlx_manager.mlx_server.errors import ModelNotSupported
 log = logging.getLogger(__name__)
 
 # What an architecture makes of caches it was not written for shows in many ways.
+T = TypeVar("T")
+Pauses = Generator[None, None, T]
+"""What takes several passes through the model."""
+
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
@@ -42,17 +47,20 @@ class Reference:
     logits: list[list[mx.array]]
 
     @classmethod
-    def of(cls, model: nn.Module, page_size: int) -> Reference:
+    def of(cls, model: nn.Module, page_size: int) -> Pauses[Reference]:
         texts = _texts(page_size)
+        logits: list[list[mx.array]] = []
         try:
-            logits = [_alone(model, text, n) for text, n in texts]
+            for text, n in texts:
+                logits.append((yield from _alone(model, text, n)))
         except WRONG as error:
             raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
         return cls(page_size, texts, logits)
 
-    def disagreement(self, forward: Forward) -> str | None:
+    def disagreement(self, forward: Forward) -> Pauses[str | None]:
         """How `forward` differs, if it does."""
-        return _disagreement(run_both(forward, self.texts, self.page_size), self.logits)
+        got = yield from run_both(forward, self.texts, self.page_size)
+        return _disagreement(got, self.logits)
 
 
 def choose(
@@ -61,14 +69,32 @@ def choose(
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
 ) -> Forward:
+    """`choosing` in one go."""
+    steps = choosing(model, page_size, kernels, compile)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            forward: Forward = end.value
+            return forward
+
+
+def choosing(
+    model: nn.Module,
+    page_size: int,
+    kernels: BuildKernels = gpu.build,
+    compile: Compile = mx.compile,
+) -> Pauses[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
+
+    Pauses after each pass through the model, so that others' steps fit in between.
 
     kernels: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine.
     """
-    reference = Reference.of(model, page_size)
+    reference = yield from Reference.of(model, page_size)
     built = KernelSet(kernels)
     ways: list[Callable[[], Forward]] = [
         lambda: RaggedForward(model, page_size, Reading.PAGES, built),
@@ -81,13 +107,14 @@ def choose(
     for way in ways:
         try:
             forward = way()
-            disagreement = reference.disagreement(forward)
+            yield
+            disagreement = yield from reference.disagreement(forward)
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", type(model).__module__, error)
             continue
         if disagreement is None:
             if isinstance(forward, RaggedForward) and forward.looks_ahead:
-                forward = _fused(forward, model, built, compile, reference)
+                forward = yield from _fused(forward, model, built, compile, reference)
             for store in forward.stores:
                 store.resize(0)
             return forward
@@ -104,7 +131,7 @@ def _fused(
     kernels: KernelSet,
     compile: Compile,
     reference: Reference,
-) -> Forward:
+) -> Pauses[Forward]:
     """`ragged` with a fused decoder for its decode steps, if there is one and it is right."""
     name = type(model).__module__
     decoder = FusedDecoder.build(model, reference.page_size, kernels.find, compile=compile)
@@ -113,7 +140,10 @@ def _fused(
         return ragged
     fused = FusedForward(ragged, decoder, reference.page_size)
     try:
-        wrong = check(decoder, model, reference.page_size) or reference.disagreement(fused)
+        wrong = check(decoder, model, reference.page_size)
+        yield
+        if wrong is None:
+            wrong = yield from reference.disagreement(fused)
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
@@ -131,7 +161,7 @@ def _texts(page_size: int) -> list[tuple[list[int], int]]:
 
 def run_both(
     forward: Forward, both: list[tuple[list[int], int]], page_size: int
-) -> list[list[mx.array]]:
+) -> Pauses[list[list[mx.array]]]:
     """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
     texts = [text for text, _ in both]
     lengths = [prompt for _, prompt in both]
@@ -146,6 +176,7 @@ def run_both(
     half = max(1, page_size // 2)
     forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
     mx.eval(forward.state())
+    yield
     first = forward.run(
         None,
         [
@@ -154,6 +185,7 @@ def run_both(
         ],
     )
     mx.eval(first, forward.state())
+    yield
     for row in (0, 1):
         got[row].append(first[row])
     for step in range(3):
@@ -164,6 +196,7 @@ def run_both(
         spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
         logits = forward.run(Decode(keys, spans, tokens), [])
         mx.eval(logits, forward.state())
+        yield
         for i, k in enumerate(keys):
             got[k].append(logits[i])
         if step == 1:
@@ -172,12 +205,15 @@ def run_both(
     return got
 
 
-def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
+def _alone(model: nn.Module, text: list[int], prompt: int) -> Pauses[list[mx.array]]:
     caches = make_prompt_cache(model)
     logits = [model(mx.array([text[:prompt]], mx.int32), cache=caches)[0, -1]]
+    mx.eval(logits)
+    yield
     for token in text[prompt:]:
         logits.append(model(mx.array([[token]], mx.int32), cache=caches)[0, -1])
         mx.eval(logits[-1])
+        yield
     return logits
 
 

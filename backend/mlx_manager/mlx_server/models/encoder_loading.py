@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.aside import Aside, Steps
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
@@ -75,7 +77,7 @@ class LoadedEncoder:
 
 def loading_encoder(
     source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
-) -> Generator[None, None, LoadedEncoder]:
+) -> Steps[LoadedEncoder]:
     """Load an encoder a piece at a time; see `loading.loading`.
 
     Raises:
@@ -99,20 +101,24 @@ def loading_encoder(
         check_safetensors(layer.path / "model.safetensors")
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
         model = build(folder, kind, sentence, source.id)
-        yield
-        tokenizer = AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
-            folder.path, trust_remote_code=limits.trust_remote_code
+        yield None
+        reading: Aside[PreTrainedTokenizerBase] = Aside(
+            partial(
+                AutoTokenizer.from_pretrained,
+                folder.path,
+                trust_remote_code=limits.trust_remote_code,
+            )
         )
-        yield
+        yield reading
+        tokenizer = reading.result()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
             model.update(tree_map(widened, model.parameters()))
         weights = settle_weights(model, source.id, limits, ledger)
-        yield
+        yield None
         if default_device() == "cpu":
             yield from lay_out(model)
-        for _ in evaluated(model):
-            yield
+        yield from evaluated(model)
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         ledger.record(weights_line(source.id), nbytes)
         mx.clear_cache()

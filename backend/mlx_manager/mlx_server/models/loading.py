@@ -7,9 +7,10 @@ unknown architecture, a truncated file, or a model that does not fit is refused 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
+from mlx_manager.mlx_server.models.aside import BROKEN, Aside, Steps, finish
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder, read_json
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
@@ -53,17 +55,6 @@ log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
-# What mlx-lm, transformers and MLX raise over files that are not as they expect.
-BROKEN = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +83,12 @@ def load(
     source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
 ) -> LoadedModel:
     """Load a model in one go; see `loading`."""
-    steps = loading(source, limits, ledger, recipe)
-    loaded: LoadedModel | None = None
-    while loaded is None:
-        loaded = advance(steps)
-    return loaded
-
-
-def advance(steps: Generator[None, None, Any]) -> Any:
-    """The next piece of a load; None, or the model after the last one."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        return end.value
-    return None
+    return finish(loading(source, limits, ledger, recipe))
 
 
 def loading(
     source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
-) -> Generator[None, None, LoadedModel]:
+) -> Steps[LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
 
     The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
@@ -133,20 +111,17 @@ def loading(
         )
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
-        yield
-        tokenizer = load_tokenizer(
-            folder.path,
-            {"trust_remote_code": limits.trust_remote_code},
-            eos_token_ids=config.get("eos_token_id"),
-        )
+        yield None
+        reading = Aside(partial(read_tokenizer, folder.path, config, limits))
+        yield reading
+        tokenizer = reading.result()
         adapter = get_adapter(config, source.id, tokenizer)
-        yield
+        yield None
         weights = settle_weights(model, source.id, limits, ledger)
-        yield
+        yield None
         if default_device() == "cpu":
             yield from lay_out(model)
-        for _ in evaluated(model):
-            yield
+        yield from evaluated(model)
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         ledger.record(weights_line(source.id), nbytes)
         mx.clear_cache()
@@ -186,6 +161,14 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
         )
     folder.check_weights()
     return folder
+
+
+def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) -> TokenizerWrapper:
+    return load_tokenizer(
+        folder,
+        {"trust_remote_code": limits.trust_remote_code},
+        eos_token_ids=config.get("eos_token_id"),
+    )
 
 
 def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
@@ -259,7 +242,7 @@ def lay_out(model: nn.Module) -> Iterator[None]:
         if faster_by_columns(layers[0]):
             for layer in layers:
                 layer.weight = by_columns(layer.weight)
-        yield
+        yield None
 
 
 @contextmanager
@@ -284,7 +267,7 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
         )
     loaded = False
     try:
-        yield
+        yield None
         loaded = True
     finally:
         if not loaded:
@@ -296,7 +279,7 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
 def explained(model_id: str) -> Iterator[None]:
     """Turn what the libraries raise into an error that says which model, and what is wrong."""
     try:
-        yield
+        yield None
     except MLXManagerError:
         raise
     except BROKEN as error:

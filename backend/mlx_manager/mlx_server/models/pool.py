@@ -18,13 +18,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
+
+import mlx.core as mx
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
 from mlx_manager.mlx_server.core import Kind, RowStatus
@@ -35,10 +37,18 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models import hub
+from mlx_manager.mlx_server.models.aside import (
+    Aside,
+    Done,
+    Steps,
+    advance,
+    on_stream,
+    side_stream,
+)
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
-from mlx_manager.mlx_server.models.loading import LoadedModel, advance, loading, weights_line
+from mlx_manager.mlx_server.models.loading import LoadedModel, loading, weights_line
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
@@ -67,7 +77,7 @@ class Thread(Protocol):
 class ModelPoolManager:
     """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
 
-    make_backend: called on the MLX thread with a model just loaded. models: the owner's settings of
+    make_backend: its steps are run on the MLX thread. models: the owner's settings of
     single models, until they are read again.
     """
 
@@ -76,7 +86,7 @@ class ModelPoolManager:
         limits: PoolLimits,
         sources: CatalogSources,
         thread: Thread,
-        make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], ModelBackend],
+        make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], Steps[ModelBackend]],
         *,
         models: ModelsFile | None = None,
         catalog: Catalog | None = None,
@@ -107,6 +117,8 @@ class ModelPoolManager:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._loading = asyncio.Lock()
         self._returns = Returns()
+        # Of the MLX thread, hence made there.
+        self._beside: mx.Stream | None = None
         set_memory_limit(self.ledger.limit)
 
     # -- asking for a model --------------------------------------------------------------------
@@ -407,21 +419,19 @@ class ModelPoolManager:
         return path
 
     async def _load_pieces(self, source: ModelSource) -> None:
-        """Load between other models' steps, one model at a time."""
+        """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
-            recipe = self._policy.of(source.id).recipe
-            steps: Generator[None, None, LoadedModel | LoadedEncoder]
-            match source.kind:
-                case "embedding" | "reranker":
-                    steps = loading_encoder(source, self._limits, self.ledger, recipe)
-                case _:
-                    steps = loading(source, self._limits, self.ledger, recipe)
+            await self._thread.call(self._make_place_on_mlx)
+            steps = self._bring_on_mlx(source, self._policy.of(source.id).recipe)
             try:
-                await self._thread.call(self._make_place_on_mlx)
-                loaded: LoadedModel | LoadedEncoder | None = None
-                while loaded is None:
-                    loaded = await self._thread.call(partial(advance, steps))
-                await self._thread.call(partial(self._take_on_mlx, loaded, source, recipe))
+                while True:
+                    match await self._thread.call(partial(advance, steps)):
+                        case Done():
+                            return
+                        case Aside() as aside:
+                            await asyncio.to_thread(aside.run)
+                        case None:
+                            pass
             finally:
                 await self._thread.call(steps.close)
 
@@ -440,12 +450,23 @@ class ModelPoolManager:
             "may be (MLX_SERVER_MAX_MODELS)."
         )
 
-    def _take_on_mlx(
-        self, loaded: LoadedModel | LoadedEncoder, source: ModelSource, recipe: Recipe
-    ) -> None:
+    def _loading_of(
+        self, source: ModelSource, recipe: Recipe
+    ) -> Steps[LoadedModel | LoadedEncoder]:
+        match source.kind:
+            case "embedding" | "reranker":
+                return loading_encoder(source, self._limits, self.ledger, recipe)
+            case _:
+                return loading(source, self._limits, self.ledger, recipe)
+
+    def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+        """Load a model, make its backend, and take it among the residents."""
+        if self._beside is None:
+            self._beside = side_stream()
+        loaded = yield from on_stream(self._beside, self._loading_of(source, recipe))
         backend: ModelBackend | None = None
         try:
-            backend = self._make_backend(loaded, self.ledger)
+            backend = yield from self._make_backend(loaded, self.ledger)
         finally:
             if backend is None:
                 self.ledger.record(weights_line(loaded.id), 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -19,13 +20,16 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
+from mlx_manager.mlx_server.models.aside import Aside
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
 Setting = Literal["auto", "keep", "dequantize"]
 Device = Literal["cpu", "cuda", "metal"]
 
-PIECE = 256 * 2**20
-"""Bytes evaluated at once: what a running stream waits for while another model loads."""
+PIECE = 32 * 2**20
+"""Bytes evaluated at once: what a running stream waits for where it shares their stream."""
+MOST_ARRAYS = 4
+"""MLX holds whoever evaluates up once ten operations are under way on its CPU streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +149,27 @@ def by_columns(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.T).T
 
 
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Compute (read, convert) the parameters, pausing after each piece."""
+def evaluated(model: nn.Module) -> Iterator[Aside[None]]:
+    """Compute (read, convert) the parameters; each piece can be waited for on another thread."""
     piece: list[mx.array] = []
     nbytes = 0
     for _, array in tree_flatten(model.parameters()):
         piece.append(array)
         nbytes += array.nbytes
-        if nbytes >= PIECE:
-            mx.eval(piece)
+        if nbytes >= PIECE or len(piece) >= MOST_ARRAYS:
+            yield from _under_way(piece)
             piece, nbytes = [], 0
-            yield
-    mx.eval(piece)
-    yield
+    yield from _under_way(piece)
+
+
+def _under_way(piece: list[mx.array]) -> Iterator[Aside[None]]:
+    mx.async_eval(piece)  # type: ignore[no-untyped-call]
+    # What is under way needs no stream of the waiting thread's own.
+    waiting = Aside(partial(mx.eval, piece))
+    try:
+        yield waiting
+    finally:
+        waiting.result()
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
 from pathlib import Path
 
 import mlx.core as mx
@@ -168,7 +169,8 @@ async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path)
     thread.start()
     sources = CatalogSources("a", models_dir=models_dir, hf_cache=False)
 
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> TextBackend:
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Generator[None, None, TextBackend]:
+        yield
         raise OutOfMemory("no pages")
 
     pool = await thread.call(lambda: ModelPoolManager(PoolLimits(), sources, thread, make_backend))
