@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 
 import mlx.core as mx
@@ -120,12 +120,7 @@ async def stream(pool: ModelPool, model: str, number: int, moments: list[float])
 
 def gaps(moments: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
     """Of all streams, those that any part of the time from `begin` to `end` lies in."""
-    return [
-        b - a
-        for times in moments
-        for a, b in zip(times, times[1:], strict=False)
-        if b > begin and a < end
-    ]
+    return [b - a for times in moments for a, b in pairwise(times) if b > begin and a < end]
 
 
 async def one_run(settings: MLXServerSettings, arriving: str, streams: int) -> Run:

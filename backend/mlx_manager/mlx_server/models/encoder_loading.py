@@ -102,13 +102,7 @@ def loading_encoder(
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
         model = build(folder, kind, sentence, source.id)
         yield None
-        reading: Aside[PreTrainedTokenizerBase] = Aside(
-            partial(
-                AutoTokenizer.from_pretrained,
-                folder.path,
-                trust_remote_code=limits.trust_remote_code,
-            )
-        )
+        reading = Aside(partial(read_tokenizer, folder.path, limits))
         yield reading
         tokenizer = reading.result()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
@@ -136,6 +130,12 @@ def loading_encoder(
             nbytes,
             weights,
         )
+
+
+def read_tokenizer(folder: Path, limits: PoolLimits) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
+        folder, trust_remote_code=limits.trust_remote_code
+    )
 
 
 def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) -> Encoder:
