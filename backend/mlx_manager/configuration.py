@@ -39,7 +39,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("max_waiting", "page_size", "prefill_chunk", "prefix_cache"),
     ),
     "Requests and answers": (
-        *("max_body_mb", "max_messages", "max_parts", "max_images", "strict_fields"),
+        *("max_headers_kb", "max_body_mb", "max_messages", "max_parts", "max_images"),
+        "strict_fields",
         *("reasoning_field", "response_store", "response_store_mb", "response_store_days"),
     ),
     "Time": (

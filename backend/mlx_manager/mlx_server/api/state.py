@@ -153,3 +153,9 @@ def server_of(request: Request) -> Server:
     server = request.app.state.server
     assert isinstance(server, Server)
     return server
+
+
+def caller_of(request: Request) -> str:
+    """The name of the key that a request came with; "" without keys."""
+    account: Account = request.state.account
+    return account.key.name

@@ -62,8 +62,15 @@ class StoredResponse:
         return found
 
 
+def place(response_id: str, owner: str) -> str:
+    """What a response is kept under: nobody finds another key's, whatever id they know."""
+    return f"{owner}/{response_id}" if owner else response_id
+
+
 class ResponseStore:
     """Keeps responses. Its methods run in asyncio, the statements on threads, one at a time.
+
+    `owner` is the name of the key that a response was asked for with; no other finds it.
 
     All of them raise StorageFailed when the file can't be read or written any more.
 
@@ -76,40 +83,40 @@ class ResponseStore:
         self._clock = clock
         self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX))
 
-    async def save(self, stored: StoredResponse) -> None:
+    async def save(self, stored: StoredResponse, owner: str = "") -> None:
         """Keep it, at the cost of others if need be."""
-        await self._database.call(self._save, stored)
+        await self._database.call(self._save, stored, owner)
 
-    async def find(self, response_id: str) -> StoredResponse:
+    async def find(self, response_id: str, owner: str = "") -> StoredResponse:
         """
         Raises:
             ResponseNotFound: it was never kept, or is gone.
         """
-        return await self._database.call(self._find, response_id)
+        return await self._database.call(self._find, response_id, owner)
 
-    async def history(self, response_id: str) -> list[JsonItem]:
+    async def history(self, response_id: str, owner: str = "") -> list[JsonItem]:
         """The items of a conversation up to and with this response, in their order.
 
         Raises:
             ResponseNotFound: it, or one that it goes on from, is not there.
         """
-        return await self._database.call(self._history, response_id)
+        return await self._database.call(self._history, response_id, owner)
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, response_id: str, owner: str = "") -> None:
         """
         Raises:
             ResponseNotFound: it was never kept, or is gone.
         """
-        await self._database.call(self._delete, response_id)
+        await self._database.call(self._delete, response_id, owner)
 
     def close(self) -> None:
         self._database.close()
 
-    def _save(self, stored: StoredResponse) -> None:
+    def _save(self, stored: StoredResponse, owner: str) -> None:
         response, asked = json.dumps(stored.response), json.dumps(stored.input)
         row = (
-            stored.id,
-            stored.previous,
+            place(stored.id, owner),
+            None if stored.previous is None else place(stored.previous, owner),
             self._clock(),
             len(response) + len(asked),
             response,
@@ -119,36 +126,37 @@ class ResponseStore:
         self._forget()
         self._database.execute(OVERFLOW, (self._limits.max_bytes,))
 
-    def _find(self, response_id: str) -> StoredResponse:
+    def _find(self, response_id: str, owner: str) -> StoredResponse:
         self._forget()
         query = "SELECT response, input FROM responses WHERE id = ?"
-        row = self._database.execute(query, (response_id,)).fetchone()
+        row = self._database.execute(query, (place(response_id, owner),)).fetchone()
         if row is None:
             raise ResponseNotFound(f"There is no response {response_id!r} here.")
         return StoredResponse(json.loads(row[0]), json.loads(row[1]))
 
-    def _history(self, response_id: str) -> list[JsonItem]:
+    def _history(self, response_id: str, owner: str) -> list[JsonItem]:
         self._forget()
         query = CHAIN + (
             "SELECT r.response, r.input, r.previous FROM chain JOIN responses r USING (id) "  # nosec B608  # a constant
             "ORDER BY depth DESC"
         )
-        rows = self._database.execute(query, (response_id,)).fetchall()
+        rows = self._database.execute(query, (place(response_id, owner),)).fetchall()
         if not rows or rows[0][2] is not None:
             raise ResponseNotFound(
                 f"There is no response {response_id!r} here, or not all that it goes on from.",
                 param="previous_response_id",
             )
         use = CHAIN + "UPDATE responses SET used = ? WHERE id IN (SELECT id FROM chain)"  # nosec B608
-        self._database.execute(use, (response_id, self._clock()))
+        self._database.execute(use, (place(response_id, owner), self._clock()))
         return [
             item
             for response, asked, _ in rows
             for item in json.loads(asked) + json.loads(response)["output"]
         ]
 
-    def _delete(self, response_id: str) -> None:
-        done = self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+    def _delete(self, response_id: str, owner: str) -> None:
+        kept = place(response_id, owner)
+        done = self._database.execute("DELETE FROM responses WHERE id = ?", (kept,))
         if not done.rowcount:
             raise ResponseNotFound(f"There is no response {response_id!r} here.")
 

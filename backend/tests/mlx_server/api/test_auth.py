@@ -111,6 +111,24 @@ async def test_rates_are_told_in_headers_and_enforced(serve: Any, tmp_path: Path
     assert listed.status_code == 200
 
 
+async def test_a_stored_response_is_its_keys_own(serve: Any, tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    alice, bob = (bearer(add_key(file, name, {})) for name in ("alice", "bob"))
+    async with serve(api_keys_file=file) as client:
+        made = await client.post("/v1/responses", json={"input": "hi"}, headers=alice)
+        path = f"/v1/responses/{made.json()['id']}"
+        again = {"input": "and?", "previous_response_id": made.json()["id"]}
+        for request in (
+            client.get(path, headers=bob),
+            client.get(f"{path}/input_items", headers=bob),
+            client.delete(path, headers=bob),
+            client.post("/v1/responses", json=again, headers=bob),
+        ):
+            assert (await request).status_code == 404
+        assert (await client.post("/v1/responses", json=again, headers=alice)).status_code == 200
+        assert (await client.delete(path, headers=alice)).status_code == 200
+
+
 async def test_a_priority_beyond_the_keys_is_refused_by_name(serve: Any, tmp_path: Path):
     file = tmp_path / "keys.toml"
     alice = bearer(add_key(file, "alice", {"priority": 0}))

@@ -121,3 +121,21 @@ async def test_only_a_complete_answer_is_saved_and_after_its_last_step(complete:
             break
     assert ("saved" in seen) == complete
     assert seen[-1] == "saved" if complete else True
+
+
+async def test_a_key_finds_its_own_responses_alone():
+    store = ResponseStore(ResponseLimits())
+    await store.save(stored("a"), "alice")
+    await store.save(stored("b", previous="a"), "alice")
+    assert await store.find("a", "alice") == stored("a")
+    assert await store.history("b", "alice") == ["a-in", "a-out", "b-in", "b-out"]
+    for owner in ("bob", ""):
+        for missing in (
+            store.find("a", owner),
+            store.history("b", owner),
+            store.delete("a", owner),
+        ):
+            with pytest.raises(ResponseNotFound):
+                await missing
+    await store.delete("a", "alice")
+    store.close()

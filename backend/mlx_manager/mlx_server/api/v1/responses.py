@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from mlx_manager.mlx_server.api.connection import UntilHangup, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
-from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.api.state import caller_of, server_of
 from mlx_manager.mlx_server.errors import InvalidParameter, StorageFailed, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.schemas.responses import (
@@ -35,8 +35,8 @@ async def create_response(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, ResponsesRequest, server.settings.api)
     head = responses.ResponseHead(server.pool.resolve(body.model), body)
-    earlier = body.previous_response_id
-    history = [] if earlier is None else await server.responses.history(earlier)
+    earlier, owner = body.previous_response_id, caller_of(request)
+    history = [] if earlier is None else await server.responses.history(earlier, owner)
     asked = responses.request(head, history)
     stream = responses.ResponseStream(head)
     inference = server.inference(request, body)
@@ -49,7 +49,7 @@ async def create_response(request: Request) -> Response:
 
         async def save() -> None:
             try:
-                await server.responses.save(StoredResponse(stream.response(), items))
+                await server.responses.save(StoredResponse(stream.response(), items), owner)
             except StorageFailed as error:
                 # The answer is as good without: it says `store: false` and is not lost.
                 log.warning("a response could not be kept: %s", error.message)
@@ -68,13 +68,13 @@ async def retrieve_response(
         raise UnsupportedParameter(
             "`stream` is not supported for a response that is complete.", param="stream"
         )
-    return (await server_of(request).responses.find(response_id)).response
+    return (await server_of(request).responses.find(response_id, caller_of(request))).response
 
 
 @router.delete("/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> DeletedResponse:
     """Forget a response. Conversations can't go on from what went on from it."""
-    await server_of(request).responses.delete(response_id)
+    await server_of(request).responses.delete(response_id, caller_of(request))
     return DeletedResponse(id=response_id)
 
 
@@ -87,7 +87,7 @@ async def list_input_items(
     after: str | None = None,
 ) -> ItemList:
     """The items that were new in a response's request, the last one first unless asked."""
-    items = (await server_of(request).responses.find(response_id)).input
+    items = (await server_of(request).responses.find(response_id, caller_of(request))).input
     if order == "desc":
         items = items[::-1]
     if after is not None:
