@@ -38,6 +38,7 @@ from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import rerank, tokens, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
@@ -86,6 +87,16 @@ BODIES: list[type[BaseModel]] = [
     ResponsesRequest,
     TokenizeRequest,
 ]
+
+TO_PASTE: dict[Kind, tuple[str, str]] = {
+    "text": (
+        "chat/completions",
+        '{"messages": [{"role": "user", "content": "What can you do?"}]}',
+    ),
+    "embedding": ("embeddings", '{"input": ["one text", "another"]}'),
+    "reranker": ("rerank", '{"query": "a question", "documents": ["one text", "another"]}'),
+}
+"""For a model of each kind: where to ask it, and what."""
 
 OPEN_FILES = 65_536
 MOST_NAMED = 5
@@ -372,23 +383,33 @@ async def announce(server: Server, listener: Listener) -> None:
     """Say where the server is once it is ready, or stop it if it can't be."""
     await server.started.wait()
     if server.failure is None:
-        models = [model.id for model in await server.pool.models()]
-        need_key = server.settings.access.need_key
-        print(greeting(await listener.url, models, need_key=need_key), flush=True)
+        models = await server.pool.models()
+        text = greeting(
+            await listener.url,
+            [model.id for model in models],
+            models[0].kind or "text",
+            need_key=server.settings.access.need_key,
+        )
+        print(text, flush=True)
     else:
         print(f"{server.settings.model}: {server.failure.message}", file=sys.stderr)
         listener.should_exit = True
 
 
-def greeting(url: str, models: Sequence[str], *, need_key: bool = False) -> str:
-    """What a person reads when the server is ready, with a line to paste."""
-    body = '{"messages": [{"role": "user", "content": "What can you do?"}]}'
+def greeting(
+    url: str, models: Sequence[str], kind: Kind = "text", *, need_key: bool = False
+) -> str:
+    """What a person reads when the server is ready, with a line to paste.
+
+    kind: the first model's, which is the default one.
+    """
+    path, body = TO_PASTE[kind]
     key = ' -H "Authorization: Bearer $KEY"' if need_key else ""
     more = f" and {len(models) - MOST_NAMED} more" if len(models) > MOST_NAMED else ""
     return (
         f"MLX Manager {__version__} is ready: {url}/v1\n"
         f"Models: {', '.join(models[:MOST_NAMED])}{more}\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(body)}\n"
     )
 

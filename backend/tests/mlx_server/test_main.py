@@ -47,6 +47,7 @@ def test_the_greeting_has_a_line_to_paste():
 def test_the_greeting_shows_where_the_key_goes():
     assert "Bearer $KEY" in main.greeting("http://127.0.0.1:8000", [], need_key=True)
     assert "Bearer" not in main.greeting("http://127.0.0.1:8000", [])
+    assert "/v1/embeddings" in main.greeting("http://127.0.0.1:8000", ["m"], "embedding")
 
 
 def test_without_a_key_the_program_listens_to_this_machine_alone():
