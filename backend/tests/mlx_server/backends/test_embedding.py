@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -284,6 +285,35 @@ async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, 
     async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
         with pytest.raises((ModelNotSupported, ModelLoadFailed), match=message):
             await pool.get_model("odd")
+
+
+def quantize(folder: Path) -> None:
+    """As mlx-embeddings' converter leaves a model: packed layers, and said so in config.json."""
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    packed: dict[str, mx.array] = {}
+    for name, array in stored.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and array.ndim == 2 and array.shape[1] % 32 == 0:
+            parts = mx.quantize(array, group_size=32, bits=8)
+            packed |= dict(zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=True))
+        else:
+            packed[name] = array.astype(mx.float16)
+    mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("weights", ["auto", "keep"])
+@pytest.mark.parametrize("name", ["bert-mean", "qwen3"])
+async def test_quantised_weights_give_nearly_the_same(tmp_path: Path, name: str, weights: Any):
+    kind = name.removesuffix("-mean")
+    quantize(make_tiny_encoder(tmp_path / "q", kind, **EMBEDDERS[name]))
+    make_tiny_encoder(tmp_path / "f", kind, **EMBEDDERS[name])
+    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False, weights=weights)
+    async with open_pool(settings) as pool:
+        rough, exact = matrix(await embed(pool, "q", *SAID)), matrix(await embed(pool, "f", *SAID))
+    assert (rough * exact).sum(axis=1).min() > 0.995
 
 
 async def test_a_module_that_nobody_knows_is_refused(tmp_path: Path):
