@@ -1,0 +1,151 @@
+"""What watching costs: streams of the embedded model, in process, unwatched and watched.
+
+Watched means what a server always does (a record of each call for metrics, audit log and access
+line), and the same with spans for OpenTelemetry, which a processor throws away. The engine's own
+counting can't be left out. The last lines are what each takes by itself for one step of all
+streams, against that step; a busy machine does not blur them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import TracerProvider
+
+from harness import interleave, parser, print_report, ratio
+from mlx_manager.mlx_server.config import AuditLimits, MLXServerSettings
+from mlx_manager.mlx_server.core import (
+    Finished,
+    GenerationRequest,
+    Progress,
+    Sampling,
+    Started,
+    StopRules,
+    Text,
+    TextDelta,
+    Usage,
+)
+from mlx_manager.mlx_server.engine.meter import Meter
+from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.observability.metrics import Metrics
+from mlx_manager.mlx_server.observability.observer import Observer
+from mlx_manager.mlx_server.observability.records import Recorder
+from mlx_manager.mlx_server.observability.tracing import SpanTracer
+from mlx_manager.mlx_server.services.audit import AuditLog
+from mlx_manager.mlx_server.services.inference import Inference, ModelPool
+
+MODEL = "mlx-manager/demo"
+STEPS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens a second by the clock, and the CPU's seconds for them."""
+
+    rate: float
+    cpu: float
+
+
+class Crowd:
+    def __init__(self, loop: asyncio.Runner, pool: ModelPool, streams: int, tokens: int) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._streams = streams
+        self._tokens = tokens
+
+    def run(self, observers: Sequence[Observer], number: int) -> Run:
+        clock, cpu = time.perf_counter(), time.process_time()
+        self._loop.run(self._all(observers, number))
+        clock, cpu = time.perf_counter() - clock, time.process_time() - cpu
+        return Run(self._streams * self._tokens / clock, cpu)
+
+    async def _all(self, observers: Sequence[Observer], number: int) -> None:
+        calls = (self._one(observers, f"{number} {stream}") for stream in range(self._streams))
+        await asyncio.gather(*calls)
+
+    async def _one(self, observers: Sequence[Observer], prompt: str) -> None:
+        request = GenerationRequest(
+            MODEL,
+            Text(prompt),
+            Sampling(temperature=0),
+            StopRules(ignore_eos=True),
+            self._tokens,
+        )
+        async for _ in Inference(self._pool, observers).generate([request]):
+            pass
+
+
+def meter_seconds(rows: int) -> float:
+    """What an engine's meter takes in one step of so many rows."""
+    meter, before = Meter(), [1.0] * rows
+    start = time.process_time()
+    for _ in range(STEPS):
+        for _ in range(4):
+            time.perf_counter()
+        meter.read(1.01, before)
+        meter.host.add(0.001)
+    return (time.process_time() - start) / STEPS
+
+
+def observer_seconds(observer: Observer, rows: int) -> float:
+    """What an observer takes in one step of so many calls of one row."""
+    text: Progress = [(0, [TextDelta("text")])]
+    with observer.observe([GenerationRequest(MODEL, Text("x"))]) as observation:
+        observation.leased()
+        observation.add([(0, [Started(1)])])
+        start = time.process_time()
+        for _ in range(STEPS):
+            observation.add(text)
+        seconds = time.process_time() - start
+        observation.add([(0, [Finished("stop", Usage(1, 1))])])
+    return rows * seconds / STEPS
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=7)
+    arguments.add_argument("--streams", type=int, default=64)
+    arguments.add_argument("--tokens", type=int, default=200)
+    options = arguments.parse_args()
+    with asyncio.Runner() as loop:
+        opened = open_pool(MLXServerSettings())
+        pool = loop.run(opened.__aenter__())
+        metrics = Metrics(pool.figures)
+        with closing(AuditLog(AuditLimits(), metrics.count_lost_records)) as audit:
+            recorder = Recorder((metrics.count_call, audit.put))
+            tracer = SpanTracer(TracerProvider().get_tracer("benchmark"))
+            crowd = Crowd(loop, pool, options.streams, options.tokens)
+            sides = {
+                "unwatched": lambda number: crowd.run((), number),
+                "watched": lambda number: crowd.run((recorder,), number),
+                "with spans": lambda number: crowd.run((recorder, tracer), number),
+            }
+            runs = interleave(sides, options.rounds)
+            alone = {
+                "the engine's meter": meter_seconds(options.streams),
+                "the record": observer_seconds(recorder, options.streams),
+                "the spans": observer_seconds(tracer, options.streams),
+            }
+        loop.run(opened.__aexit__(None, None, None))
+    plain = runs["unwatched"]
+    rows = [
+        [
+            name,
+            f"{sum(run.rate for run in found) / len(found):,.0f}",
+            str(ratio([run.rate for run in found], [run.rate for run in plain])),
+            str(ratio([run.cpu for run in found], [run.cpu for run in plain])),
+        ]
+        for name, found in runs.items()
+    ]
+    step = options.streams / (sum(run.rate for run in plain) / len(plain))
+    for name, taken in alone.items():
+        rows.append([name, f"{taken * 1e6:.1f} µs a step", f"{taken / step:.4f}", ""])
+    columns = ("side", "tokens a second", "÷ unwatched", "CPU time ÷ unwatched")
+    print_report(f"Watching {options.streams} streams of {options.tokens} tokens", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
