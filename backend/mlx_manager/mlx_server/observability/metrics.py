@@ -199,7 +199,6 @@ TIMES = {
 }
 
 ENGINE_GAUGES = {
-    "num_requests_waiting": ("waiting", "Rows that wait for their turn"),
     "kv_tokens": ("tokens_live", "Tokens whose keys and values are held"),
     "kv_page_bytes": ("page_bytes", "Size of a KV page, all layers together"),
     "kv_page_tokens": ("page_size", "Tokens in a KV page"),
@@ -211,6 +210,11 @@ ENGINE_COUNTERS = {
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found there"),
     "num_preemptions": ("pauses", "Rows that were paused because KV pages ran out"),
     "engine_steps": ("steps", "Steps of the engine"),
+}
+ENCODER_COUNTERS = {
+    "encoder_tokens": ("tokens", "Tokens that embedding models and rerankers have read"),
+    "encoder_padding_tokens": ("padding", "Tokens that filled their batches up"),
+    "encoder_batches": ("batches", "Batches that they have read"),
 }
 ENGINE_DISTRIBUTIONS = {
     "inter_token_latency_seconds": ("token_gaps", "Time between a row's tokens"),
@@ -238,23 +242,42 @@ class EngineCollector(Collector):
             return
         yield from _memory(figures["ledger"], figures["mlx"])
         yield from _models(figures)
-        yield from _engines(
-            {
-                model: engine
-                for model, engine in figures["engines"].items()
-                # Engines of another kind have other figures.
-                if "token_gaps" in engine
-            }
-        )
+        engines: Mapping[str, Any] = figures["engines"]
+        yield from _queues(engines)
+        writers = {model: engine for model, engine in engines.items() if "token_gaps" in engine}
+        yield from _engines(writers)
+        readers = {model: engine for model, engine in engines.items() if "padding" in engine}
+        yield from _counters(ENCODER_COUNTERS, readers)
 
 
-def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
+def _queues(engines: Mapping[str, Any]) -> Iterator[Metric]:
     running = GaugeMetricFamily(
         f"{PREFIX}num_requests_running",
         "Rows being answered, prompts under way included",
         None,
         [MODEL],
     )
+    waiting = GaugeMetricFamily(
+        f"{PREFIX}num_requests_waiting", "Rows that wait for their turn", None, [MODEL]
+    )
+    for model, engine in engines.items():
+        prompts = engine.get("prefilling", 0)
+        running.add_metric([model], engine["running"] + prompts)
+        waiting.add_metric([model], engine["waiting"])
+    yield from (running, waiting)
+
+
+def _counters(
+    fields: Mapping[str, tuple[str, str]], engines: Mapping[str, Any]
+) -> Iterator[Metric]:
+    for name, (field, text) in fields.items():
+        counter = CounterMetricFamily(f"{PREFIX}{name}", text, None, [MODEL])
+        for model, engine in engines.items():
+            counter.add_metric([model], engine[field])
+        yield counter
+
+
+def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
     usage = GaugeMetricFamily(
         f"{PREFIX}kv_cache_usage_perc",
         "Share of the KV pages that rows hold, of those there could be; 1 is all",
@@ -263,21 +286,16 @@ def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
     )
     pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "KV pages by state", None, [MODEL, "state"])
     for model, engine in engines.items():
-        running.add_metric([model], engine["running"] + engine["prefilling"])
         usage.add_metric([model], engine["pages_held"] / max(1, engine["pages_attainable"]))
         for state in ("held", "cached", "free", "attainable"):
             pages.add_metric([model, state], engine[f"pages_{state}"])
-    yield from (running, usage, pages)
+    yield from (usage, pages)
     for name, (field, text) in ENGINE_GAUGES.items():
         gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, None, [MODEL])
         for model, engine in engines.items():
             gauge.add_metric([model], engine[field])
         yield gauge
-    for name, (field, text) in ENGINE_COUNTERS.items():
-        counter = CounterMetricFamily(f"{PREFIX}{name}", text, None, [MODEL])
-        for model, engine in engines.items():
-            counter.add_metric([model], engine[field])
-        yield counter
+    yield from _counters(ENGINE_COUNTERS, engines)
     for name, (field, text) in ENGINE_DISTRIBUTIONS.items():
         histogram = HistogramMetricFamily(f"{PREFIX}{name}", text, labels=[MODEL])
         for model, engine in engines.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -191,3 +192,13 @@ async def test_a_bad_field_of_a_ranking_is_named(
 ):
     status, error = await refused(http, "rerank", model=RERANKER, query="q", **body)
     assert (status, error["param"]) == (422, param)
+
+
+async def test_what_encoders_read_is_in_the_metrics(http: httpx.AsyncClient) -> None:
+    answer = await post(http, "embeddings", model=MODEL, input=TEXTS)
+    tokens = answer["usage"]["prompt_tokens"]
+    found = (await http.get("http://server/metrics")).text
+    counted = re.findall(rf'mlx_manager_encoder_tokens_total{{model_name="{MODEL}"}} (\S+)', found)
+    assert float(counted[0]) >= tokens
+    assert f'mlx_manager_num_requests_running{{model_name="{MODEL}"}} 0.0' in found
+    assert f'mlx_manager_request_prompt_tokens_count{{model_name="{MODEL}"}}' in found
