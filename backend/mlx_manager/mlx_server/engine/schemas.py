@@ -136,7 +136,7 @@ def _narrowed(schema: Any) -> Any:
         found |= {key: bound for key, bound in bounds.items() if key not in taken}
     open_ended = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
     combined = {"$ref", "allOf", "anyOf", "oneOf", "if"}
-    if found.get("properties") and not (open_ended | combined) & found.keys():
+    if "properties" in found and not (open_ended | combined) & found.keys():
         found["additionalProperties"] = False
     return found
 

@@ -180,7 +180,7 @@ KIMI_K2 = _json(
     r"<\|tool_call_argument_begin\|>\s*(?P<args>\{))",
     CallShape(
         head=("<|tool_call_begin|>functions.",),
-        middle=(":", Pattern("[0-9]+"), "<|tool_call_argument_begin|>"),
+        middle=(":", Pattern("[0-9]{1,3}"), "<|tool_call_argument_begin|>"),
         tail=("<|tool_call_end|>",),
         opening=("<|tool_calls_section_begin|>",),
         closing=("<|tool_calls_section_end|>",),
@@ -457,7 +457,7 @@ KIMI_K3 = _parameters(
     ),
     CallShape(
         head=('<|open|>call tool="',),
-        middle=('" index="', Pattern("[0-9]+"), '"<|sep|>'),
+        middle=('" index="', Pattern("[0-9]{1,3}"), '"<|sep|>'),
         tail=("<|close|>call<|sep|>",),
         opening=("<|open|>tools<|sep|>",),
         closing=("<|close|>tools<|sep|>",),
