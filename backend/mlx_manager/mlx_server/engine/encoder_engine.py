@@ -2,7 +2,8 @@
 
 A batch takes the text that has waited longest and its neighbours by length, so that little is
 computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
-takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace.
+takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace;
+but a text is never cut in two, so one that alone takes longer stops them for as long.
 """
 
 from __future__ import annotations
