@@ -236,10 +236,10 @@ def settle_weights(
     return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
 
 
-def lay_out(model: nn.Module) -> Iterator[None]:
-    """Turn the weights whose products are faster for it, pausing after each shape of layer."""
+def lay_out(model: nn.Module) -> Steps[None]:
+    """Turn the weights whose products are faster for it, pausing after each product timed."""
     for layers in layers_alike(model):
-        if faster_by_columns(layers[0]):
+        if (yield from faster_by_columns(layers[0])):
             for layer in layers:
                 layer.weight = by_columns(layer.weight)
         yield None

@@ -501,7 +501,7 @@ class ModelPoolManager:
         resident = remove()
         if resident is None:
             return None
-        model_id, nbytes = resident.id, resident.loaded.nbytes
+        model_id, nbytes, leases = resident.id, resident.loaded.nbytes, resident.leases
         before = get_memory_usage()["active"]
         self._unloads_done[model_id] += 1
         resident.backend.close()
@@ -512,7 +512,9 @@ class ModelPoolManager:
         clear_cache()
         gone = Unloaded(model_id, nbytes, before, get_memory_usage()["active"])
         log.info("%s is unloaded: %s bytes before, %s after", model_id, gone.before, gone.after)
-        if gone.before - gone.after < nbytes:
+        # What another load reads meanwhile, or a caller that is cut off holds on to, is no leak.
+        quiet = not self._loads and not leases
+        if quiet and gone.before - gone.after < nbytes:
             log.warning("of the weights of %s, %s bytes, not all came back", model_id, nbytes)
         return gone
 

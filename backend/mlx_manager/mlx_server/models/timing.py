@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_manager.mlx_server.models.aside import Steps
 from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
@@ -67,7 +68,7 @@ def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
     return [layers for layers in groups.values() if elements(layers[0]) >= SMALLEST_LAID_OUT]
 
 
-def faster_by_columns(layer: nn.Linear) -> bool:
+def faster_by_columns(layer: nn.Linear) -> Steps[bool]:
     """Whether a CPU's products with `layer` gain from its weight lying in memory by columns.
 
     A BLAS packs the weight for every product, and with few rows the packing takes the time. It
@@ -76,8 +77,12 @@ def faster_by_columns(layer: nn.Linear) -> bool:
     """
     sample = copy.copy(layer)
     sample.weight = by_columns(layer.weight)
-    stored, other = (prod(seconds(x, n, mx.float32) for n in ROWS) for x in (layer, sample))
-    return other < GAIN**2 * stored
+    products = {"stored": 1.0, "other": 1.0}
+    for name, each in (("stored", layer), ("other", sample)):
+        for rows in ROWS:
+            products[name] *= seconds(each, rows, mx.float32)
+            yield None
+    return products["other"] < GAIN**2 * products["stored"]
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:
