@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import httpx
+import pytest
 
 PEOPLE = 8
+slow = pytest.mark.skipif(os.environ.get("MLX_TEST_ALL") != "1", reason="MLX_TEST_ALL=1 runs it")
 
 
 @dataclass

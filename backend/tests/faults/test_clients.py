@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from crowd import Crowd, question
+from crowd import Crowd, question, slow
 from live import LiveServer, live_server
 
 CHAT = "/v1/chat/completions"
@@ -62,7 +61,11 @@ async def closed_by_server(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "first", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-"]
+    "first",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-",
+        pytest.param(b"", marks=slow),
+    ],
 )
 async def test_connections_that_send_no_request_are_closed_and_delay_nobody(
     server: LiveServer, http: httpx.AsyncClient, first: bytes
@@ -102,7 +105,7 @@ async def read_slowly(connection: socket.socket) -> None:
         await asyncio.sleep(1)
 
 
-@pytest.mark.skipif(os.environ.get("MLX_TEST_ALL") != "1", reason="takes half a minute")
+@slow
 async def test_a_thousand_requests_at_once_are_all_answered(tmp_path: Path):
     limits = httpx.Limits(max_connections=None)
     with live_server(tmp_path / "log", log_level="warning") as server:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-from crowd import Crowd, question
+from crowd import Crowd, question, slow
 from fake_hub import fake_hub
 from live import PROGRAM, live_server
 
@@ -64,6 +64,7 @@ async def test_what_does_not_fit_is_refused_with_the_numbers_and_the_others_go_o
         assert loaded.status_code == 200
 
 
+@slow
 async def test_weights_that_are_removed_are_missed_only_at_the_next_load(tmp_path: Path):
     models = tmp_path / "models"
     for name in ("one", "two"):
@@ -108,6 +109,7 @@ async def test_a_full_disk_costs_the_keeping_of_answers_and_not_the_answers(tmp_
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+@slow
 async def test_a_download_that_fills_the_disk_is_told_and_the_others_go_on(tmp_path: Path):
     with fake_hub(DEMO) as hub:
         settings = {"allow_download": True, "available_models": "owner/demo", "log_level": "error"}

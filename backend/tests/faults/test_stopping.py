@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from crowd import PEOPLE, Crowd, question
+from crowd import PEOPLE, Crowd, question, slow
 from live import LiveServer, live_server
 
 CHAT = "/v1/chat/completions"
@@ -77,7 +77,7 @@ async def test_at_the_deadline_each_client_is_told_that_its_answer_was_cut(tmp_p
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 async def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, second: signal.Signals):
     async with served(tmp_path / "log", drain_seconds=600) as (server, http):
         async with Crowd(http, 5000) as crowd:
@@ -88,6 +88,7 @@ async def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, second: s
         assert await ended(server) == -second
 
 
+@slow
 async def test_after_sigkill_a_new_server_goes_on_from_what_was_kept(tmp_path: Path):
     kept = tmp_path / "responses.db"
     asked = {"input": "What is 3 + 4?", "temperature": 0}

@@ -1,12 +1,19 @@
-"""`GET /debug/memory`: where the memory is, and who was promised it."""
+"""`GET /debug/memory` and `/debug/state`: where the memory is, and what is under way."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from mlx_manager.mlx_server.api.state import server_of
+
+OPEN_FILES = Path("/dev/fd")
+PAGES = Path("/proc/self/statm")
 
 router = APIRouter(prefix="/debug", tags=["debug"])
 
@@ -15,3 +22,28 @@ router = APIRouter(prefix="/debug", tags=["debug"])
 async def memory(request: Request) -> dict[str, Any]:
     """The ledger's lines and MLX's own figures in bytes, and each engine's rows and pages."""
     return server_of(request).pool.figures()
+
+
+@router.get("/state")
+async def state(request: Request) -> dict[str, Any]:
+    """What a server that leaks has more of each time: `benchmarks/soak.py` compares them.
+
+    calls: under way. leases: of models, by their calls. open_files: connections too. rss_bytes: on
+    Linux, null elsewhere.
+    """
+    server = server_of(request)
+    models = await server.pool.models()
+    return {
+        "calls": len(server.calls),
+        "leases": {model.id: model.leases for model in models if model.state == "loaded"},
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+        "open_files": len(os.listdir(OPEN_FILES)),
+        "rss_bytes": resident_bytes(),
+    }
+
+
+def resident_bytes() -> int | None:
+    if not PAGES.exists():
+        return None
+    return int(PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
