@@ -19,7 +19,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -55,6 +56,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head: TimerHandle | None = None
         self._stall: TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -62,6 +64,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timers()
+        self._hang_up()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -101,7 +104,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(self._client_timeout, self.transport.abort)
+        self._stall = self.loop.call_later(self._client_timeout, self._drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -131,6 +134,21 @@ class Connection(HttpToolsProtocol):
             self.transport.write(head.encode() + body)
         self._in_head = False
         self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _drop(self) -> None:
+        # First: uvloop lets whoever waits to write go on, and then raises when it does.
+        self._hang_up()
+        self.transport.abort()
+
+    def _hang_up(self) -> None:
+        """Tell the request that is being answered; uvicorn tells the last one that came."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def _expect_head(self) -> None:
         if self._head is None and not self.transport.is_closing():
