@@ -36,7 +36,7 @@ from mlx_manager.mlx_server.engine.call_grammar import (
     json_of,
     literal,
 )
-from mlx_manager.mlx_server.engine.schemas import without_unknown_formats
+from mlx_manager.mlx_server.engine.schemas import parameters_schema, without_unknown_formats
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
 
@@ -161,7 +161,10 @@ class Grammars:
         except InvalidParameter as error:
             if error.param == param:
                 for i, tool in enumerate(tools):
-                    self.matcher(lark([tool]), f"tools[{i}].function.parameters")
+                    place = f"tools[{i}].function.parameters"
+                    schema = json.dumps(json_of(parameters_schema(tool)))
+                    self.matcher(LLMatcher.grammar_from_json_schema(schema), place)
+                    self.matcher(lark([tool]), place)
             raise
 
     def _split(self, text: str) -> list[tuple[str, int | None]]:
@@ -195,6 +198,10 @@ class Grammars:
 
 
 def _refused(param: str, reason: str) -> InvalidParameter:
+    if param.startswith("tool"):
+        # The excerpt is of a grammar that the caller has never seen.
+        reason = re.split(r"\n *\d+ \| ", reason.strip())[0]
+        reason = re.sub(r"^(at )?\d+\(\d+\): ", "", reason)
     return InvalidParameter(f"`{param}` can't be honoured: {reason.strip()}", param=param)
 
 

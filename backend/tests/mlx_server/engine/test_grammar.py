@@ -227,3 +227,4 @@ def test_the_tool_at_fault_is_named(grammars: Grammars):
     with pytest.raises(InvalidParameter, match="not") as caught:
         grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
     assert caught.value.param == "tools[1].function.parameters"
+    assert "\n" not in caught.value.message
