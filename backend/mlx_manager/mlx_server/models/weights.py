@@ -28,8 +28,9 @@ Device = Literal["cpu", "cuda", "metal"]
 
 PIECE = 32 * 2**20
 """Bytes evaluated at once: what a running stream waits for where it shares their stream."""
-MOST_ARRAYS = 4
-"""MLX holds whoever evaluates up once ten operations are under way on its CPU streams."""
+MOST_ARRAYS = 2
+"""Each may be read, converted and turned. MLX holds up whoever evaluates anything, on whatever
+stream, while ten operations are under way."""
 
 
 @dataclass(frozen=True, slots=True)
