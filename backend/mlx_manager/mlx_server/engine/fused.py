@@ -16,6 +16,7 @@ module's own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKerne
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 
+STEPS_BEFORE_COMPILING = 64
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
 MOST_COMPILED = 64
 
@@ -419,6 +421,7 @@ class FusedDecoder:
         self._planners = {layer.window: layer.kernels for layer in layers}
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
+        self._seen: Counter[tuple[Any, ...]] = Counter()
 
     @property
     def windows(self) -> Iterable[int | None]:
@@ -453,17 +456,19 @@ class FusedDecoder:
     def run(self, step: Step) -> mx.array:
         """Logits (rows, vocabulary) of one step; not evaluated.
 
-        The first step of a kind (rows, width of the table, length of the work lists) takes some
-        milliseconds longer: it is compiled, which halves the host's share of those that follow.
+        A kind of step (rows, width of the table, length of the work lists) that keeps coming is
+        compiled, which halves the host's share and holds everybody up once.
         """
         cuts = [(window, cut.divided) for window, cut in step.splits.items()]
         kind = (step.table.shape, *((cut.work, cut.divided) for cut in step.splits.values()))
-        if kind not in self._compiled:
+        self._seen[kind] += 1
+        run = self._compiled.get(kind, partial(self._run, cuts))
+        if kind not in self._compiled and self._seen[kind] > STEPS_BEFORE_COMPILING:
             if len(self._compiled) == MOST_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
-            self._compiled[kind] = self._compile(partial(self._run, cuts))
+            run = self._compiled[kind] = self._compile(run)
         items = [cut.items for cut in step.splits.values()]
-        return self._compiled[kind](step.tokens, step.lengths, step.table, step.pools, items)
+        return run(step.tokens, step.lengths, step.table, step.pools, items)
 
     def _run(  # noqa: PLR0917
         self,

@@ -31,6 +31,8 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 HORIZON = 16
 # Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Pages that tables are padded to, for the same reason.
+WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too.
 LONG = 4096
 
@@ -151,7 +153,8 @@ class FusedForward:
     def _table(self, spans: Sequence[Span], rows: int) -> mx.array:
         """All the pages that the rows have, also those that they will grow into."""
         longest = max(len(span.table) for span in spans)
-        table = np.zeros((rows, 1 << (longest - 1).bit_length()), np.int32)
+        width = next(width for width in WIDTHS if width >= longest)
+        table = np.zeros((rows, width), np.int32)
         for row, span in enumerate(spans):
             table[row, : len(span.table)] = span.table.pages
         return mx.array(table) + 0

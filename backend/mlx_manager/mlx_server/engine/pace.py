@@ -13,12 +13,14 @@ class Pace:
 
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token.
-        least: prompt tokens of a step at any time (a page).
+        least: prompt tokens of a step at any time.
+        page: tokens of a page, of which a budget is a multiple.
     """
 
-    def __init__(self, most: int, least: int) -> None:
+    def __init__(self, most: int, least: int, page: int) -> None:
         self._most = most
         self._least = least
+        self._page = page
         self._decode_step: float | None = None
         self._prompt_token: float | None = None
 
@@ -44,7 +46,7 @@ class Pace:
         # A row costs what a prompt token costs at least; what was last seen may be older.
         decode_step = max(self._decode_step or 0.0, rows * self._prompt_token)
         affordable = int((STRETCH - 1) * decode_step / self._prompt_token)
-        return min(max(affordable // self._least, 1) * self._least, self._most)
+        return min(max(affordable // self._page * self._page, self._least), self._most)
 
 
 def _blend(old: float | None, new: float) -> float:

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 # An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
 CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
+# A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
+LEAST_CHUNK_AHEAD = 256
 # Pages are added by at least this many, and by at least half of what there is. Where steps are
 # compiled, each new size of the pool costs a compilation.
 LEAST_GROWTH = 64
@@ -191,7 +193,9 @@ class TextEngine:
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
             horizon=self._forward.horizon,
         )
-        self._pace = Pace(chunk_of(self._limits), self._limits.page_size)
+        least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else self._limits.page_size
+        most = chunk_of(self._limits)
+        self._pace = Pace(most, min(least, most), self._limits.page_size)
         self._under_way: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),

@@ -15,7 +15,10 @@ class Portable:
         self.shape = shape
 
     def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
-        return Splits(items=mx.zeros((1, 8), mx.int32), divided=False)
+        rows = np.arange(len(lengths)) if table_rows is None else np.asarray(table_rows)
+        items = np.zeros((max(len(rows), 1), 8), np.int32)
+        items[: len(rows), 1] = rows
+        return Splits(items=mx.array(items), divided=False)
 
     def write(self, k_pool, v_pool, k, v, slots):
         # Pools are written in place, so that whoever holds them sees it.
@@ -27,9 +30,10 @@ class Portable:
         self, q, k_pool, v_pool, table, lengths, dep, *,
         scale, splits, window=None, softcap=None, sinks=None,
     ):  # fmt: skip
+        pages = np.array(table)[np.array(splits.items)[:, 1]]
         rows = [
-            self._row(q[row], k_pool, v_pool, np.array(table)[row], length, scale, window, sinks)
-            for row, length in enumerate(lengths.tolist())
+            self._row(q[query], k_pool, v_pool, pages[query], length, scale, window, sinks)
+            for query, length in enumerate(lengths.tolist())
         ]
         return mx.stack(rows)
 

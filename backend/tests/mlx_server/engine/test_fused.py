@@ -187,7 +187,7 @@ def test_compiled_steps_give_what_plain_ones_do():
         )
 
 
-def test_steps_of_one_kind_are_compiled_once_and_few_kinds_are_kept():
+def test_steps_that_keep_coming_are_compiled_once_and_few_kinds_are_kept():
     model = make("llama", {})
     compiled = []
     decoder = FusedDecoder.build(
@@ -201,11 +201,15 @@ def test_steps_of_one_kind_are_compiled_once_and_few_kinds_are_kept():
         splits = decoder.plan(lengths)
         decoder.run(fused.Step(mx.array([1]), mx.array(lengths), table, pools, splits))
 
+    for _ in range(fused.STEPS_BEFORE_COMPILING):
+        run(1)
+    assert not compiled
     run(1)
     run(1)
     assert len(compiled) == 1
     for width in range(2, fused.MOST_COMPILED + 2):
-        run(width)
+        for _ in range(fused.STEPS_BEFORE_COMPILING + 1):
+            run(width)
     assert len(compiled) == fused.MOST_COMPILED + 1
     run(1)
     assert len(compiled) == fused.MOST_COMPILED + 2

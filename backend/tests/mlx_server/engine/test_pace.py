@@ -11,7 +11,7 @@ MOST, PAGE = 512, 16
 
 def taught(decode: float, token: float, rows: int = 4) -> Pace:
     """A pace that has seen steps of `decode` seconds, and prompt tokens that add `token` each."""
-    pace = Pace(MOST, PAGE)
+    pace = Pace(MOST, PAGE, PAGE)
     for _ in range(60):
         pace.observe(decode, rows, 0)
         pace.observe(decode + 64 * token, rows, 64)
@@ -19,12 +19,12 @@ def taught(decode: float, token: float, rows: int = 4) -> Pace:
 
 
 def test_with_nobody_waiting_for_a_token_a_prompt_gets_all_there_is() -> None:
-    assert Pace(MOST, PAGE).budget(0, 1) == MOST
+    assert Pace(MOST, PAGE, PAGE).budget(0, 1) == MOST
     assert taught(0.01, 1.0).budget(0, 3) == MOST
 
 
 def test_before_anything_is_known_running_rows_come_first() -> None:
-    assert Pace(MOST, PAGE).budget(4, 1) == PAGE
+    assert Pace(MOST, PAGE, PAGE).budget(4, 1) == PAGE
 
 
 @pytest.mark.parametrize("decode", [0.001, 0.01, 0.2])
@@ -91,7 +91,7 @@ def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
 def test_the_budget_is_always_whole_pages_within_its_limits(
     steps: list[tuple[float, int, int]], rows: int, prompts: int
 ) -> None:
-    pace = Pace(MOST, PAGE)
+    pace = Pace(MOST, PAGE, PAGE)
     for seconds, running, tokens in steps:
         pace.observe(seconds, running, tokens)
     budget = pace.budget(rows, prompts)

@@ -46,6 +46,9 @@ SLICE_TOKENS = 192
 SCORES = 1 << 21
 # More queries than this in a block only compute more that is masked away.
 BLOCK = 128
+# Spans of so few queries are attended a query at a time: tiles of them would leave most of a GPU
+# without work (16 queries after 8 000 tokens take 348 us as a tile on an H200).
+FEW_QUERIES = 16
 # Rows of a gathered group differ in pages by at most this factor: what padding can cost.
 GROUP_SPREAD = 1.5
 
@@ -91,36 +94,33 @@ class Group:
 
 
 class Decoding:
-    """Spans of one query, for the kernels.
+    """The spans of few queries that a step begins with, for the kernels: each query by itself.
 
     Attributes:
-        rows: how many there are.
-        table: (rows, pages) int32, padded to the longest. lengths: (rows,) int32.
+        spans: how many there are. queries: of all of them.
+        table: (spans, pages) int32, padded to the longest.
+        lengths: (queries,) int32, tokens that each sees.
     """
 
-    def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int32]) -> None:
-        self.rows = len(lengths)
-        self.table = mx.array(table)
-        self.lengths = mx.array(lengths)
-        self._lengths = lengths
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+        mine = list(takewhile(lambda span: span.queries <= FEW_QUERIES, spans))
+        self.spans = len(mine)
+        self._lengths = _places(mine) + 1
+        self._rows = np.repeat(np.arange(len(mine)), [span.queries for span in mine])
+        self.queries = len(self._lengths)
+        self.table = mx.array(padded_table(mine, page_size))
+        self.lengths = mx.array(self._lengths)
         self._splits: dict[tuple[AttentionShape, int | None], Splits] = {}
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], page_size: int) -> Decoding:
-        """Those of `spans` that come before the first of several queries."""
-        mine = list(takewhile(lambda span: span.queries == 1, spans))
-        lengths = np.array([span.length for span in mine], np.int32)
-        return cls(padded_table(mine, page_size), lengths)
 
     def splits(self, kernels: PagedKernels, window: int | None) -> Splits:
         kind = (kernels.shape, window)
         if kind not in self._splits:
-            self._splits[kind] = kernels.plan(self._lengths, window=window)
+            self._splits[kind] = kernels.plan(self._lengths, window=window, table_rows=self._rows)
         return self._splits[kind]
 
 
 class Chunked:
-    """The spans that come after those of `Decoding`, for the kernels.
+    """The spans that come after those of `Decoding`, for the kernels: queries in tiles.
 
     Attributes:
         table: (spans, pages) int32, padded to the longest.
@@ -177,7 +177,6 @@ class StepPlan:
         )
         self._slots = slots
         self._groups: dict[int | None, list[Group]] = {}
-        self._decoding: Decoding | None = None
         self._table: mx.array | None = None
 
     @property
@@ -190,17 +189,15 @@ class StepPlan:
         """`slots` as an array, whatever they are."""
         return self.slots if isinstance(self.slots, mx.array) else mx.array(self._slots)
 
-    @property
+    @cached_property
     def decoding(self) -> Decoding:
-        """The spans of one query that the step begins with, as the kernels take them."""
-        if self._decoding is None:
-            self._decoding = Decoding.of(self.spans, self.page_size)
-        return self._decoding
+        """The spans of few queries that the step begins with, as the kernels take them."""
+        return Decoding(self.spans, self.page_size)
 
     @cached_property
     def chunked(self) -> Chunked | None:
         """The spans that are not in `decoding`, if there are any, as the kernels take them."""
-        rest = self.spans[self.decoding.rows :]
+        rest = self.spans[self.decoding.spans :]
         return Chunked(rest, self.page_size) if rest else None
 
     def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
@@ -209,13 +206,12 @@ class StepPlan:
         Without `decoding`, only of the spans that are not in there.
         """
         if window not in self._groups:
-            skipped = 0 if decoding else self.decoding.rows
-            self._groups[window] = list(self._make_groups(window, skipped))
+            self._groups[window] = list(self._make_groups(window, decoding))
         return self._groups[window]
 
-    def _make_groups(self, window: int | None, skipped: int) -> list[Group]:
+    def _make_groups(self, window: int | None, decoding: bool) -> list[Group]:
         groups: list[Group] = []
-        start, i = skipped, skipped
+        start, i = (0, 0) if decoding else (self.decoding.queries, self.decoding.spans)
         while i < len(self.spans):
             span = self.spans[i]
             taken = [span] if span.queries > 1 else self._alike(i)
@@ -413,11 +409,11 @@ class PagedLayer:
         shape = store.attention(queries.shape[1])
         decoding, chunked = plan.decoding, plan.chunked
         parts = []
-        if decoding.rows:
+        if decoding.queries:
             reader = kernels[shape]
             parts.append(
                 reader.attend(
-                    queries[: decoding.rows],
+                    queries[: decoding.queries],
                     store.keys,
                     store.values,
                     decoding.table,
@@ -437,7 +433,7 @@ class PagedLayer:
                 parts += [_attend_group(queries, group, store, scale, sinks) for group in groups]
             case tiler:
                 out = tiler.attend(
-                    queries[decoding.rows :],
+                    queries[decoding.queries :],
                     store.keys,
                     store.values,
                     chunked.table,

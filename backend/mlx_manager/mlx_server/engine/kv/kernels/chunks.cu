@@ -87,51 +87,58 @@ struct AttendChunk {
     }
   }
 
-  // Scales the scores for a softmax in base 2 and hides what a row must not see.
-  __device__ __forceinline__ void mask(int start, float scale, float cap,
-                                       float (&s)[COLUMNS][4]) const {
+  // Hides what a row must not see. Most tiles are seen by every row, and left alone.
+  __device__ __forceinline__ void mask(int start, float (&s)[COLUMNS][4]) const {
     const bool whole = start >= begin && start + TOKENS <= queries.length &&
                        (WINDOW == 0 || start >= queries.length + queries.count - 1 - WINDOW);
+    if (whole) return;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int sees = queries.length + query_of(warp * 16 + lane / 4 + e / 2 * 8);
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
-        float x = s[n][e] * scale;
-        if constexpr (CAP) x = cap * tanhf(x / cap);
         int token = start + n * 8 + lane % 4 * 2 + e % 2;
-        bool seen = token < sees && (WINDOW == 0 || token >= sees - WINDOW);
-        s[n][e] = whole || seen ? x * kLog2e : kMasked;
+        if (token >= sees || (WINDOW != 0 && token < sees - WINDOW)) s[n][e] = kMasked;
       }
     }
   }
 
-  // Raises the running maxima to take in the scores, which become weights.
-  __device__ __forceinline__ void weigh(float (&s)[COLUMNS][4]) {
+  // Raises the running maxima to take in the scores, which become weights: 2^(s * unit - maximum).
+  __device__ __forceinline__ void weigh(float unit, float (&s)[COLUMNS][4]) {
+    float top[2];
+    bool grew = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float top = maximum[half];
+      float x = s[0][half * 2];
 #pragma unroll
-      for (int n = 0; n < COLUMNS; n++) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-      top = fmaxf(top, shuffle_xor(top, 1));
-      top = fmaxf(top, shuffle_xor(top, 2));
-      float factor = power_of_two(maximum[half] - top);
-      maximum[half] = top;
-      sum[half] *= factor;
+      for (int n = 0; n < COLUMNS; n++) x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      x = fmaxf(x, shuffle_xor(x, 1));
+      x = fmaxf(x, shuffle_xor(x, 2));
+      top[half] = fmaxf(maximum[half], x * unit);
+      grew = grew || top[half] > maximum[half];
+    }
+    if (any_lane(grew)) {
 #pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        output[n][half * 2] *= factor;
-        output[n][half * 2 + 1] *= factor;
+      for (int half = 0; half < 2; half++) {
+        float factor = power_of_two(maximum[half] - top[half]);
+        maximum[half] = top[half];
+        sum[half] *= factor;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+          output[n][half * 2] *= factor;
+          output[n][half * 2 + 1] *= factor;
+        }
       }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float weight = power_of_two(s[n][half * 2 + e] - top);
-          s[n][half * 2 + e] = weight;
-          sum[half] += weight;
+        for (int e = half * 2; e < half * 2 + 2; e++) {
+          s[n][e] = power_of_two(fmaf(s[n][e], unit, -maximum[half]));
+          sum[half] += s[n][e];
         }
-    }
   }
 
   __device__ __forceinline__ void take(const T* v_stage, const float (&s)[COLUMNS][4]) {
@@ -199,6 +206,8 @@ struct AttendChunk {
       sum[half] = 0.f;
     }
     fetch_queries(q, q_heads, kv_head, tile);
+    // What turns a score into the exponent of 2.
+    const float unit = CAP ? kLog2e : scale * kLog2e;
     const int start = begin / TOKENS * TOKENS;
     fetch(start);
     for (int at = start; at < end; at += TOKENS) {
@@ -208,8 +217,14 @@ struct AttendChunk {
       const T* k_stage = stages + at / TOKENS % STAGES * 2 * TOKENS * STRIDE;
       float s[COLUMNS][4];
       scores(tile, k_stage, s);
-      mask(at, scale, cap, s);
-      weigh(s);
+      if constexpr (CAP) {
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) s[n][e] = cap * tanhf(s[n][e] * (scale / cap));
+      }
+      mask(at, s);
+      weigh(unit, s);
       take(k_stage + TOKENS * STRIDE, s);
       __syncthreads();
     }

@@ -29,7 +29,7 @@ FIELDS = 8
 """int32 columns of an item: query, table row, first tile, last tile (exclusive; the last split's is
 open), number of this split, splits of the query, place of its first split in the list, unused."""
 
-ROOM = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+ROOM = (8, 32, 64, 128, 256, 512, 1024)
 """Lengths that a list is padded to beyond one item a query; past the last, to its multiples."""
 
 
