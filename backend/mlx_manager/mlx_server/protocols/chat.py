@@ -298,7 +298,8 @@ class ChatStream:
             case Admitted():
                 return ""
             case Started(ids=ids):
-                return self._choice(row, {"role": "assistant", "content": ""}, prompt_ids=ids)
+                # No empty content: an answer that turns out to be calls alone has none.
+                return self._choice(row, {"role": "assistant"}, prompt_ids=ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
             case ReasoningDelta(text):

@@ -38,7 +38,6 @@ def talk(model: ChatOpenAI) -> None:
     whole = model.invoke(question)
     assert "Ctrl-C" in whole.text, whole
     chunks = list(model.stream(question))
-    assert len(chunks) > 3
     streamed = gathered(chunks)
     assert streamed.text == whole.text
     for name in ("input_tokens", "output_tokens", "total_tokens"):

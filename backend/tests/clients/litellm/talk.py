@@ -47,7 +47,6 @@ def talk(provider: str, url: str) -> None:
 
     def streamed(messages: list[dict[str, Any]], **fields: Any) -> Any:
         chunks = list(complete(messages, stream=True, **fields))
-        assert len(chunks) > 3
         return litellm.stream_chunk_builder(chunks, messages=messages)
 
     question = says("How do I stop the server?")

@@ -35,7 +35,6 @@ for (const model of [own(id), openai.chat(id), openai.responses(id)]) {
   const pieces = [];
   for await (const piece of stream.textStream) pieces.push(piece);
   assert.equal(pieces.join(""), whole.text);
-  assert.ok(pieces.length > 3);
   assert.equal((await stream.usage).totalTokens, whole.usage.totalTokens);
 
   const steps = { ...ask, tools, stopWhen: stepCountIs(3), prompt: "What is 17 + 25?" };

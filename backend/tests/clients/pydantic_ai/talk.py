@@ -40,7 +40,6 @@ async def talk(model: Model) -> None:
     async with agent.run_stream(question) as stream:
         pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
     assert "".join(pieces) == whole.output
-    assert len(pieces) > 3
     assert stream.usage.output_tokens == whole.usage.output_tokens > 3
 
     adder = Agent(model, tools=[add], model_settings=GREEDY)

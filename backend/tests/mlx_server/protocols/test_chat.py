@@ -190,7 +190,7 @@ def test_the_first_chunk_has_the_role_and_the_last_the_finish_reason():
         [[Started(7)], [TextDelta("Hel")], [TextDelta("lo")], [Finished("stop", USAGE)]]
     )
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant"},
         {"content": "Hel"},
         {"content": "lo"},
         {},
