@@ -92,17 +92,6 @@ async def test_prompts_are_logged_for_who_asks_for_it(caplog: pytest.LogCaptureF
             assert (SECRET in caplog.text) is wanted
 
 
-def test_the_pretty_log_is_a_line_for_a_reader(tmp_path: Path):
-    with served(tmp_path) as client:
-        client.post(CHAT, json=HELLO, headers={"x-request-id": "mine-3"})
-    [line] = [line for line in (tmp_path / "log.txt").read_text().splitlines() if CHAT in line]
-    assert "info" in line
-    assert f"POST {CHAT} 200" in line
-    assert "mlx-manager/demo" in line
-    assert line.endswith("mine-3")
-    assert "\x1b" not in line
-
-
 @settings(deadline=None)
 @given(st.text())
 def test_whatever_is_logged_stays_on_its_line(text: str):

@@ -95,13 +95,24 @@ def test_nothing_that_was_said_leaves_and_probes_leave_no_spans(
     assert not any("/health" in span.name for span in collector.spans)
 
 
-def test_a_collector_that_is_not_there_hinders_nobody(tmp_path: Path) -> None:
+def test_a_collector_that_is_not_there_hinders_nobody_and_the_log_stays_readable(
+    tmp_path: Path,
+) -> None:
     with (
         live_server(tmp_path / "log.txt", otlp_endpoint="http://127.0.0.1:9") as running,
         httpx.Client(base_url=running.url, timeout=60) as client,
     ):
-        assert client.post(CHAT, json=HELLO).status_code == 200
+        answer = client.post(CHAT, json=HELLO, headers={"x-request-id": "mine-3"})
+        assert answer.status_code == 200
     assert running.process.returncode == 0
+    log = (tmp_path / "log.txt").read_text()
+    [line] = [line for line in log.splitlines() if CHAT in line]
+    assert " info " in line
+    assert f"POST {CHAT} 200" in line
+    assert MODEL in line
+    assert line.endswith("mine-3")
+    assert "\x1b" not in log
+    assert "127.0.0.1" in log.partition("error")[2]
 
 
 def test_asking_for_a_collector_without_having_opentelemetry_is_a_clear_error(
