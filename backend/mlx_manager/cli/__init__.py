@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -68,4 +69,6 @@ app.add_typer(key, name="key")
 
 
 def main() -> None:
+    # LogFire, where it is installed, has itself imported by the first model that is declared.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     app()

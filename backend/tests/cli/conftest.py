@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,13 +11,25 @@ import pytest
 from live import live_server
 from other_server import OtherServer, other_server
 
+from mlx_manager.demo_model import demo_model_path
+
+TOKEN = "open-sesame"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server with the embedded model."""
-    with live_server(tmp_path_factory.mktemp("server") / "log") as live:
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model `mine`."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(demo_model_path(), folder / "mine")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, models_dir: Path) -> Iterator[str]:
+    """The address of a server with the embedded model, those of `models_dir`, and a token."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with live_server(log, models_dir=models_dir, admin_token=TOKEN) as live:
         yield live.url
 
 

@@ -3,60 +3,60 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
-from live import live_server
 from other_server import OtherServer
 
 from mlx_manager.client import ServerClient, ServerRefused
-from mlx_manager.completion_stream import Chunk
 
 DEMO = "mlx-manager/demo"
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with a token."""
-    log = tmp_path_factory.mktemp("guarded") / "log"
-    with live_server(log, admin_token="open-sesame") as live:
-        yield live.url
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def endless(server: str) -> Iterator[list[Chunk | Exception]]:
-    """A request that runs until it is cancelled; what came of it."""
-    client = ServerClient(server)
-    got: list[Chunk | Exception] = []
-    begun = threading.Event()
+def run(run: Run) -> Run:
+    """As the server's owner."""
+    return partial(run, MLX_SERVER_ADMIN_TOKEN="open-sesame")
 
-    def read() -> None:
-        body = {
-            "model": DEMO,
-            "messages": [{"role": "user", "content": "count"}],
-            "ignore_eos": True,
-            "max_tokens": 8000,
-        }
+
+@dataclass
+class Endless:
+    """A request that runs until it is cancelled, and the error that ended it."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+
+    def read(self, client: ServerClient) -> None:
+        question = [{"role": "user", "content": "count"}]
+        body = {"model": DEMO, "messages": question, "ignore_eos": True, "max_tokens": 8000}
         try:
-            for chunk in client.chat(body):
-                got.append(chunk)
-                begun.set()
+            for _ in client.chat(body):
+                self.begun.set()
         except ServerRefused as error:
-            got.append(error)
-        begun.set()
+            self.error = str(error)
+        self.begun.set()
+        self.ended.set()
 
-    reader = threading.Thread(target=read)
+
+@pytest.fixture
+def endless(server: str) -> Iterator[Endless]:
+    request, client = Endless(), ServerClient(server)
+    reader = threading.Thread(target=request.read, args=[client])
     reader.start()
-    assert begun.wait(60)
-    yield got
+    assert request.begun.wait(60)
+    yield request
     reader.join(60)
     client.close()
 
 
 def test_ps_shows_models_and_requests_and_cancel_ends_one(
-    run, server: str, endless: list[Chunk | Exception]
+    run, server: str, endless: Endless
 ) -> None:
     found = json.loads(run("ps", "--url", server, "--json").stdout)
     (model,) = found["models"]
@@ -71,32 +71,28 @@ def test_ps_shows_models_and_requests_and_cancel_ends_one(
     assert "answering" in refused.stderr
     done = run("cancel", request["id"], "--url", server)
     assert done.stdout == f"{request['id']} is cancelled.\n"
-
-
-def test_cancelled_requests_are_told(run, server: str, endless: list[Chunk | Exception]) -> None:
-    (request,) = json.loads(run("ps", "--url", server, "--json").stdout)["requests"]
-    run("cancel", request["id"], "--url", server)
+    assert endless.ended.wait(60)
+    assert "ended this request" in endless.error
     again = run("cancel", "chatcmpl-none", "--url", server)
     assert again.returncode == 4
     assert "chatcmpl-none" in again.stderr
 
 
-def test_a_model_goes_and_comes_back(run, guarded: str) -> None:
-    token = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame"}
-    assert "are free again" in run("unload", DEMO, "--url", guarded, **token).stdout
-    assert "was not loaded" in run("unload", DEMO, "--url", guarded, **token).stdout
-    assert "No model is loaded." in run("ps", "--url", guarded, **token).stdout
-    done = run("load", DEMO, "--pin", "--url", guarded, **token)
+def test_a_model_goes_and_comes_back(run, server: str) -> None:
+    assert "are free again" in run("unload", DEMO, "--url", server).stdout
+    assert "was not loaded" in run("unload", DEMO, "--url", server).stdout
+    assert "No model is loaded." in run("ps", "--url", server).stdout
+    done = run("load", DEMO, "--pin", "--url", server)
     assert f"{DEMO} is loaded" in done.stdout
-    assert "pinned" in run("ps", "--url", guarded, **token).stdout
-    refused = run("load", "no/such", "--url", guarded, **token)
+    assert "pinned" in run("ps", "--url", server).stdout
+    refused = run("load", "no/such", "--url", server)
     assert refused.returncode == 4
     assert DEMO in refused.stderr
 
 
-def test_without_the_token_nothing_is_told(run, guarded: str) -> None:
+def test_without_the_token_nothing_is_told(run, server: str) -> None:
     for arguments in (("ps",), ("load", DEMO), ("unload", DEMO), ("cancel", "x")):
-        done = run(*arguments, "--url", guarded)
+        done = run(*arguments, "--url", server, MLX_SERVER_ADMIN_TOKEN="wrong")
         assert done.returncode == 5
         assert "MLX_SERVER_ADMIN_TOKEN" in done.stderr
         assert done.stdout == ""
@@ -108,7 +104,7 @@ def test_a_server_that_is_not_ours_has_no_admin_api(run, other: OtherServer) -> 
     assert f"{other.url}/v1/admin/models answered 404" in done.stderr
 
 
-def test_no_server_no_answer(run, tmp_path: Path) -> None:
+def test_no_server_no_answer(run) -> None:
     done = run("ps")
     assert done.returncode == 3
     assert "mlx-manager serve" in done.stderr

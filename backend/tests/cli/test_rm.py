@@ -12,7 +12,6 @@ import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live import live_server
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
@@ -90,15 +89,17 @@ def test_what_may_not_go_stays(run, tmp_path, arguments, code: int, words: str) 
     assert (elsewhere / "config.json").exists()
 
 
-def test_a_loaded_model_stays(run, tmp_path: Path) -> None:
-    shutil.copytree(demo_model_path(), tmp_path / "models" / "mine")
-    arguments = ("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
-    with live_server(tmp_path / "log", models_dir=tmp_path / "models") as live:
-        run("chat", "--url", live.url, "--model", "mine", "--once", "hi", "--max-tokens", "1")
-        done = run(*arguments, "--url", live.url)
-        assert done.returncode == 5
-        assert "mlx-manager unload mine" in done.stderr
-    assert run(*arguments, "--url", live.url).returncode == 0
+def test_a_loaded_model_stays_until_it_is_unloaded(run, server: str, models_dir: Path) -> None:
+    shutil.copytree(models_dir / "mine", models_dir / "twin")
+    admin = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame", "MLX_MANAGER_URL": server}
+    arguments = ("rm", "twin", "--yes", "--models-dir", str(models_dir))
+    assert run("load", "mine", **admin).returncode == 0
+    done = run(*("mine" if word == "twin" else word for word in arguments), **admin)
+    assert done.returncode == 5
+    assert "mlx-manager unload mine" in done.stderr
+    assert run("unload", "mine", **admin).returncode == 0
+    assert run(*arguments, **admin).returncode == 0
+    assert [path.name for path in models_dir.iterdir()] == ["mine"]
 
 
 @given(st.text(st.sampled_from("ab./~-_ \\\n"), max_size=12))
