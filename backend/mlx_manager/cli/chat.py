@@ -125,11 +125,13 @@ def serving(
     from mlx_manager.embedded import StartFailed, embedded_server
 
     if url is None and not answers(default_url()):
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGHUP, leave)
         note("No server runs here; starting one for this chat.")
         try:
-            with embedded_server(model) as address, connected(address, None) as client:
+            with (
+                ended_normally(),
+                embedded_server(model) as address,
+                connected(address, None) as client,
+            ):
                 yield client, client.models()[0]["id"]
         except StartFailed as error:
             fail(f"The server could not start: {error}")
@@ -138,9 +140,20 @@ def serving(
         yield client, model or client.models()[0]["id"]
 
 
-def leave(signum: int, frame: object) -> None:
-    """End by the normal way, so that the server of the session ends too."""
-    raise SystemExit(128 + signum)
+@contextmanager
+def ended_normally() -> Iterator[None]:
+    """Closing the terminal ends the program by the normal way, and so the session's server too."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, leave) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def talk(

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from live import live_server
 from other_server import OtherServer, other_server
+from typer.testing import CliRunner
 
+from mlx_manager.cli import app
 from mlx_manager.demo_model import demo_model_path
 
 TOKEN = "open-sesame"
@@ -58,12 +60,27 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run(environment: dict[str, str]) -> Run:
-    """The program in a process of its own, with nothing to read unless there is `input`."""
+    """A command in this process, with nothing to read unless there is `input`."""
 
     def run(*arguments: str, input: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        wanted = environment | variables
+        changed = {name: wanted.get(name) for name in os.environ.keys() | wanted.keys()}
+        done = CliRunner().invoke(app, arguments, input=input, env=changed)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def program(environment: dict[str, str]) -> Run:
+    """The same in a process of its own, for what reads its environment when it is imported."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "mlx_manager.cli", *arguments],
-            input=input,
+            stdin=subprocess.DEVNULL,
             env=environment | variables,
             capture_output=True,
             text=True,

@@ -27,20 +27,20 @@ def folder_of(tmp_path: Path, name: str = "own--demo") -> Path:
     return tmp_path / "hf" / "hub" / f"models--{name}" / "snapshots" / COMMIT
 
 
-def test_what_was_pulled_is_served(run, hub: FakeHub, tmp_path: Path) -> None:
-    done = run("pull", "own/demo")
+def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> None:
+    done = program("pull", "own/demo")
     assert done.returncode == 0
     assert done.stdout == f"{folder_of(tmp_path)}\n"
     assert "9 MB, licence apache-2.0" in done.stderr
-    answer = run("chat", "--model", "own/demo", "--once", "How do I change the port?")
+    answer = program("chat", "--model", "own/demo", "--once", "How do I change the port?")
     assert "9000" in answer.stdout
     hub.fetched.clear()
-    again = run("pull", "own/demo", "--json")
+    again = program("pull", "own/demo", "--json")
     assert json.loads(again.stdout)["bytes_to_download"] == 0
     assert hub.fetched == []
 
 
-def test_a_cut_connection_is_taken_up_where_it_broke(run, tmp_path: Path, environment) -> None:
+def test_a_cut_connection_is_taken_up_where_it_broke(program, tmp_path: Path, environment) -> None:
     folder = tmp_path / "large"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -48,7 +48,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(run, tmp_path: Path, enviro
     (folder / "model.safetensors").write_bytes(content)
     with fake_hub(folder) as hub:
         hub.cuts = 1
-        done = run("pull", "own/large", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+        done = program("pull", "own/large", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
     assert done.returncode == 0
     # The client writes pieces of ten megabytes.
     assert hub.ranges == [f"bytes={10 * 2**20}-"]
@@ -77,12 +77,12 @@ def test_ctrl_c_ends_the_download_and_keeps_whole_files(
 
 
 def test_json_says_what_is_fetched_and_a_dry_run_what_would_be(
-    run, hub: FakeHub, tmp_path: Path
+    program, hub: FakeHub, tmp_path: Path
 ) -> None:
-    planned = run("pull", "own/demo", "--dry-run", "--json")
+    planned = program("pull", "own/demo", "--dry-run", "--json")
     assert json.loads(planned.stdout)["path"] is None
     assert hub.fetched == []
-    done = run("pull", "own/demo", "--json")
+    done = program("pull", "own/demo", "--json")
     said = json.loads(done.stdout)
     assert said["path"] == str(folder_of(tmp_path))
     assert said["files"].keys() == hub.files().keys() - {"README.md"}
@@ -90,18 +90,18 @@ def test_json_says_what_is_fetched_and_a_dry_run_what_would_be(
     assert said["licence"] == "apache-2.0"
 
 
-def test_a_model_that_the_disk_has_no_room_for_is_not_begun(run, hub: FakeHub) -> None:
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(program, hub: FakeHub) -> None:
     hub.sizes["model.safetensors"] = 10**18
-    done = run("pull", "own/demo")
+    done = program("pull", "own/demo")
     assert done.returncode == 1
     assert "1,000,000,000.0 GB more" in done.stderr
     assert "HF_HOME" in done.stderr
     assert hub.fetched == []
 
 
-def test_a_gated_model_says_where_its_terms_are(run, hub: FakeHub) -> None:
+def test_a_gated_model_says_where_its_terms_are(program, hub: FakeHub) -> None:
     hub.gated = True
-    done = run("pull", "own/demo")
+    done = program("pull", "own/demo")
     assert done.returncode == 5
     assert "accept its terms at https://huggingface.co/own/demo" in done.stderr
     assert "HF_TOKEN" in done.stderr
@@ -118,25 +118,25 @@ def test_a_gated_model_says_where_its_terms_are(run, hub: FakeHub) -> None:
     ],
 )
 def test_refusals_say_what_to_do(
-    run, hub: FakeHub, name: str, variables: dict[str, str], code: int, words: str
+    program, hub: FakeHub, name: str, variables: dict[str, str], code: int, words: str
 ) -> None:
-    done = run("pull", name, **variables)
+    done = program("pull", name, **variables)
     assert done.returncode == code
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_what_cannot_be_served_is_not_fetched_unless_wanted(run, tmp_path: Path, environment):
+def test_what_cannot_be_served_is_not_fetched_unless_wanted(program, tmp_path: Path, environment):
     folder = tmp_path / "strange"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "strange"}')
     with fake_hub(folder) as hub:
         environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
-        done = run("pull", "own/strange")
+        done = program("pull", "own/strange")
         assert done.returncode == 5
         assert "model*.safetensors" in done.stderr
         (folder / "model.safetensors").touch()
-        done = run("pull", "own/strange")
+        done = program("pull", "own/strange")
         assert done.returncode == 5
         assert "no architecture 'strange'" in done.stderr
-        assert run("pull", "own/strange", "--anyway").returncode == 0
+        assert program("pull", "own/strange", "--anyway").returncode == 0

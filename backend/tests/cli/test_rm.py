@@ -31,14 +31,14 @@ def cached(home: Path, name: str = "own/demo") -> Path:
     return root
 
 
-def test_a_cached_model_is_deleted_and_its_bytes_counted_once(run, tmp_path: Path) -> None:
+def test_a_cached_model_is_deleted_and_its_bytes_counted_once(program, tmp_path: Path) -> None:
     root = cached(tmp_path)
-    done = run("rm", "own/demo", "--yes", "--json")
+    done = program("rm", "own/demo", "--yes", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["folders"] == [str(root)]
     assert 8_600_000 < json.loads(done.stdout)["bytes"] < 8_700_000
     assert not root.exists()
-    assert run("rm", "own/demo", "--yes").returncode == 4
+    assert program("rm", "own/demo", "--yes").returncode == 4
 
 
 def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) -> None:
@@ -59,10 +59,10 @@ def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) ->
         assert root.exists() == stays
 
 
-def test_a_model_of_the_folder_goes_and_its_neighbours_stay(run, tmp_path: Path) -> None:
+def test_a_model_of_the_folder_goes_and_its_neighbours_stay(program, tmp_path: Path) -> None:
     for name in ("mine", "owner/other"):
         shutil.copytree(demo_model_path(), tmp_path / "models" / name)
-    done = run("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
+    done = program("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
     assert done.stdout == "mine is deleted: 9 MB are free again.\n"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["owner"]
 
@@ -78,27 +78,27 @@ def test_a_model_of_the_folder_goes_and_its_neighbours_stay(run, tmp_path: Path)
         (("mine",), 2, "--yes"),
     ],
 )
-def test_what_may_not_go_stays(run, tmp_path, arguments, code: int, words: str) -> None:
+def test_what_may_not_go_stays(program, tmp_path, arguments, code: int, words: str) -> None:
     mine = shutil.copytree(demo_model_path(), tmp_path / "models" / "mine")
     elsewhere = shutil.copytree(demo_model_path(), tmp_path / "elsewhere")
     (tmp_path / "models" / "linked").symlink_to(elsewhere)
-    done = run("rm", *arguments, MLX_SERVER_MODELS_DIR=str(tmp_path / "models"))
+    done = program("rm", *arguments, MLX_SERVER_MODELS_DIR=str(tmp_path / "models"))
     assert done.returncode == code
     assert words in done.stderr
     assert (mine / "config.json").exists()
     assert (elsewhere / "config.json").exists()
 
 
-def test_a_loaded_model_stays_until_it_is_unloaded(run, server: str, models_dir: Path) -> None:
+def test_a_loaded_model_stays_until_it_is_unloaded(program, server: str, models_dir: Path) -> None:
     shutil.copytree(models_dir / "mine", models_dir / "twin")
     admin = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame", "MLX_MANAGER_URL": server}
     arguments = ("rm", "twin", "--yes", "--models-dir", str(models_dir))
-    assert run("load", "mine", **admin).returncode == 0
-    done = run(*("mine" if word == "twin" else word for word in arguments), **admin)
+    assert program("load", "mine", **admin).returncode == 0
+    done = program(*("mine" if word == "twin" else word for word in arguments), **admin)
     assert done.returncode == 5
     assert "mlx-manager unload mine" in done.stderr
-    assert run("unload", "mine", **admin).returncode == 0
-    assert run(*arguments, **admin).returncode == 0
+    assert program("unload", "mine", **admin).returncode == 0
+    assert program(*arguments, **admin).returncode == 0
     assert [path.name for path in models_dir.iterdir()] == ["mine"]
 
 
