@@ -110,15 +110,24 @@ OURS = "mlx-manager:"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known of a response before it begins: all but its output."""
+    """What is known of a response before it begins: all but its output.
+
+    defaults: how the model draws where the body is silent, if its owner has said.
+    """
 
     model: str
     body: ResponsesRequest
+    defaults: Mapping[str, float] = field(default_factory=dict)
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def includes(self, what: str) -> bool:
         return what in (self.body.include or ())
+
+    def sampling(self) -> Sampling:
+        body = self.body
+        asked = Sampling.asked(temperature=body.temperature, top_p=body.top_p)
+        return asked.filled(self.defaults)
 
 
 def new_id(prefix: str) -> str:
@@ -139,7 +148,7 @@ def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationReques
     return GenerationRequest(
         model=head.model,
         prompt=_conversation(body, [*Items.validate_python(history), *input_items(body)]),
-        sampling=Sampling.asked(temperature=body.temperature, top_p=body.top_p),
+        sampling=head.sampling(),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
         constraint=_constraint(body.text),
@@ -463,12 +472,12 @@ def _shell(head: ResponseHead) -> JsonItem:
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": head.sampling().temperature,
         "text": {"format": _format(body.text)},
         "tool_choice": _shown_choice(body),
         "tools": [_shown_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": head.sampling().top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,

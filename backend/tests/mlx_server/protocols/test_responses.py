@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.core import (
     Message,
     NamedTool,
     ReasoningDelta,
+    Sampling,
     Started,
     TextDelta,
     TokenLogprob,
@@ -399,3 +400,11 @@ def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
     accumulated = Response.model_validate(final.response.model_dump())
     whole = Response.model_validate(collected(happened))
     assert nameless(accumulated.model_dump()) == nameless(whole.model_dump())
+
+
+def test_a_response_shows_how_its_model_draws_where_the_request_is_silent():
+    body = ResponsesRequest(input="hi", top_p=0.5)
+    head = ResponseHead("m", body, {"temperature": 0.2, "top_p": 0.9})
+    shown = responses.ResponseStream(head).response()
+    assert (shown["temperature"], shown["top_p"]) == (0.2, 0.5)
+    assert responses.request(head, []).sampling == Sampling(temperature=0.2, top_p=0.5)

@@ -34,7 +34,8 @@ async def create_response(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events, and keep the answer."""
     server = server_of(request)
     body = await read(request, ResponsesRequest, server.settings.api)
-    head = responses.ResponseHead(server.pool.resolve(body.model), body)
+    model = server.pool.resolve(body.model)
+    head = responses.ResponseHead(model, body, server.pool.sampling(model))
     earlier, owner = body.previous_response_id, caller_of(request)
     history = [] if earlier is None else await server.responses.history(earlier, owner)
     asked = responses.request(head, history)
