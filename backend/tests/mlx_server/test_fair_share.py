@@ -1,0 +1,65 @@
+"""Two keys on a real server whose rows one of them has taken, all of them and for long."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+from live import live_server
+
+from mlx_manager.mlx_server.services.keys import add_key
+
+CHAT = "/v1/chat/completions"
+ROWS = 2
+FLOOD = 6
+
+
+def body(text: str, tokens: int) -> dict[str, object]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def stream(client: httpx.AsyncClient, asked: dict[str, object], begun: asyncio.Event) -> int:
+    """The number of events of an answer."""
+    async with client.stream("POST", CHAT, json=asked) as answer:
+        assert answer.status_code == 200
+        events = 0
+        async for line in answer.aiter_lines():
+            events += line.startswith("data: ")
+            begun.set()
+    return events
+
+
+async def test_a_key_is_answered_while_another_has_every_row(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    headers = {
+        name: {"authorization": f"Bearer {add_key(file, name, {})}"} for name in ("alice", "bob")
+    }
+    settings = {"api_keys_file": file, "max_rows": ROWS, "max_waiting": FLOOD - ROWS}
+    with live_server(tmp_path / "log", **settings) as server:
+        async with (
+            httpx.AsyncClient(base_url=server.url, headers=headers["alice"], timeout=120) as alice,
+            httpx.AsyncClient(base_url=server.url, headers=headers["bob"], timeout=120) as bob,
+        ):
+            begun = [asyncio.Event() for _ in range(FLOOD)]
+            flood = [
+                asyncio.create_task(stream(alice, body(f"story {n}", 7000), begun[n]))
+                for n in range(FLOOD)
+            ]
+            # As many as there are rows for; the others wait.
+            waits = asyncio.as_completed([event.wait() for event in begun])
+            for _ in range(ROWS):
+                await next(waits)
+            for n in range(3):
+                events = await stream(bob, body(f"hello {n}", 5), asyncio.Event())
+                assert events > 5
+            assert not any(task.done() for task in flood)
+            for task in flood:
+                task.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+    assert "Traceback" not in (tmp_path / "log").read_text()
