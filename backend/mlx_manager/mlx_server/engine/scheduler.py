@@ -100,6 +100,8 @@ class Scheduler:
         self._shares = Shares()
         # Whoever found no room in the last step.
         self._refused: Sequence | None = None
+        # Whether the running rows were left out of the last step.
+        self._gave_way = False
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -108,12 +110,17 @@ class Scheduler:
 
     @property
     def tight(self) -> bool:
-        """Whether a row may be paused: the running ones need more pages than there are, or another
-        key is owed its part."""
+        """Whether a row may be left out of a step or paused: the running ones need more pages than
+        there are, or another key is owed its part."""
         lacking = sum(
             self.pool.pages_for(row.computed + 1) > len(row.table) for row in self.running
         )
-        return lacking > self.pool.available or self._in_the_way() is not None
+        return (
+            lacking > self.pool.available
+            or self._gave_way
+            or any(map(self._owed, [*self.prefilling, *self.waiting]))
+            or self._in_the_way() is not None
+        )
 
     @property
     def has_work(self) -> bool:
@@ -140,13 +147,14 @@ class Scheduler:
         self._shares.leave(sequence)
         self._vacate(sequence)
 
-    def schedule(self, budget: int) -> Schedule:
+    def schedule(self, budget: int, alone: int = 0) -> Schedule:
         """Choose the next step's work and give it pages.
 
         Counts what it chose into each sequence's `computed`.
 
         Args:
             budget: prompt tokens this step may process; at least a page of one prompt is.
+            alone: the same where no rows run beside them.
         """
         self._steps += 1
         # Later steps may read what those up to now compute: they run in order.
@@ -154,7 +162,8 @@ class Scheduler:
             self.share(sequence)
         self._joining = []
         row = self._in_the_way()
-        if row is not None:
+        # A token of it that the host has not read yet would be drawn a second time.
+        if row is not None and not row.pending:
             self._pause(row)
         self._refused = None
         chosen = Schedule()
@@ -165,16 +174,20 @@ class Scheduler:
                 chosen.rows.append(row)
         # A row that was paused for a later one's sake may have been chosen before.
         chosen.rows = [row for row in chosen.rows if row in self.running]
+        self._prefill(chosen, budget, alone)
         for row in chosen.rows:
             row.computed += 1
-        self._prefill(chosen, budget)
         if self._shares.contested:
             self._charge(chosen)
         return chosen
 
-    def _prefill(self, chosen: Schedule, budget: int) -> None:
-        """Admit what there is room for, and choose the prompt tokens of this step."""
-        room = True
+    def _prefill(self, chosen: Schedule, budget: int, alone: int) -> None:
+        """Admit what there is room for, and choose the prompt tokens of this step.
+
+        If the first of them are of a key that is owed its first row, the rows of others wait for
+        this one step, so that it need not wait for theirs.
+        """
+        room, gives_way = True, False
         for sequence in self._by_priority():
             if budget <= 0:
                 break
@@ -184,6 +197,8 @@ class Scheduler:
                 self._refused = sequence
             if not sequence.table:
                 continue
+            if not chosen.prefills and self._owed(sequence):
+                chosen.rows, gives_way, budget = [], True, max(budget, alone)
             prefill = self._chunk(sequence, budget, first=not chosen.prefills)
             if prefill is None:
                 break
@@ -194,6 +209,20 @@ class Scheduler:
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
                 self._joining.append(sequence)
+        self._gave_way = gives_way
+
+    def _owed(self, sequence: Sequence) -> bool:
+        """Whether its key has no row yet while others, no more urgent, have. Not twice in a row:
+        their readers wait for one step at most."""
+        return (
+            self._shares.contested
+            and not self._gave_way
+            and bool(self.running)
+            and all(
+                row.owner != sequence.owner and row.priority >= sequence.priority
+                for row in self.running
+            )
+        )
 
     def _charge(self, chosen: Schedule) -> None:
         for row in chosen.rows:

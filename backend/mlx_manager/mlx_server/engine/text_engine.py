@@ -321,7 +321,8 @@ class TextEngine:
         for row in full:
             running.remove(row)
         prompts = len(self._scheduler.prefilling) + len(self._scheduler.waiting)
-        schedule = self._scheduler.schedule(self._pace.budget(len(running), prompts))
+        budget, alone = self._pace.budget(len(running), prompts), self._pace.budget(0, 1)
+        schedule = self._scheduler.schedule(budget, alone)
         running += full
         if not schedule:
             self._refuse_stranded()

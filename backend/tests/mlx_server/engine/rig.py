@@ -115,6 +115,7 @@ class Rig:
         stop_ids: frozenset[int] = frozenset(),
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
+        owner: str = "",
     ) -> Row:
         """A sequence that has not been submitted."""
         stream = EventStream(asyncio.get_running_loop())
@@ -127,6 +128,7 @@ class Rig:
             sampler=SamplerState.of(sampling, prompt),
             parser=parser,
             stream=stream,
+            owner=owner,
         )
         return Row(sequence, parser, stream)
 

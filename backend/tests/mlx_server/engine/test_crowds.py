@@ -485,7 +485,8 @@ async def test_three_hundred_steps_of_anything(llama: Path, seed: int, looks_ahe
                 given = prompt(chance.choice([1, 5, 16, 17, 40, 90]), chance.randint(1, 4))
                 if rows and chance.random() < 0.4:
                     given = (chance.choice(rows).sequence.tokens + given)[:200]
-                rows.append(rig.submit(given, chance.choice([1, 2, 15, 40])))
+                limit, owner = chance.choice([1, 2, 15, 40]), chance.choice("aab")
+                rows.append(rig.submit(given, limit, owner=owner))
             if rows and chance.random() < 0.05:
                 victim = chance.choice(rows)
                 if not victim.sequence.ended:
@@ -516,7 +517,8 @@ async def test_a_hundred_steps_of_anything_for_other_kinds_of_layers(
         for _ in range(100):
             if chance.random() < 0.2:
                 given = prompt(chance.choice([1, 16, 17, 40, 90]), chance.randint(1, 3))
-                rows.append(rig.submit(given, chance.choice([1, 5, 20])))
+                limit, owner = chance.choice([1, 5, 20]), chance.choice("aab")
+                rows.append(rig.submit(given, limit, owner=owner))
             if rows and chance.random() < 0.05:
                 victim = chance.choice(rows)
                 if not victim.sequence.ended:

@@ -327,6 +327,30 @@ def test_who_comes_late_goes_before_the_queue_of_another_key() -> None:
     assert [p.sequence for p in world.step(budget=40).prefills] == [single]
 
 
+def test_the_rows_of_others_wait_one_step_for_a_keys_first_prompt_and_never_two() -> None:
+    world = World(most=1000, max_rows=100)
+    flood = [world.submit(distinct(8, n), 100, "flood") for n in range(4)]
+    world.step()
+    single = world.submit(distinct(40, 99), 100, "single")
+    drawn = [row.drawn for row in flood]
+    first = world.scheduler.schedule(4, alone=16)
+    assert [(p.sequence, p.tokens) for p in first.prefills] == [(single, 16)]
+    assert first.rows == []
+    assert [row.drawn for row in flood] == drawn
+    second = world.scheduler.schedule(4, alone=16)
+    assert second.rows == flood
+    assert [(p.sequence, p.tokens) for p in second.prefills] == [(single, 4)]
+    assert world.scheduler.schedule(4, alone=16).rows == []
+
+
+def test_more_urgent_rows_wait_for_nobody() -> None:
+    world = World(most=1000, max_rows=100)
+    urgent = world.submit(distinct(8, 1), 100, "urgent", priority=-1)
+    world.step()
+    world.submit(distinct(8, 2), 100, "plain")
+    assert world.step().rows == [urgent]
+
+
 def test_a_key_without_a_row_gets_one_of_another_keys_rows() -> None:
     world = World(most=1000, max_rows=4)
     flood = [world.submit(distinct(8, n), 200, "flood") for n in range(20)]
