@@ -107,14 +107,17 @@ def download(found: Repository) -> Path:
         TimeRemainingColumn(compact=True),
     )
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with client_notes(console), bar as progress:
-        task = progress.add_task("", total=found.nbytes)
+    try:
+        with client_notes(console), bar as progress:
+            task = progress.add_task("", total=found.nbytes)
 
-        def report(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+            def report(done: int, total: int) -> None:
+                progress.update(task, completed=done, total=total)
 
-        with interruptible(report) as watched:
-            return fetch_files(found, watched)
+            with interruptible(report) as watched:
+                return fetch_files(found, watched)
+    except Interrupted:
+        fail("Interrupted; pull again to go on. Whole files stay.", ExitCode.INTERRUPTED)
 
 
 class Interrupted(Exception):
@@ -140,10 +143,6 @@ def interruptible(report: Report) -> Iterator[Report]:
     before = signal.signal(signal.SIGINT, press)
     try:
         yield watched
-    except Interrupted:
-        fail(
-            "Interrupted. The files that are whole stay; pull again to go on.", ExitCode.INTERRUPTED
-        )
     finally:
         signal.signal(signal.SIGINT, before)
 
