@@ -188,6 +188,9 @@ async def serve_models(
         await server.calls.ended(LAST_WORDS)
         del models
         gc.collect()
+        if server.failure is not None:
+            # It died of its default model, which is not loaded again and again without a pause.
+            await asyncio.sleep(LAST_WORDS)
 
 
 async def load_default(server: Server, pool: ModelPool) -> None:
