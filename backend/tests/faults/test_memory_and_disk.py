@@ -41,7 +41,7 @@ def no_larger_file_than(kilobytes: int) -> tuple[str, ...]:
 async def test_what_does_not_fit_is_refused_with_the_numbers_and_the_others_go_on(tmp_path: Path):
     models = tmp_path / "models"
     shutil.copytree(DEMO, models / "other")
-    memory = (WORKING_BYTES + 28_000_000) / 2**30
+    memory = (WORKING_BYTES + 20_000_000) / 2**30
     settings = {
         "memory_limit_gb": memory,
         "models_dir": models,

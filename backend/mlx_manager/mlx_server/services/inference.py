@@ -296,8 +296,14 @@ class Inference:
         If none does, the last.
 
         Raises:
+            RequestTimedOut: the limits have been reached before it was known.
             MLXManagerError: there is no such model, or it can't render the prompt.
         """
+        with self.calls.enter(requests[:1], self.limits) as call:
+            call.enter("load")
+            return await call.wait(self._fitted(requests))
+
+    async def _fitted(self, requests: Sequence[GenerationRequest]) -> GenerationRequest:
         model = requests[0].model
         contexts = {status.id: status.context_length for status in await self.pool.models()}
         async with self.pool.lease(model, "text") as lease:

@@ -64,6 +64,13 @@ async def test_loading_counts_for_the_first_token_and_not_for_the_queue():
         await read(pool, TimeLimits(queue=SOON / 100, first_token=SOON))
 
 
+async def test_a_conversation_is_shortened_within_the_limits():
+    pool = endless()
+    pool.loading = asyncio.Event()
+    with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
+        await Inference(pool, limits=TimeLimits(total=SOON)).fitted([REQUEST])
+
+
 async def test_a_call_that_is_on_time_is_left_alone():
     pool = ScriptedPool(ScriptedBackend(lambda _: [[Admitted()], *says("a")]))
     await read(pool, TimeLimits(queue=60, first_token=60, total=60))
