@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from crowd import Crowd, question
+from crowd import Crowd, question, slow
 from faulty_model import EXITS, HANGS, RAISES, SPELL, SPINS, make_faulty_model
 from live import LiveServer, live_server
 
@@ -101,6 +101,7 @@ async def test_when_the_thread_dies_its_rows_are_told_and_a_new_one_loads_the_mo
     assert after["mlx"]["active"] < 1.5 * before["mlx"]["active"]
 
 
+@slow
 async def test_a_step_that_hangs_ends_the_server_for_the_service_manager(
     server: LiveServer, http: httpx.AsyncClient
 ):

@@ -86,6 +86,7 @@ async def test_weights_that_are_removed_are_missed_only_at_the_next_load(tmp_pat
         assert all(told.well for told in crowd.told)
 
 
+@slow
 async def test_a_full_disk_costs_the_keeping_of_answers_and_not_the_answers(tmp_path: Path):
     kept = tmp_path / "responses.db"
     asked = {"input": "Hello! " * 800, "temperature": 0, "max_output_tokens": 2}

@@ -42,7 +42,7 @@ async def refused(http: httpx.AsyncClient, path: str) -> httpx.Response:
 async def test_after_sigterm_running_answers_finish_and_new_ones_are_refused(tmp_path: Path):
     log = tmp_path / "log"
     async with served(log, drain_seconds=60) as (server, http):
-        async with Crowd(http, 300) as crowd:
+        async with Crowd(http, 200) as crowd:
             server.process.terminate()
             unready = await refused(http, "/readyz")
             assert 1 <= int(unready.headers["retry-after"]) <= 60
