@@ -38,16 +38,16 @@ from servers import (  # noqa: E402
 )
 
 LOADS: dict[str, list[int]] = {
+    # First, while no pages are kept: its memory is looked at.
+    "8192 + 31 x 64": [8192] + [64] * 31,
     "1 x 128": [128],
     "8 x 128": [128] * 8,
     "32 x 128": [128] * 32,
     "64 x 128": [128] * 64,
     "128 x 128": [128] * 128,
     "32 x 4096": [4096] * 32,
-    "8192 + 31 x 64": [8192] + [64] * 31,
-    "64 x 512": [512] * 64,
 }
-TOKENS = 128
+TOKENS = 96
 Answers = dict[str, list[dict[str, Any]]]
 
 
@@ -65,11 +65,16 @@ class Worker:
             text=True,
             env={**os.environ, **environment},
         )
+
+    def wait(self) -> None:
+        """Until the model is loaded."""
         self._answer()
 
-    def measure(self, lengths: Sequence[int], tokens: int, seed: int) -> dict[str, Any]:
+    def measure(
+        self, lengths: Sequence[int], tokens: int, seed: int, whole: bool = False
+    ) -> dict[str, Any]:
         assert self._process.stdin is not None
-        asked = {"lengths": list(lengths), "tokens": tokens, "seed": seed}
+        asked = {"lengths": list(lengths), "tokens": tokens, "seed": seed, "whole": whole}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return self._answer()
@@ -95,6 +100,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             worker = Worker(name, folder, python, {} if name == "vllm" else SETTINGS)
             stack.callback(worker.close)
             workers.append(worker)
+        for worker in workers:
+            worker.wait()
         table = []
         for title in options.loads:
             answers = take_turns(workers, LOADS[title], options.rounds)
@@ -107,13 +114,20 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
 
 def take_turns(workers: Sequence[Worker], lengths: Sequence[int], rounds: int) -> Answers:
     answers: Answers = {worker.name: [] for worker in workers}
+    first: dict[str, int | None] = {}
     for number in range(-1, rounds):
         for worker in workers if number % 2 else reversed(workers):
-            # The first time compiles: few tokens do.
-            tokens = TOKENS if number >= 0 else 8
+            # The first time compiles.
+            tokens = TOKENS if number >= 0 else 80
             found = worker.measure(lengths, tokens, seed=100 + number)
             if number >= 0:
                 answers[worker.name].append(found)
+            else:
+                # Before prompts of other rounds are kept for reuse.
+                first[worker.name] = found["peak"]
+    for name, found in answers.items():
+        for each in found:
+            each["peak"] = first[name]
     return answers
 
 
@@ -154,7 +168,7 @@ def describe(title: str, answers: Answers) -> list[str]:
 def vllm_server(folder: Path, python: str) -> Iterator[Server]:
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--port", str(port), "--gpu-memory-utilization", "0.45"]
+    command += ["--port", str(port), "--gpu-memory-utilization", "0.4"]
     command += ["--max-model-len", "16384", "--served-model-name", "m"]
     with running("vllm", command, port, {}, "m") as server:
         yield server
@@ -174,11 +188,19 @@ def completion(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, 
 
 def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(our_server(folder, memory_limit_gb="55"))]
+        servers = [stack.enter_context(our_server(folder, memory_limit_gb="32"))]
         if "vllm" in options.sides:
             servers.append(stack.enter_context(vllm_server(folder, options.vllm_python)))
+        inside = Worker("ours", folder, sys.executable, {**SETTINGS, "RACE_GB": "28"})
+        stack.callback(inside.close)
+        inside.wait()
         table = []
         for number in range(-1, options.rounds):
+            rate = inside.measure([512] * 64, 256, 5000 + number, whole=True)["rate"]
+            row = ["in process", f"{rate:,.0f}", *[""] * 8]
+            print(" | ".join(row), file=sys.stderr, flush=True)
+            if number >= 0:
+                table.append(row)
             for server in servers if number % 2 else reversed(servers):
                 row = [server.name, *over_http(server, 1000 + 17 * number)]
                 print(" | ".join(row), file=sys.stderr, flush=True)
@@ -227,6 +249,7 @@ def race_quantized(shape: str, folder: Path, options: argparse.Namespace) -> Non
     rates = {}
     for weights, tokens in (("auto", 64), ("keep", 12)):
         worker = Worker("ours", folder, sys.executable, {**SETTINGS, "RACE_WEIGHTS": weights})
+        worker.wait()
         worker.measure([128] * 64, 4, 1)
         rates[weights] = worker.measure([128] * 64, tokens, 2)["rate"]
         worker.close()
