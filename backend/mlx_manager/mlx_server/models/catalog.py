@@ -141,12 +141,17 @@ class Catalog:
                     yield source
 
     def _named(self, name: str, cached: Mapping[str, Path], *, downloadable: bool) -> ModelSource:
-        """The owner's `name`: the embedded model, a folder, or a repository of the hub."""
+        """The owner's `name`: the embedded model, a folder, one in the folder of models, or a
+        repository of the hub."""
         if name == DEMO_MODEL:
             return described(DEMO_MODEL, demo_model_path(), "embedded")
         folder = Path(name).expanduser()
         if name.startswith(("/", ".", "~")) or folder.is_dir():
             return described(name, folder, "configured")
+        if (models_dir := self._sources.models_dir) is not None:
+            inside = models_dir.expanduser() / name
+            if (inside / "config.json").is_file():
+                return described(name, inside, "models_dir")
         if name in cached:
             return described(name, cached[name], "configured")
         return ModelSource(name, None, "configured", downloadable=downloadable)

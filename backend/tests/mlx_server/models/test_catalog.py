@@ -166,3 +166,12 @@ def test_a_name_of_the_owners_stands_for_the_files_of_another(tmp_path: Path):
     assert (models.find("hub").path, models.find("hub").downloadable) == (None, False)
     with pytest.raises(ModelNotFound, match="no model 'base'"):
         models.find("base")
+
+
+def test_the_default_model_may_be_named_as_the_folder_of_models_has_it(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "models" / "owner" / "own")
+    source, *others = catalog(
+        tmp_path, default_model="owner/own", models_dir=tmp_path / "models"
+    ).models()
+    assert (source.id, source.path, source.origin) == ("owner/own", folder, "models_dir")
+    assert [other.id for other in others] == [DEMO_MODEL]
