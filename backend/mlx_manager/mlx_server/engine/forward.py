@@ -95,6 +95,8 @@ class Forward(Protocol):
             layers' state, or "none" can be reused.
         looks_ahead: whether a step may be queued before the last one's tokens have been read: not
             where the pages would be copied, since the step under way holds them.
+        puts_together_ahead: whether `run` may be called before the last step's tokens have been
+            read, even if what it returns is computed only afterwards.
         horizon: tokens that the rows' pages are wanted to reach ahead, so that the tables need not
             be sent to the device at every step.
     """
@@ -103,6 +105,7 @@ class Forward(Protocol):
     stores: list[LayerStore]
     prefixes: Prefixes
     looks_ahead: bool
+    puts_together_ahead: bool
     horizon: int
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -145,6 +148,7 @@ class RaggedForward:
 
     kind: ClassVar[str] = "ragged"
     prefixes: Prefixes = "pages"
+    puts_together_ahead: bool = True
     horizon: int = 0
 
     def __init__(
@@ -216,6 +220,7 @@ class SeparateForward:
 
     kind: ClassVar[str] = "separate"
     looks_ahead: bool = False
+    puts_together_ahead: bool = False
     horizon: int = 0
 
     def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
@@ -329,6 +334,7 @@ class AloneForward:
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "none"
     looks_ahead: bool = False
+    puts_together_ahead: bool = False
     horizon: int = 0
 
     def __init__(self, model: nn.Module) -> None:

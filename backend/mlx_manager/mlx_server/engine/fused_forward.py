@@ -62,6 +62,7 @@ class FusedForward:
     kind: ClassVar[str] = "fused"
     prefixes: Prefixes = "pages"
     looks_ahead: bool = True
+    puts_together_ahead: bool = True
     horizon: int = HORIZON
 
     def __init__(self, ragged: RaggedForward, decoder: FusedDecoder, page_size: int) -> None:

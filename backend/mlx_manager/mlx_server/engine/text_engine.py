@@ -296,6 +296,10 @@ class TextEngine:
             if last is not None and not last.read and not self._may_look_ahead():
                 self._read(last)
             self._undrawn = self._launch(last)
+        if last is not None and not last.read and not self._looks_ahead:
+            # What has been put together meanwhile is computed only now: pages are written in place
+            # once nothing under way holds them.
+            self._read(last)
         if last is not None and not last.read and self._undrawn and self._undrawn.needs_host:
             # Masks and penalties are found while the device computes the logits they apply to.
             mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
@@ -313,7 +317,8 @@ class TextEngine:
                 clear_cache()
 
     def _may_look_ahead(self) -> bool:
-        return self._looks_ahead and not self._scheduler.tight
+        ahead = self._looks_ahead or self._forward.puts_together_ahead
+        return ahead and not self._scheduler.tight
 
     def _launch(self, last: Step | None) -> Undrawn | None:
         running = self._scheduler.running
