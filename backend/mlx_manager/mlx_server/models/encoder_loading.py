@@ -25,9 +25,7 @@ from mlx_manager.mlx_server.models.loading import (
     allowed_context,
     explained,
     granted,
-    lay_out,
-    settle_weights,
-    weights_line,
+    settled,
 )
 from mlx_manager.mlx_server.models.sentence import (
     Activation,
@@ -41,8 +39,6 @@ from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
-    default_device,
-    evaluated,
     widened,
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
@@ -108,14 +104,7 @@ def loading_encoder(
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
             model.update(tree_map(widened, model.parameters()))
-        weights = settle_weights(model, source.id, limits, ledger)
-        yield None
-        if default_device() == "cpu":
-            yield from lay_out(model)
-        yield from evaluated(model)
-        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        ledger.record(weights_line(source.id), nbytes)
-        mx.clear_cache()
+        weights, nbytes = yield from settled(model, source.id, limits, ledger)
         return LoadedEncoder(
             source.id,
             folder.path,

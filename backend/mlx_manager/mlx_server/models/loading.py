@@ -117,14 +117,7 @@ def loading(
         tokenizer = reading.result()
         adapter = get_adapter(config, source.id, tokenizer)
         yield None
-        weights = settle_weights(model, source.id, limits, ledger)
-        yield None
-        if default_device() == "cpu":
-            yield from lay_out(model)
-        yield from evaluated(model)
-        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        ledger.record(weights_line(source.id), nbytes)
-        mx.clear_cache()
+        weights, nbytes = yield from settled(model, source.id, limits, ledger)
         return LoadedModel(
             source.id,
             folder.path,
@@ -137,6 +130,22 @@ def loading(
             nbytes,
             weights,
         )
+
+
+def settled(
+    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger
+) -> Steps[tuple[WeightsForm, int]]:
+    """Bring the weights into memory in the form that is fastest; their form, and their bytes as
+    the ledger has them from now on."""
+    weights = settle_weights(model, model_id, limits, ledger)
+    yield None
+    if default_device() == "cpu":
+        yield from lay_out(model)
+    yield from evaluated(model)
+    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    ledger.record(weights_line(model_id), nbytes)
+    mx.clear_cache()
+    return weights, nbytes
 
 
 def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
