@@ -40,7 +40,6 @@ def embedded_server(model: str | None) -> Iterator[str]:
         "MLX_SERVER_HOST": "127.0.0.1",
         "MLX_SERVER_PORT": "0",
         "MLX_SERVER_LOG_LEVEL": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }
     if model is not None:
         own["MLX_SERVER_MODEL"] = model

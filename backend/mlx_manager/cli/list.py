@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -41,8 +40,6 @@ def list_models(
       mlx-manager list --models-dir ~/models --json
     """
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
-    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mlx_manager.mlx_server.errors import InvalidSettings
     from mlx_manager.mlx_server.models.catalog import Catalog
     from mlx_manager.mlx_server.models.settings import read_models_file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +38,6 @@ def pull(
       mlx-manager pull mlx-community/Llama-3.2-3B-Instruct-4bit
       mlx-manager pull --dry-run mlx-community/Qwen3-8B-4bit
     """
-    # Without it transformers says on stderr that PyTorch is missing; nothing here wants PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models import hub
 

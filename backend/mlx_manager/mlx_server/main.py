@@ -321,8 +321,6 @@ def __getattr__(name: str) -> FastAPI:
 
 def run(settings: MLXServerSettings | None = None) -> None:
     """Serve until interrupted; end the program with 1 if the server could not start."""
-    # Without it transformers says that PyTorch is missing; nothing here wants PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     settings = settings or MLXServerSettings()
     logs.configure(settings.log_level, settings.log_format)
     allow_many_connections()
