@@ -1,4 +1,5 @@
-"""Runs the kernels' very source on a CPU: compiled by g++ against emulated GPU languages.
+"""A tiny model, and compilers that let the kernels' very source run on a CPU: g++ compiles it
+against emulated GPU languages.
 
 The functions are declared as MLX declares them: for each input its pointer, then its shape and
 strides where the source names them, then the outputs.
@@ -16,6 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import KernelSource
 
@@ -76,6 +78,12 @@ class Library:
                     arguments.append(padded.ctypes.data_as(ctypes.c_void_p))
         arguments += [array.ctypes.data_as(ctypes.c_void_p) for array in outputs]
         self._library[f"kernel_{index}"](*arguments, *(ctypes.c_int(n) for n in (*grid, *group)))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama; what it holds stays as it is."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
 @pytest.fixture(scope="session")

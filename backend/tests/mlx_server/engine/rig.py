@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import EngineLimits
@@ -193,3 +195,29 @@ class HandRig(Rig):
                 break
             self.step()
         assert all(row.sequence.ended for row in self._submitted)
+
+
+def prompt(length: int, salt: int = 1) -> list[int]:
+    """Tokens as good as any; another salt gives others."""
+    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
+
+
+def alone(model: nn.Module, tokens: list[int], limit: int) -> list[int]:
+    """What the model itself draws greedily, with mlx-lm's caches."""
+    cache = make_prompt_cache(model)
+    drawn: list[int] = []
+    given = tokens
+    for _ in range(limit):
+        logits = model(mx.array([given]), cache=cache)
+        given = [int(mx.argmax(logits[0, -1]).item())]
+        drawn += given
+    return drawn
+
+
+def regret(model: nn.Module, given: list[int], drawn: list[int]) -> float:
+    """How far `drawn` are from the tokens that `model` by itself draws greedily (0: the same), in
+    standard deviations of its logits."""
+    logits = model(mx.array([given + drawn[:-1]]), cache=make_prompt_cache(model))
+    logits = logits[0, len(given) - 1 :].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(drawn)[:, None], axis=1)[:, 0]
+    return float(((logits.max(axis=1) - chosen) / logits.std(axis=1)).max())

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.rig import HandRig, Rig, Row
-from mlx_lm.models.cache import make_prompt_cache
+from engine.rig import HandRig, Rig, Row, prompt, regret
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, TextDelta
@@ -28,26 +27,8 @@ AHEAD = pytest.mark.parametrize("looks_ahead", [False, True], ids=["", "ahead"])
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
-
-
-@pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "hybrid", "lfm2")
-
-
-def prompt(length: int, salt: int = 1) -> list[int]:
-    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
-
-
-def regret(model: object, given: list[int], drawn: list[int]) -> float:
-    """How far `drawn` are from what the model draws greedily, in deviations of its logits."""
-    cache = make_prompt_cache(model)  # type: ignore[arg-type]
-    logits = model(mx.array([given + drawn[:-1]]), cache=cache)  # type: ignore[operator]
-    logits = logits[0, len(given) - 1 :]
-    chosen = mx.take_along_axis(logits, mx.array(drawn)[:, None], axis=1)[:, 0]
-    return float(((logits.max(axis=1) - chosen) / logits.std(axis=1)).max())
 
 
 def right(rig: Rig, row: Row) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.rig import Rig, Row
+from engine.rig import Rig, Row, prompt, regret
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
@@ -95,20 +95,6 @@ LATER = [(17, 6), (75, 4)]
 # How far the token drawn may be from the best one, in standard deviations of the logits: rows in
 # a batch are rounded differently than rows alone.
 TIE = 1e-3
-
-
-def prompt(length: int, salt: int) -> list[int]:
-    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
-
-
-def regret(model: object, given: list[int], drawn: list[int]) -> float:
-    """How far `drawn` are from the tokens that `model` by itself draws greedily (0: the same)."""
-    cache = make_prompt_cache(model)  # type: ignore[arg-type]
-    first = model(mx.array([given]), cache=cache)[:, -1:]  # type: ignore[operator]
-    rest = model(mx.array([drawn[:-1]]), cache=cache)  # type: ignore[operator]
-    logits = mx.concatenate([first, rest], axis=1)[0].astype(mx.float32)
-    chosen = mx.take_along_axis(logits, mx.array(drawn)[:, None], axis=1)[:, 0]
-    return float(((logits.max(axis=1) - chosen) / logits.std(axis=1)).max())
 
 
 async def crowd(rig: Rig) -> list[Row]:

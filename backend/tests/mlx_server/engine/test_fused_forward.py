@@ -6,11 +6,9 @@ import random
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 from engine.portable import Portable, plainly
-from engine.rig import HandRig
-from mlx_lm.models.cache import make_prompt_cache
+from engine.rig import HandRig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
@@ -20,21 +18,6 @@ from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
 
 PAGE = 16
 on_kernels = partial(choose, kernels=Portable, compile=plainly)
-
-
-def prompt(length: int, salt: int = 1) -> list[int]:
-    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
-
-
-def alone(model: object, tokens: list[int], limit: int) -> list[int]:
-    cache = make_prompt_cache(model)  # type: ignore[arg-type]
-    drawn: list[int] = []
-    given = tokens
-    for _ in range(limit):
-        logits = model(mx.array([given]), cache=cache)  # type: ignore[operator]
-        given = [int(mx.argmax(logits[0, -1]).item())]
-        drawn += given
-    return drawn
 
 
 @pytest.mark.parametrize(

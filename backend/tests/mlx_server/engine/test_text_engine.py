@@ -3,35 +3,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
-from engine.rig import GREEDY, Rig
-from mlx_lm.models.cache import make_prompt_cache
+from engine.rig import GREEDY, Rig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama")
-
-
-def prompt(length: int, salt: int = 1) -> list[int]:
-    return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
-
-
-def alone(model: object, tokens: list[int], limit: int) -> list[int]:
-    """What the model itself says, with mlx-lm's caches."""
-    cache = make_prompt_cache(model)  # type: ignore[arg-type]
-    drawn: list[int] = []
-    given = tokens
-    for _ in range(limit):
-        logits = model(mx.array([given]), cache=cache)  # type: ignore[operator]
-        given = [int(mx.argmax(logits[0, -1]).item())]
-        drawn += given
-    return drawn
 
 
 async def reference(rig: Rig, tokens: list[int], limit: int = 16) -> list[int]:
