@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from loads import lengths_of
 
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
@@ -36,16 +37,16 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
 BF16, F16 = mx.bfloat16, mx.float16
 LLAMA_8B = AttentionShape(32, 8, 128, 16, BF16)
 LLAMA_1B = AttentionShape(32, 8, 64, 16, BF16)
-LOADS: dict[str, list[int]] = {
-    "1 x 128": [128],
-    "1 x 8192": [8192],
-    "8 x 128": [128] * 8,
-    "64 x 128": [128] * 64,
-    "128 x 128": [128] * 128,
-    "64 x 512": [512] * 64,
-    "32 x 4096": [4096] * 32,
-    "8192 + 31 x 64": [8192] + [64] * 31,
-}
+LOADS = [
+    "1 x 128",
+    "1 x 8192",
+    "8 x 128",
+    "64 x 128",
+    "128 x 128",
+    "64 x 512",
+    "32 x 4096",
+    "8192 + 31 x 64",
+]
 CHECKS = [
     (AttentionShape(32, 8, 64, 16, BF16), Features()),
     (AttentionShape(32, 8, 128, 32, BF16), Features()),
@@ -196,12 +197,12 @@ def once(loads: Sequence[str], device: cuda.CudaDevice) -> None:
     """One launch of each load after another, for a profiler."""
     for name, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B)):
         for load in loads:
-            layers = Layers.random(shape, LOADS[load])
+            layers = Layers.random(shape, lengths_of(load))
             for waves in (1, 2, 4, 8, 16):
                 chosen = cuda.CudaLaunch.choose(shape, device)
                 launch = cuda.CudaLaunch.of(shape, device, chosen.warps, chosen.stages, waves)
                 kernels = cuda.CudaKernels(shape, device, launch)
-                splits = kernels.plan(LOADS[load])
+                splits = kernels.plan(lengths_of(load))
                 dep = mx.zeros((1,), mx.int32)
                 for _ in range(3):
                     mx.eval(attend(kernels, splits, layers, layers.q, dep, 1))
@@ -242,7 +243,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time other launch settings too")
     parser.add_argument("--check", action="store_true", help="check many shapes first")
     parser.add_argument("--once", action="store_true", help="one launch each, for a profiler")
-    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    parser.add_argument("--loads", nargs="*", default=LOADS)
     options = parser.parse_args()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
@@ -265,7 +266,7 @@ def main() -> None:
     print(device)
     for name, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B)):
         for load in options.loads:
-            lengths = LOADS[load]
+            lengths = lengths_of(load)
             layers = Layers.random(shape, lengths)
             for launch in launches(shape, device, options.tune and load in TUNED_LOADS):
                 kernels = cuda.CudaKernels(shape, device, launch)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from loads import lengths_of
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
@@ -23,16 +24,16 @@ from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 
 PAGE = 16
-LOADS = {
-    "1 x 128": [128],
-    "8 x 128": [128] * 8,
-    "32 x 128": [128] * 32,
-    "64 x 128": [128] * 64,
-    "128 x 128": [128] * 128,
-    "32 x 4096": [4096] * 32,
-    "8192 + 31 x 64": [8192] + [64] * 31,
-    "1 x 8192": [8192],
-}
+LOADS = [
+    "1 x 128",
+    "8 x 128",
+    "32 x 128",
+    "64 x 128",
+    "128 x 128",
+    "32 x 4096",
+    "8192 + 31 x 64",
+    "1 x 8192",
+]
 STEPS, WARM = 64, 12
 REPLAN = 16
 COPY_BANDWIDTH = 4.3e12
@@ -118,7 +119,7 @@ def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["1b", "8b"])
-    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    parser.add_argument("--loads", nargs="*", default=LOADS)
     options = parser.parse_args()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
@@ -132,7 +133,7 @@ def main() -> None:
         print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         for load in options.loads:
-            lengths = LOADS[load]
+            lengths = lengths_of(load)
             batch = Batch.random(name, lengths)
             of = SHAPES[name]
             token_bytes = 4 * of["num_key_value_heads"] * of["head_dim"] * of["num_hidden_layers"]

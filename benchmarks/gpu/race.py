@@ -23,6 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
 
+from loads import lengths_of  # noqa: E402
 from side import prompts_of  # noqa: E402
 
 from harness import percentile, print_report, ratio  # noqa: E402
@@ -37,16 +38,16 @@ from servers import (  # noqa: E402
     tokens_per_second,
 )
 
-LOADS: dict[str, list[int]] = {
+LOADS = [
     # First, while no pages are kept: its memory is looked at.
-    "8192 + 31 x 64": [8192] + [64] * 31,
-    "1 x 128": [128],
-    "8 x 128": [128] * 8,
-    "32 x 128": [128] * 32,
-    "64 x 128": [128] * 64,
-    "128 x 128": [128] * 128,
-    "32 x 4096": [4096] * 32,
-}
+    "8192 + 31 x 64",
+    "1 x 128",
+    "8 x 128",
+    "32 x 128",
+    "64 x 128",
+    "128 x 128",
+    "32 x 4096",
+]
 TOKENS = 96
 Answers = dict[str, list[dict[str, Any]]]
 
@@ -104,7 +105,7 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             worker.wait()
         table = []
         for title in options.loads:
-            answers = take_turns(workers, LOADS[title], options.rounds)
+            answers = take_turns(workers, lengths_of(title), options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm"]
@@ -262,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=["1b", "8b"])
     parser.add_argument("--parts", nargs="*", default=["steps", "http", "quantized"])
-    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    parser.add_argument("--loads", nargs="*", default=LOADS)
     parser.add_argument("--sides", nargs="*", default=["ours", "mlx-lm", "vllm"])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
