@@ -196,20 +196,23 @@ class MLXThread:
             mx.clear_streams()
 
     def _read_inbox(self, *, block: bool) -> None:
-        while True:
-            if block:
-                self._progress = None
-            try:
-                message = self._inbox.get(block=block)
-            except Empty:
-                return
-            block = False
-            self._progress = self._clock()
-            try:
-                message.run()
-            except Exception:
-                log.exception("a message to the MLX thread failed")
-            self._progress = self._clock()
+        """Run the messages that are there, or with `block` the next one.
+
+        Those sent meanwhile wait for a step: who asks again at each answer, as a load does for its
+        next piece, would keep the engines from theirs.
+        """
+        if block:
+            self._progress = None
+        for _ in range(max(self._inbox.qsize(), block)):
+            self._run_message(self._inbox.get())
+
+    def _run_message(self, message: Message) -> None:
+        self._progress = self._clock()
+        try:
+            message.run()
+        except Exception:
+            log.exception("a message to the MLX thread failed")
+        self._progress = self._clock()
 
     def _abandon_inbox(self) -> None:
         while True:

@@ -222,6 +222,25 @@ async def test_messages_get_in_between_the_steps_of_a_busy_engine(thread: MLXThr
     await thread.call(lambda: thread.detach(work))
 
 
+async def test_a_message_sent_by_another_waits_for_the_engines_to_step(thread: MLXThread) -> None:
+    work = Work(3)
+    seen: list[int] = []
+
+    def piece() -> None:
+        seen.append(work.done)
+        if work.has_work():
+            thread.post(piece)
+
+    def begin() -> None:
+        thread.attach(work)
+        piece()
+
+    await thread.call(begin)
+    await done(work)
+    await thread.call(lambda: None)
+    assert seen == [0, 1, 2, 3]
+
+
 async def test_a_closed_thread_refuses() -> None:
     thread = MLXThread()
     with pytest.raises(ServerNotReady):
