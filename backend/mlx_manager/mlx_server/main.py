@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.loading import LoadedModel
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
     from mlx_manager.mlx_server.utils.memory import Ledger
+    from mlx_manager.mlx_server.utils.steps import Pauses
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +288,7 @@ def make_pool(
 
     def make_backend(
         loaded: LoadedModel | LoadedEncoder, ledger: Ledger
-    ) -> Generator[None, None, TextBackend | EncoderBackend]:
+    ) -> Pauses[TextBackend | EncoderBackend]:
         match loaded:
             case LoadedEncoder():
                 yield

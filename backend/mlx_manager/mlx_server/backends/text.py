@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.steps import Pauses
 
 SHRINKAGE = 2
 """How much shorter a tokenizer's normaliser might make a text."""
@@ -72,7 +73,7 @@ class Tokenized:
 
 def preparing(
     loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-) -> Generator[None, None, TextBackend]:
+) -> Pauses[TextBackend]:
     """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
     forward = yield from choosing(loaded.model, limits.page_size)
     return TextBackend(loaded, thread, limits, ledger, forward)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -27,14 +26,11 @@ from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import ModelNotSupported
+from mlx_manager.mlx_server.utils.steps import Pauses, finish
 
 log = logging.getLogger(__name__)
 
 # What an architecture makes of caches it was not written for shows in many ways.
-T = TypeVar("T")
-Pauses = Generator[None, None, T]
-"""What takes several passes through the model."""
-
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
@@ -70,13 +66,7 @@ def choose(
     compile: Compile = mx.compile,
 ) -> Forward:
     """`choosing` in one go."""
-    steps = choosing(model, page_size, kernels, compile)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            forward: Forward = end.value
-            return forward
+    return finish(choosing(model, page_size, kernels, compile))
 
 
 def choosing(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+
+from mlx_manager.mlx_server.utils.steps import Done, advance
 
 T = TypeVar("T")
 
@@ -51,35 +52,8 @@ class Aside(Generic[T]):
                 raise error
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
-    """What the steps have come to."""
-
-    value: T
-
-
 Steps = Generator[Aside[Any] | None, None, T]
 """A long job on the MLX thread; it pauses often, so that other models can step."""
-
-
-def advance(steps: Steps[T]) -> Done[T] | Aside[Any] | None:
-    """The next piece."""
-    try:
-        return next(steps)
-    except StopIteration as end:
-        return Done(end.value)
-
-
-def finish(steps: Steps[T]) -> T:
-    """All pieces in one go."""
-    while True:
-        match advance(steps):
-            case Done(value):
-                return value
-            case Aside() as aside:
-                aside.run()
-            case None:
-                pass
 
 
 def side_stream() -> mx.Stream:

@@ -37,14 +37,7 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models import hub
-from mlx_manager.mlx_server.models.aside import (
-    Aside,
-    Done,
-    Steps,
-    advance,
-    on_stream,
-    side_stream,
-)
+from mlx_manager.mlx_server.models.aside import Aside, Steps, on_stream, side_stream
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
@@ -61,6 +54,7 @@ from mlx_manager.mlx_server.utils.memory import (
     get_memory_usage,
     set_memory_limit,
 )
+from mlx_manager.mlx_server.utils.steps import Done, advance
 
 T = TypeVar("T")
 PATIENCE = 60.0

@@ -6,15 +6,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_manager.mlx_server.models.aside import (
-    Aside,
-    Done,
-    Steps,
-    advance,
-    finish,
-    on_stream,
-    side_stream,
-)
+from mlx_manager.mlx_server.models.aside import Aside, Steps, on_stream, side_stream
+from mlx_manager.mlx_server.utils.steps import Done, advance, finish
 
 
 def reading(work: Any) -> Steps[str]:

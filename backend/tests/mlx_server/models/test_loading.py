@@ -16,11 +16,11 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
-from mlx_manager.mlx_server.models.aside import advance
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
 from mlx_manager.mlx_server.models.loading import load, loading
 from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+from mlx_manager.mlx_server.utils.steps import advance
 
 PLENTY = 10**9
 

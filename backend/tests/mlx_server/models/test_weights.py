@@ -12,7 +12,6 @@ from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.models.aside import finish
 from mlx_manager.mlx_server.models.timing import (
     faster_by_columns,
     fastest,
@@ -30,6 +29,7 @@ from mlx_manager.mlx_server.models.weights import (
     forms_of,
     shortlist,
 )
+from mlx_manager.mlx_server.utils.steps import finish
 
 FOUR_BIT = {"group_size": 32, "bits": 4}
 TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
