@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.api.auth import is_loopback
 from mlx_manager.mlx_server.api.connection import read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.state import Server, server_of
+from mlx_manager.mlx_server.api.v1.models import weights_of
 from mlx_manager.mlx_server.errors import PermissionDenied, RequestCancelled, WrongAdminToken
 from mlx_manager.mlx_server.schemas.admin import (
     AdminMemory,
@@ -34,7 +35,6 @@ from mlx_manager.mlx_server.schemas.admin import (
     RunningRequests,
     UnloadedModel,
 )
-from mlx_manager.mlx_server.schemas.openai import ModelWeights
 from mlx_manager.mlx_server.schemas.wire import Wire
 from mlx_manager.mlx_server.services.calls import Call
 
@@ -176,7 +176,7 @@ async def clear_prefix_cache(request: Request) -> ClearedPrefixes:
 
 
 def admin_model(status: ModelStatus) -> AdminModel:
-    recipe, weights = status.recipe, status.weights
+    recipe = status.recipe
     return AdminModel(
         id=status.id,
         state=status.state,
@@ -193,9 +193,7 @@ def admin_model(status: ModelStatus) -> AdminModel:
         idle_seconds=status.idle,
         leases=status.leases,
         outdated=status.outdated,
-        weights=None
-        if weights is None
-        else ModelWeights(name=weights.name, dtype=weights.dtype, reason=weights.reason),
+        weights=weights_of(status),
         memory=dict(status.memory),
     )
 

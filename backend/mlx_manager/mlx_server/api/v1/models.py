@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -54,6 +53,14 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         family=status.family,
         context_length=status.context_length,
         bytes=status.nbytes,
-        weights=None if status.weights is None else ModelWeights(**asdict(status.weights)),
+        weights=weights_of(status),
         engine=engines.get(status.id),
     )
+
+
+def weights_of(status: ModelStatus) -> ModelWeights | None:
+    """The form of its weights; None while it is not loaded."""
+    form = status.weights
+    if form is None:
+        return None
+    return ModelWeights(name=form.name, dtype=form.dtype, reason=form.reason)
