@@ -2,7 +2,8 @@
 
 A step's tokens are read (`_read`), the next step is queued on the device (`_launch`), and only
 then are the tokens parsed and handed to their readers (`_route`), so that the device hides the
-work of the host. On a GPU the next step is queued even before the last one's tokens are read.
+work of the host. On a GPU the next step is queued even before the last one's tokens are read; on a
+CPU it is put together before, and computed after, so that pages are written in place.
 """
 
 from __future__ import annotations
