@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
@@ -19,12 +21,27 @@ class Probed:
     """An application whose server state a test changes as `main` does."""
 
     def __init__(self, pool: ScriptedPool) -> None:
+        self.pool = pool
         self.app = create_app(MLXServerSettings(model=MODEL, drain_seconds=30), pool)
         self.server: Server = self.app.state.server
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server")
+
+    @asynccontextmanager
+    async def answering(
+        self,
+    ) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[httpx.Response]]]:
+        """A client whose call runs on a server that has started, and the call."""
+        async with self.app.router.lifespan_context(self.app):
+            await self.server.started.wait()
+            async with self.client() as client:
+                call = asyncio.create_task(client.post(CHAT, json=ASK))
+                await self.pool.backend.until(lambda backend: backend.running == 1)
+                yield client, call
+
     async def statuses(self) -> dict[str, int]:
-        transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with self.client() as client:
             paths = ("/livez", "/readyz", "/health")
             found = {path: (await client.get(path)).status_code for path in paths}
             return found | {CHAT: (await client.post(CHAT, json=ASK)).status_code}
@@ -46,42 +63,30 @@ async def test_a_server_that_starts_is_alive_and_not_ready():
 
 
 async def test_a_draining_server_is_alive_and_says_when_to_come_back():
-    pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
-    probed = Probed(pool)
-    async with probed.app.router.lifespan_context(probed.app):
-        await probed.server.started.wait()
-        transport = httpx.ASGITransport(probed.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            running = asyncio.create_task(client.post(CHAT, json=ASK))
-            await pool.backend.until(lambda backend: backend.running == 1)
-            probed.server.drain.begin()
-            refused = await client.get("/readyz")
-            assert await probed.statuses() == ALIVE_ONLY
-            assert 25 < int(refused.headers["retry-after"]) <= 30
-            assert refused.headers["connection"] == "close"
-            assert "going out of service" in refused.text
-            assert not running.done()
-            probed.server.drain.revoke()
-            assert (await client.get("/readyz")).status_code == 200
-            running.cancel()
+    probed = Probed(ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()])))
+    async with probed.answering() as (client, running):
+        probed.server.drain.begin()
+        refused = await client.get("/readyz")
+        assert await probed.statuses() == ALIVE_ONLY
+        assert 25 < int(refused.headers["retry-after"]) <= 30
+        assert refused.headers["connection"] == "close"
+        assert "going out of service" in refused.text
+        assert not running.done()
+        probed.server.drain.revoke()
+        assert (await client.get("/readyz")).status_code == 200
+        running.cancel()
 
 
 async def test_a_server_that_recovers_is_alive_and_tells_what_was_lost():
-    pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
-    probed = Probed(pool)
-    async with probed.app.router.lifespan_context(probed.app):
-        await probed.server.started.wait()
-        transport = httpx.ASGITransport(probed.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            running = asyncio.create_task(client.post(CHAT, json=ASK))
-            await pool.backend.until(lambda backend: backend.running == 1)
-            probed.server.fail(MLXThreadFailed("It got stuck."))
-            lost = await running
-            assert (lost.status_code, lost.json()["error"]["code"]) == (500, "generation_failed")
-            assert lost.json()["error"]["message"] == "It got stuck."
+    probed = Probed(ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()])))
+    async with probed.answering() as (_, running):
+        probed.server.fail(MLXThreadFailed("It got stuck."))
+        lost = await running
+        assert (lost.status_code, lost.json()["error"]["code"]) == (500, "generation_failed")
+        assert lost.json()["error"]["message"] == "It got stuck."
         assert await probed.statuses() == ALIVE_ONLY
         probed.server.recover()
-        pool.backend.script = lambda _: says("x")
+        probed.pool.backend.script = lambda _: says("x")
         assert await probed.statuses() == ALL_WELL
 
 
