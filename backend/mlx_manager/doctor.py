@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from mlx_manager import __version__
+from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.config import MLXServerSettings
 
 INSTALL_MLX = (
@@ -124,9 +125,8 @@ def our_server(host: str, port: int) -> str:
     """The server of ours that listens there; "" if it is somebody else's program."""
     import httpx
 
-    place = f"[{host}]" if ":" in host else host
     try:
-        health = httpx.get(f"http://{place}:{port}/health", timeout=2)
+        health = httpx.get(f"{url_of(host, port)}/health", timeout=2)
         return f"MLX Manager {health.json()['version']}"
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return ""

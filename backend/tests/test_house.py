@@ -18,9 +18,10 @@ TREES = {
     for path in sorted(SERVER.rglob("*.py"))
 }
 
-LEAVES = {"core", "errors", "config"}
+LEAVES = {"address", "core", "errors", "config"}
 FOUNDATION = LEAVES | {"formats", "utils"}
 MAY_IMPORT = {
+    "address": set(),
     "core": set(),
     "errors": set(),
     "config": set(),

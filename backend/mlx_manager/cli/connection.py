@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_manager.cli.terminal import ExitCode, fail
+from mlx_manager.mlx_server.address import url_of
 
 if TYPE_CHECKING:
     from mlx_manager.client import ServerClient, ServerRefused
@@ -50,9 +51,7 @@ AdminToken = Annotated[
 def default_url() -> str:
     """Where `serve` listens on this machine by the same environment."""
     host = os.environ.get("MLX_SERVER_HOST") or "127.0.0.1"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    port = os.environ.get("MLX_SERVER_PORT") or "8000"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return url_of(host, os.environ.get("MLX_SERVER_PORT") or "8000")
 
 
 def answers(url: str) -> bool:

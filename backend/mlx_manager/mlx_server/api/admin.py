@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Request
 
-from mlx_manager.mlx_server.api.auth import is_loopback
+from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.connection import read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.state import Server, server_of

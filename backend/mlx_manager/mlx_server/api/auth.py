@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
@@ -65,13 +66,6 @@ def check_bind(rules: AccessRules) -> None:
         "make named keys (mlx-manager key add NAME) and set MLX_SERVER_API_KEYS_FILE; or set "
         "MLX_SERVER_OPEN_ACCESS=true if everybody who can reach it may use it."
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Gate:

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge
@@ -177,8 +178,7 @@ class Listener(uvicorn.Server):
         if self.should_exit:
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-        self.url.set_result(f"http://{shown}:{port}")
+        self.url.set_result(url_of(host, port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come; runs between any two lines of the main thread."""
