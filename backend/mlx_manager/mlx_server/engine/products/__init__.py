@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
     RESERVED_PER_BLOCK,
     TYPES,
     CudaDevice,
-    cuda_device,
+    device_for,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     Kernel,
@@ -104,11 +104,7 @@ class Variant:
 
 def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
     """The kernels for rows and matrices of `dtype` on the default device."""
-    if dtype not in TYPES:
-        return Unsupported(f"{dtype}: the products serve bfloat16 and float16")
-    if mx.default_device().type != mx.gpu or mx.metal.is_available():
-        return Unsupported("the default device is no NVIDIA GPU")
-    device = cuda_device()
+    device = device_for(dtype)
     return device if isinstance(device, Unsupported) else ProductKernels(dtype, device)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kv.kernels import chunks, cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun, build_chunks
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
@@ -48,13 +48,6 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
-
-
-def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
-    """What attends the queries of prompts' chunks; elsewhere MLX's own attention does."""
-    if mx.default_device().type != mx.gpu or mx.metal.is_available():
-        return Unsupported("the default device is no NVIDIA GPU")
-    return chunks.build_chunks(shape)
 
 
 class KernelSet:

@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
     DEVICE_SOURCE,
     TYPES,
     CudaDevice,
-    cuda_device,
+    device_for,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
@@ -55,14 +55,11 @@ class QueryRun:
 
 
 def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
-    if shape.dtype not in TYPES:
-        return Unsupported(f"{shape.dtype} pages: the CUDA kernels serve bfloat16 and float16")
+    """What attends the queries of prompts' chunks; elsewhere MLX's own attention does."""
     if shape.group > WARPS * 16:
         return Unsupported(f"{shape.group} query heads a key/value head")
-    device = cuda_device()
-    if isinstance(device, Unsupported):
-        return device
-    return ChunkKernels(shape, device)
+    device = device_for(shape.dtype)
+    return device if isinstance(device, Unsupported) else ChunkKernels(shape, device)
 
 
 def tokens_of(shape: AttentionShape, device: CudaDevice) -> int:

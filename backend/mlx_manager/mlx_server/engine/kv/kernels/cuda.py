@@ -39,9 +39,7 @@ MOST_QUERIES = 4096
 
 
 def build(shape: AttentionShape) -> CudaKernels | Unsupported:
-    if shape.dtype not in TYPES:
-        return Unsupported(f"{shape.dtype} pages: the CUDA kernels serve bfloat16 and float16")
-    device = cuda_device()
+    device = device_for(shape.dtype)
     return device if isinstance(device, Unsupported) else CudaKernels(shape, device)
 
 
@@ -54,8 +52,17 @@ class CudaDevice:
     multiprocessor_memory: int
 
 
+def device_for(dtype: mx.Dtype) -> CudaDevice | Unsupported:
+    """The default device, if kernels for arrays of `dtype` run on it."""
+    if dtype not in TYPES:
+        return Unsupported(f"{dtype}: the CUDA kernels serve bfloat16 and float16")
+    return cuda_device()
+
+
 def cuda_device() -> CudaDevice | Unsupported:
     """Limits by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    if mx.default_device().type != mx.gpu or mx.metal.is_available():
+        return Unsupported("the default device is no NVIDIA GPU")
     info = mx.device_info()
     capability = (
         int(str(info["compute_capability_major"])),
