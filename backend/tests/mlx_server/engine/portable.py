@@ -22,9 +22,15 @@ class Portable:
 
     def write(self, k_pool, v_pool, k, v, slots):
         # Pools are written in place, so that whoever holds them sees it.
-        k_pool[:, slots] = k.transpose(1, 0, 2, 3).reshape(k.shape[1], -1, k.shape[3])
-        v_pool[:, slots] = v.transpose(1, 0, 2, 3).reshape(v.shape[1], -1, v.shape[3])
+        put(k_pool, k.transpose(0, 2, 1, 3).reshape(-1, k.shape[1], k.shape[3]), slots)
+        put(v_pool, v.transpose(0, 2, 1, 3).reshape(-1, v.shape[1], v.shape[3]), slots)
         return mx.zeros((1,), mx.int32)
+
+    def rotate_and_write(self, qkv, rotations, head_norms, keys, values, slots, *, rotary):
+        q, k, v = self._finished(qkv, rotations, head_norms, rotary)
+        put(keys, k, slots)
+        put(values, v, slots)
+        return q[:, :, None]
 
     def attend(
         self, q, k_pool, v_pool, table, lengths, dep, *,
@@ -41,13 +47,7 @@ class Portable:
         self, qkv, rotation, norms, k_pool, v_pool, table, lengths, *,
         rotary, scale, splits, window=None, softcap=None, sinks=None,
     ):  # fmt: skip
-        of = self.shape
-        heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
-        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
-        if norms is not None:
-            q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
-            k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
-        q, k = turned(q, rotation, rotary), turned(k, rotation, rotary)
+        q, k, v = self._finished(qkv, rotation, norms, rotary)
         rows = []
         for row, length in enumerate(lengths.tolist()):
             pages = np.array(table)[row]
@@ -58,6 +58,16 @@ class Portable:
             own = q[row][:, None]
             rows.append(self._row(own, k_pool, v_pool, pages, length, scale, window, sinks))
         return mx.stack(rows).reshape(qkv.shape[0], -1)
+
+    def _finished(self, qkv, rotation, norms, rotary):
+        """Heads of q, k and v, (rows, heads, dim)."""
+        of = self.shape
+        heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
+        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        if norms is not None:
+            q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
+            k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
+        return turned(q, rotation, rotary), turned(k, rotation, rotary), v
 
     def _slots(self, pages, length):
         places, size = np.arange(length), self.shape.page_size
@@ -72,6 +82,13 @@ class Portable:
         return mx.fast.scaled_dot_product_attention(
             q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
         )[0]
+
+
+def put(pool, tokens, slots):
+    """Write (tokens, heads, dim) in place; a negative slot is skipped."""
+    kept = [token for token, slot in enumerate(slots.tolist()) if slot >= 0]
+    if kept:
+        pool[:, slots[mx.array(kept)]] = tokens[mx.array(kept)].swapaxes(0, 1)
 
 
 def plainly(function):

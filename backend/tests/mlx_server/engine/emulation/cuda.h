@@ -166,6 +166,7 @@ inline bool any_lane(bool x) {
 }
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
+inline void write_global(uint4* p, uint4 x) { *p = x; }
 
 }  // namespace kernels
 

@@ -54,74 +54,6 @@ struct Place {
   int q_row, kv_head, kv_heads, first_head, heads, split, splits, base;
 };
 
-// What the q/k/v projections made of a step, and how to finish it: (rows, q_heads + 2 kv_heads,
-// D), heads of q first, then k, then v. `rotation` is (rows, ROTARY) float32: what the model's
-// rotation makes of ones in the first half (or, TRADITIONAL, even places) and zeros in the second,
-// so cosines there and sines here. The norms are (D,), or unused.
-template <typename T>
-struct Fresh {
-  const T* qkv;
-  const float* rotation;
-  const T* q_norm;
-  const T* k_norm;
-  float epsilon;
-};
-
-// Four elements of a head: d, d + 1, e, e + 1, where the rotation pairs d with e (or, TRADITIONAL
-// or beyond ROTARY, where they are four neighbours).
-template <typename T, int D, int ROTARY, bool TRADITIONAL, bool NORM>
-struct Quartet {
-  int d, e;
-  unsigned low, high;
-
-  // The `number`th of a head's D / 4.
-  __device__ __forceinline__ explicit Quartet(int number) {
-    constexpr int HALF = ROTARY / 2;
-    bool apart = !TRADITIONAL && number < HALF / 2;
-    d = apart ? number * 2 : number * 4;
-    e = apart ? d + HALF : d + 2;
-  }
-
-  // 1 / rms is `factor`.
-  __device__ __forceinline__ void make(const T* head, const T* norm, float factor,
-                                       const float* rotation) {
-    const T* type = nullptr;
-    float2 x = read(head, norm, factor, d), y = read(head, norm, factor, e);
-    if (d < ROTARY) {
-      float2 first = *reinterpret_cast<const float2*>(rotation + d);
-      float2 second = *reinterpret_cast<const float2*>(rotation + e);
-      if constexpr (TRADITIONAL) {
-        x = make_float2(x.x * first.x - x.y * first.y, x.x * first.y + x.y * first.x);
-        y = make_float2(y.x * second.x - y.y * second.y, y.x * second.y + y.y * second.x);
-      } else {
-        float2 turned = make_float2(x.x * first.x - y.x * second.x, x.y * first.y - y.y * second.y);
-        y = make_float2(x.x * second.x + y.x * first.x, x.y * second.y + y.y * first.y);
-        x = turned;
-      }
-    }
-    low = pack(x.x, x.y, type);
-    high = pack(y.x, y.y, type);
-  }
-
-  __device__ __forceinline__ void put(T* head) const {
-    *reinterpret_cast<unsigned*>(head + d) = low;
-    *reinterpret_cast<unsigned*>(head + e) = high;
-  }
-
- private:
-  __device__ __forceinline__ float2 read(const T* head, const T* norm, float factor, int i) const {
-    const T* type = nullptr;
-    float2 x = unpack(*reinterpret_cast<const unsigned*>(head + i), type);
-    if constexpr (NORM) {
-      float2 by = unpack(*reinterpret_cast<const unsigned*>(norm + i), type);
-      x = unpack(pack(x.x * factor, x.y * factor, type), type);
-      x = make_float2(x.x * by.x, x.y * by.y);
-      x = unpack(pack(x.x, x.y, type), type);
-    }
-    return x;
-  }
-};
-
 // What an unnormalised output is multiplied with, once the denominator takes in the head's sink.
 struct Denominator {
   float scale;
@@ -332,14 +264,11 @@ struct Attend {
     if constexpr (NORM) {
       for (int head = warp; head < heads; head += WARPS) {
         const T* from = head < place.heads ? q + head * D : k;
-        float squares = 0.f;
-        for (int d = lane * 2; d < D; d += 64) {
-          float2 x = unpack(*reinterpret_cast<const unsigned*>(from + d), from);
-          squares += x.x * x.x + x.y * x.y;
-        }
-#pragma unroll
-        for (int o = 16; o; o /= 2) squares += shuffle_xor(squares, o);
-        if (lane == 0) factors[head] = rsqrtf(squares / D + fresh.epsilon);
+        float sum = 0.f;
+        for (int d = lane * 2; d < D; d += 64)
+          sum += squares(*reinterpret_cast<const unsigned*>(from + d), from);
+        const float factor = inverse_rms<D, 32>(sum, fresh.epsilon);
+        if (lane == 0) factors[head] = factor;
       }
       __syncthreads();
     }
@@ -349,9 +278,10 @@ struct Attend {
     for (int x = threadIdx.x; x < heads * (D / 4); x += WARPS * 32) {
       const int head = x / (D / 4);
       const bool is_query = head < place.heads;
-      Quartet<T, D, ROTARY, TRADITIONAL, NORM> quartet(x % (D / 4));
-      quartet.make(is_query ? q + head * D : k, is_query ? fresh.q_norm : fresh.k_norm,
-                   NORM ? factors[head] : 1.f, rotation);
+      Portion<T, D, ROTARY, TRADITIONAL, NORM, 1> quartet(x % (D / 4));
+      quartet.take(is_query ? q + head * D : k);
+      quartet.finish(is_query ? fresh.q_norm : fresh.k_norm, NORM ? factors[head] : 1.f,
+                     quartet.turn(rotation));
       quartet.put(is_query ? queries + head * QUERY_STRIDE : newest_key);
       if (!is_query) quartet.put(const_cast<T*>(k_head) + slot * D);
     }

@@ -77,6 +77,7 @@ template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM,
           typename Rotation>
 struct Fresh {
   typedef Head<T, D, NORM, Norm> Query;
+  enum { NORMED = NORM };
   const device T* qkv;
   Rotation rotation;
   Norm q_norm;
@@ -297,6 +298,33 @@ inline void merge_splits(const device float* partial, const device float* partia
   }
   const float sink = SINKS ? float(sinks[q_head]) : 0.0f;
   out[(long(q_row) * q_heads + q_head) * D + d] = T(value * normaliser(top, total, SINKS, sink));
+}
+
+// Finishes the heads of a step: queries go to `out`, (tokens, q heads, D), keys and values to their
+// slots; a slot below 0 is skipped. A head is taken by 16 threads.
+template <typename T, int D, int GROUP, typename Heads, typename Slots>
+inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T* v_pool,
+                             Slots slot_of_token, long pool_slots, int kv_heads, int tokens,
+                             device T* out, int position) {
+  constexpr int LANES = 16;
+  constexpr int DIMS = D / LANES;
+  const int q_heads = GROUP * kv_heads, heads = (GROUP + 2) * kv_heads;
+  const int lane = position % LANES, number = position / LANES;
+  // Threads without work go along as far as lanes meet.
+  const bool works = number < tokens * heads;
+  const int token = works ? number / heads : 0, head = works ? number % heads : 0;
+  const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
+  typename Heads::Query mine = {fresh.row(token, kv_heads) + head * D,
+                                is_query ? fresh.q_norm : fresh.k_norm, 1.0f};
+  if (Heads::NORMED) mine.template measure<DIMS, LANES>(lane * DIMS, fresh.epsilon);
+  const long slot = slot_of_token[token];
+  if (!works || (!is_query && slot < 0)) return;
+  const long kv_head = (head - q_heads) % kv_heads;
+  device T* pool = const_cast<device T*>(is_value ? v_pool : k_pool);
+  device T* to = is_query ? out + (long(token) * q_heads + head) * D
+                          : pool + (kv_head * pool_slots + slot) * D;
+  for (int d = lane; d < D; d += LANES)
+    to[d] = is_value ? mine.values[d] : fresh.finished(mine, token, d);
 }
 
 // Writes one token of one head, one element a thread. A slot below 0 is skipped.

@@ -192,6 +192,12 @@ class FreshProblem:
                 pool[:, _newest_slot(self.ready, row)] = np.nan
         return replace(self.ready, k_pool=pools[0], v_pool=pools[1])
 
+    def slots(self) -> npt.NDArray[np.int32]:
+        """(rows,) where each row's newest token belongs; -1 for padding."""
+        lengths = self.ready.lengths.tolist()
+        places = [_newest_slot(self.ready, row) if n else -1 for row, n in enumerate(lengths)]
+        return np.array(places, np.int32)
+
 
 def _newest_slot(problem: Problem, row: int) -> int:
     place, size = problem.lengths[row] - 1, problem.shape.page_size
@@ -222,12 +228,12 @@ def self_check(
 ) -> str | None:
     """None when the kernels work on this device; else what is wrong.
 
-    With `rotary`, the fused form is checked too.
+    With `rotary`, what prepares and fuses steps is checked too.
     """
     try:
         wrong = _check_attention(kernels, features) or _check_write(kernels)
         if wrong is None and rotary is not None:
-            wrong = _check_fused(kernels, features, rotary)
+            wrong = _check_rotated(kernels, rotary) or _check_fused(kernels, features, rotary)
     except (RuntimeError, ValueError) as error:
         # What MLX raises when a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"
@@ -285,21 +291,28 @@ def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
     return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
 
 
+def _check_rotated(kernels: PagedKernels, rotary: Rotary) -> str | None:
+    problem = FreshProblem.of(random_problem(kernels.shape), rotary)
+    pools = _pools(problem.unwritten())
+    out = kernels.rotate_and_write(
+        *_prepared(problem), *pools, mx.array(problem.slots()), rotary=rotary
+    )
+    off = difference(_numbers(out)[:, :, 0], problem.ready.q)
+    if off > TOLERANCE:
+        return f"rotated queries differ from the reference by {off:.3g}"
+    for pool, expected in zip(pools, (problem.ready.k_pool, problem.ready.v_pool), strict=True):
+        if not as_written(_numbers(pool), expected):
+            return "rotated keys or their values did not arrive in their pages, or others did"
+    return None
+
+
 def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> str | None:
     problem = FreshProblem.of(random_problem(kernels.shape, features), rotary)
-    unwritten, dtype = problem.unwritten(), kernels.shape.dtype
-    rows = len(unwritten.lengths)
-    pools = [mx.array(x).astype(dtype) for x in (unwritten.k_pool, unwritten.v_pool)]
-    mx.eval(pools)
-    norms = None
-    if rotary.epsilon is not None:
-        norms = (mx.array(problem.norms[0]).astype(dtype), mx.array(problem.norms[1]).astype(dtype))
+    unwritten = problem.unwritten()
+    pools = _pools(unwritten)
     out = kernels.attend_fused(
-        mx.array(problem.qkv.reshape(rows, -1)).astype(dtype),
-        mx.array(problem.rotation),
-        norms,
-        pools[0],
-        pools[1],
+        *_prepared(problem),
+        *pools,
         mx.array(unwritten.table),
         mx.array(unwritten.lengths),
         rotary=rotary,
@@ -317,6 +330,25 @@ def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> s
         if not as_written(_numbers(pool), expected):
             return "the newest tokens did not arrive in their pages, or something else did"
     return None
+
+
+def _pools(problem: Problem) -> tuple[mx.array, mx.array]:
+    dtype = problem.shape.dtype
+    pools = mx.array(problem.k_pool).astype(dtype), mx.array(problem.v_pool).astype(dtype)
+    mx.eval(pools)
+    return pools
+
+
+def _prepared(
+    problem: FreshProblem,
+) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array] | None]:
+    """The product of a step, its rotations and the heads' norms."""
+    dtype = problem.ready.shape.dtype
+    qkv = mx.array(problem.qkv.reshape(len(problem.qkv), -1)).astype(dtype)
+    norms = None
+    if problem.rotary.epsilon is not None:
+        norms = (mx.array(problem.norms[0]).astype(dtype), mx.array(problem.norms[1]).astype(dtype))
+    return qkv, mx.array(problem.rotation), norms
 
 
 def as_written(found: Floats, expected: Floats) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
     DEVICE_SOURCE,
+    HEADS_SOURCE,
     TYPES,
     CudaDevice,
     device_for,
@@ -33,6 +34,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
 
 _SOURCES = (
     DEVICE_SOURCE,
+    HEADS_SOURCE,
     Path(__file__).with_name("attention.cu"),
     Path(__file__).with_name("chunks.cu"),
 )

@@ -1,4 +1,4 @@
-"""Paged decode attention on NVIDIA GPUs, from attention.cu."""
+"""Paged decode attention on NVIDIA GPUs, from attention.cu, and what precedes it, from heads.cu."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import MAX_SPLITS, TILE, Sp
 
 TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 DEVICE_SOURCE = Path(__file__).with_name("device.cu")
+HEADS_SOURCE = Path(__file__).with_name("heads.cu")
 _SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
@@ -35,6 +36,10 @@ MOST_STAGES = 4
 # their starts and ends.
 WAVES = 2
 RESERVED_PER_BLOCK = 1024
+# Of a launch that has no use for shared memory.
+THREADS = 128
+# Heads of one token that a thread has a share of in `rotate_and_write`.
+HEADS_EACH = 4
 MOST_QUERIES = 4096
 
 
@@ -141,6 +146,7 @@ class CudaKernels:
         self._blocks = shape.kv_heads * -(-shape.group // 16)
         self._wanted = device.multiprocessors * self.launch.resident * self.launch.waves
         self._kernels: dict[Variant, Kernel] = {}
+        self._rotate: dict[Rotary, Kernel] = {}
         self._write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
@@ -165,12 +171,36 @@ class CudaKernels:
         rows, heads, tokens, dim = k.shape
         (dep,) = self._write(
             inputs=[k_pool, v_pool, k, v, slots],
-            grid=(-(-heads * dim // 8 // 128) * 128, rows * tokens, 1),
-            threadgroup=(128, 1, 1),
+            grid=(-(-heads * dim // 8 // THREADS) * THREADS, rows * tokens, 1),
+            threadgroup=(THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
         return dep
+
+    def rotate_and_write(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotations: mx.array,
+        head_norms: tuple[mx.array, mx.array] | None,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        *,
+        rotary: Rotary,
+    ) -> mx.array:
+        if rotary not in self._rotate:
+            self._rotate[rotary] = compiled_for_cuda(rotate_source(self.shape, rotary))
+        norms = head_norms or (self._no_norm, self._no_norm)
+        tokens = qkv.shape[0]
+        (queries,) = self._rotate[rotary](
+            inputs=[qkv, rotations, *norms, keys, values, slots],
+            grid=(rotate_threads(self.shape, tokens), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, self.shape.q_heads, 1, self.shape.head_dim)],
+            output_dtypes=[self.shape.dtype],
+        )
+        return queries
 
     def attend(  # noqa: PLR0917
         self,
@@ -275,7 +305,7 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
     pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
     return KernelSource(
         name="paged_attend",
-        header=source(DEVICE_SOURCE, _SOURCE),
+        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
         body=body,
         inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
@@ -291,8 +321,41 @@ def write_source(shape: AttentionShape) -> KernelSource:
     )
     return KernelSource(
         name="paged_write",
-        header=source(DEVICE_SOURCE, _SOURCE),
+        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
         body=body,
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),
     )
+
+
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
+    element = TYPES[shape.dtype]
+    normed = rotary.epsilon is not None
+    constants = (
+        f"{element}, {shape.head_dim}, {shape.q_heads}, {shape.kv_heads}, {_lanes(shape)}, "
+        f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}"
+    )
+    body = (
+        f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
+        f"{real(rotary.epsilon or 0.0)}}};\n"
+        f"kernels::RotateAndWrite<{constants}>::run(fresh, k_pool, v_pool, slots, "
+        "k_pool_shape[1], qkv_shape[0], queries);"
+    )
+    return KernelSource(
+        name="paged_rotate",
+        header=source(DEVICE_SOURCE, HEADS_SOURCE),
+        body=body,
+        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        outputs=("queries",),
+    )
+
+
+def rotate_threads(shape: AttentionShape, tokens: int) -> int:
+    """Of the launch that `rotate_source` is for: whole blocks."""
+    sets = -(-(shape.q_heads + 2 * shape.kv_heads) // HEADS_EACH)
+    return -(-tokens * sets * _lanes(shape) // THREADS) * THREADS
+
+
+def _lanes(shape: AttentionShape) -> int:
+    """Threads that share a head, 16 elements each: a power of two, so that none is in two warps."""
+    return 1 << (shape.head_dim // 16 - 1).bit_length()

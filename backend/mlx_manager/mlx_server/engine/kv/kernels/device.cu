@@ -105,6 +105,9 @@ __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu
 __device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
 
+// Writes 16 bytes of global memory at once: a plain store of values in hand may be taken apart.
+__device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); }
+
 }  // namespace kernels
 #endif
 

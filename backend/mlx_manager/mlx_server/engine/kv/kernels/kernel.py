@@ -121,6 +121,29 @@ class PagedKernels(Protocol):
         evaluated. Returns what `attend` takes as `dep`: (1,) int32, 0.
         """
 
+    def rotate_and_write(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotations: mx.array,
+        head_norms: tuple[mx.array, mx.array] | None,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        *,
+        rotary: Rotary,
+    ) -> mx.array:
+        """What lies between the q/k/v projections and attention, in one launch, for any tokens.
+
+        Normalises and rotates as `attend_fused` does and takes `qkv`, `rotations` and `head_norms`
+        as it does, a row for each token. Keys and values are written in place into the pools
+        `keys` and `values`, which must be evaluated, at `slots`, (tokens,) int32, all different;
+        a negative slot is skipped. There is at least one token, and `rotary.dims` is a multiple of
+        16 unless it is `traditional`.
+
+        Returns the queries, (tokens, q_heads, 1, head_dim), of every token. What reads the pages
+        with them comes after the write, since launches are ordered by the arrays they share.
+        """
+
     def attend(  # noqa: PLR0917
         self,
         q: mx.array,

@@ -30,6 +30,8 @@ _TYPES: dict[Any, str] = {
 _SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4
 HEADS_PER_BLOCK = 4
+# Of a threadgroup of `rotate_and_write`, of which 16 take a head.
+THREADS = 128
 # Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
 BLOCKS_WANTED = 1024
 
@@ -46,6 +48,7 @@ class MetalKernels:
         self._heads = min(shape.group, HEADS_PER_BLOCK)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[Variant, _Pair] = {}
+        self._rotate: dict[Rotary, Kernel] = {}
         self._write = _compiled(write_source(shape), ensure_row_contiguous=False)
         self._no_sinks = mx.zeros((1,), mx.float32)
         self._no_norm = mx.zeros((1,), shape.dtype)
@@ -73,6 +76,30 @@ class MetalKernels:
             output_dtypes=[mx.int32],
         )
         return dep
+
+    def rotate_and_write(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotations: mx.array,
+        head_norms: tuple[mx.array, mx.array] | None,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        *,
+        rotary: Rotary,
+    ) -> mx.array:
+        if rotary not in self._rotate:
+            self._rotate[rotary] = _compiled(rotate_source(self.shape, rotary))
+        norms = head_norms or (self._no_norm, self._no_norm)
+        tokens = qkv.shape[0]
+        (queries,) = self._rotate[rotary](
+            inputs=[qkv, rotations, *norms, keys, values, slots],
+            grid=(rotate_threads(self.shape, tokens), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, self.shape.q_heads, 1, self.shape.head_dim)],
+            output_dtypes=[self.shape.dtype],
+        )
+        return queries
 
     def attend(  # noqa: PLR0917
         self,
@@ -177,15 +204,9 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
             maker = f"kernels::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
-        case Rotary(dims, traditional, epsilon):
+        case rotary:
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
-            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}"
-            types = "decltype(q_norm), decltype(rotation)"
-            maker = (
-                f"threadgroup {element} newest[2 * {dim}];\n"
-                f"kernels::Fresh<{element}, {dim}, {shape.group}, {options}, {types}> queries = "
-                f"{{qkv, rotation, q_norm, k_norm, {real(epsilon or 0.0)}, newest}};\n"
-            )
+            maker = f"threadgroup {element} newest[2 * {dim}];\n{_fresh(shape, rotary, 'newest')}"
     body = (
         f"threadgroup float merged[{sets} * {heads} * {dim}];\n"
         f"threadgroup float figures[{sets} * {heads} * 2];\n"
@@ -203,6 +224,18 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
         body=body,
         inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
+    )
+
+
+def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
+    """Declares `queries`: what the q/k/v projections made of a step."""
+    constants = (
+        f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
+        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}"
+    )
+    return (
+        f"kernels::Fresh<{constants}, decltype(q_norm), decltype(rotation)> queries = "
+        f"{{qkv, rotation, q_norm, k_norm, {real(rotary.epsilon or 0.0)}, {newest}}};\n"
     )
 
 
@@ -234,6 +267,28 @@ def write_source(shape: AttentionShape) -> KernelSource:
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),
     )
+
+
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
+    constants = f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}"
+    body = (
+        f"{_fresh(shape, rotary, 'nullptr')}"
+        f"kernels::rotate_and_write<{constants}>(queries, k_pool, v_pool, slots, k_pool_shape[1], "
+        f"{shape.kv_heads}, qkv_shape[0], out, int(thread_position_in_grid.x));"
+    )
+    return KernelSource(
+        name="paged_rotate",
+        header=source(_SOURCE),
+        body=body,
+        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        outputs=("out",),
+    )
+
+
+def rotate_threads(shape: AttentionShape, tokens: int) -> int:
+    """Of the launch that `rotate_source` is for: whole threadgroups."""
+    heads = shape.q_heads + 2 * shape.kv_heads
+    return -(-tokens * heads * 16 // THREADS) * THREADS
 
 
 def _compiled(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:

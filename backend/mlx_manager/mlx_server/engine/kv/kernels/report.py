@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import build
 from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Unsupported
 
 PORTABLE = "portable: pages are gathered for MLX's own attention"
 
@@ -27,7 +27,7 @@ def kernel_report() -> KernelReport:
         case Unsupported(reason):
             return KernelReport(f"{PORTABLE} ({reason})")
         case kernels:
-            wrong = self_check(kernels)
+            wrong = self_check(kernels, rotary=Rotary(128, traditional=False, epsilon=None))
     if wrong is not None:
         return KernelReport(PORTABLE, wrong)
     platform = "Metal" if mx.metal.is_available() else "CUDA"
