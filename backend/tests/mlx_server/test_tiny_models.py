@@ -29,8 +29,9 @@ def test_tokenizer_is_one_token_a_byte(tmp_path: Path):
     assert tokenizer.decode(rendered[1:]).endswith("assistant<|end_header_id|>\n\n")
 
 
-def test_same_arguments_same_weights(tmp_path: Path):
-    folders = [make_tiny_model(tmp_path / name, "qwen3", seed=7) for name in "ab"]
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_same_arguments_same_weights(family: str, tmp_path: Path):
+    folders = [make_tiny_model(tmp_path / name, family, seed=7) for name in "ab"]
     first, second = (mx.load(str(folder / "model.safetensors")) for folder in folders)
     assert all(mx.array_equal(first[name], second[name]) for name in first)
 

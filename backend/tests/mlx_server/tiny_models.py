@@ -590,6 +590,8 @@ def make_tiny_adapter(path: Path, model: Path, *, seed: int = 1) -> Path:
 def random_model(config: dict[str, Any], *, seed: int, dtype: mx.Dtype) -> nn.Module:
     """The mlx-lm module of a config, every matrix drawn from N(0, 1 / inputs)."""
     model_class, args_class = _get_classes(config)
+    # Some modules draw vectors of their own when they are made.
+    mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))
     keys = iter(mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters()))))
 
