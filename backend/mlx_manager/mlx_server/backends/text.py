@@ -26,14 +26,14 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.choice import choose, choosing
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import Forward, working_bytes
+from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
-from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine, chunk_of
+from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine, with_chunk
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
@@ -102,13 +102,14 @@ class TextBackend:
         longest = max(map(len, loaded.tokenizer.get_vocab()))
         self._most_characters = SHRINKAGE * longest * loaded.context_length
         forward = forward or choose(loaded.model, limits.page_size)
+        limits, working = with_chunk(limits, loaded.model, forward, ledger.available())
         self._engine = TextEngine(
             loaded.id,
             forward,
             limits,
             ledger,
             looks_ahead=forward.looks_ahead,
-            working_bytes=working_bytes(loaded.model, chunk_of(limits), limits.max_rows),
+            working_bytes=working,
         )
         thread.attach(self._engine)
 

@@ -122,13 +122,13 @@ def _fused(
     compile: Compile,
     reference: Reference,
 ) -> Pauses[Forward]:
-    """`ragged` with a fused decoder for its decode steps, if there is one and it is right."""
+    """The fused decoder over `ragged`'s pages, if there is one and it is right."""
     name = type(model).__module__
     decoder = FusedDecoder.build(model, reference.page_size, kernels.find, compile=compile)
     if isinstance(decoder, Unsupported):
-        log.info("%s: decode steps are not fused: %s", name, decoder.reason)
+        log.info("%s: steps are not fused: %s", name, decoder.reason)
         return ragged
-    fused = FusedForward(ragged, decoder, reference.page_size)
+    fused = FusedForward(ragged.stores, decoder, reference.page_size)
     try:
         wrong = check(decoder, model, reference.page_size)
         yield

@@ -41,10 +41,6 @@ from mlx_manager.mlx_server.engine.kv.attention import (
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.rotary import share_rotations
-from mlx_manager.mlx_server.utils.graphs import OPERATIONS
-
-# Of mlx-lm's modules, roughly.
-OPERATIONS_A_LAYER = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +65,36 @@ class Decode:
     keys: list[int]
     spans: list[Span]
     tokens: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedStep:
+    """All tokens of a step one after another, those of running rows first.
+
+    tokens: (tokens,) int32, in the order of the plan's spans. wanted: (n,) int32, the tokens that
+    logits are wanted for; None for all of them.
+    """
+
+    tokens: mx.array
+    plan: StepPlan
+    wanted: mx.array | None
+
+    @classmethod
+    def of(cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int) -> RaggedStep:
+        spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
+        parts = [decode.tokens] if decode else []
+        parts += [mx.array(chunk.tokens, mx.int32) for chunk in chunks]
+        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        rows = list(range(len(decode.keys) if decode else 0))
+        end = len(rows)
+        for chunk in chunks:
+            start, end = end, end + len(chunk.tokens)
+            if chunk.every:
+                rows += range(start, end)
+            elif chunk.final:
+                rows.append(end - 1)
+        wanted = None if len(rows) == end else mx.array(rows or [0], mx.int32)
+        return cls(tokens, StepPlan(spans, page_size), wanted)
 
 
 Prefixes = Literal["pages", "snapshot", "none"]
@@ -125,6 +151,11 @@ class Forward(Protocol):
 
     def state(self) -> list[mx.array]:
         """Arrays that outlive a step and must be evaluated with it."""
+        ...
+
+    def tokens_at_once(self, tokens: int) -> int:
+        """Of how many tokens all layers' results are in a GPU's memory together, in a step of so
+        many."""
         ...
 
     def snapshot(self, key: int) -> Snapshot | None:
@@ -184,29 +215,20 @@ class RaggedForward:
         return sorted(range(len(lengths)), key=lengths.__getitem__)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
-        self._pass.plan = StepPlan(spans, self._page_size)
-        parts = [decode.tokens] if decode else []
-        parts += [mx.array(chunk.tokens, mx.int32) for chunk in chunks]
-        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        rows = list(range(len(decode.keys) if decode else 0))
-        end = len(rows)
-        for chunk in chunks:
-            start, end = end, end + len(chunk.tokens)
-            if chunk.every:
-                rows += range(start, end)
-            elif chunk.final:
-                rows.append(end - 1)
-        everything = len(rows) == end
-        wanted = None if everything else mx.array(rows or [0], mx.int32)
+        step = RaggedStep.of(decode, chunks, self._page_size)
+        self._pass.plan = step.plan
+        tokens, wanted = step.tokens[:, None], step.wanted
         hidden = (lambda h: h) if wanted is None else (lambda h: h[wanted])
-        return self._selection.run(lambda: self._model(tokens[:, None], cache=self._caches), hidden)
+        return self._selection.run(lambda: self._model(tokens, cache=self._caches), hidden)
 
     def forget(self, key: int) -> None:
         pass
 
     def state(self) -> list[mx.array]:
         return [array for store in self.stores for array in (store.keys, store.values)]
+
+    def tokens_at_once(self, tokens: int) -> int:
+        return tokens
 
     def snapshot(self, key: int) -> Snapshot | None:
         return None
@@ -277,6 +299,9 @@ class SeparateForward:
     def state(self) -> list[mx.array]:
         pages = [array for store in self.stores for array in (store.keys, store.values)]
         return pages + _arrays(self._batch)
+
+    def tokens_at_once(self, tokens: int) -> int:
+        return tokens
 
     def snapshot(self, key: int) -> Snapshot | None:
         own = self._own.get(key)
@@ -364,6 +389,9 @@ class AloneForward:
     def state(self) -> list[mx.array]:
         return [array for own in self._own.values() for array in _arrays(own)]
 
+    def tokens_at_once(self, tokens: int) -> int:
+        return tokens
+
     def snapshot(self, key: int) -> Snapshot | None:
         return None
 
@@ -393,14 +421,14 @@ def probe(model: nn.Module) -> list[LayerShape | None]:
     return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
 
 
-def working_bytes(model: nn.Module, tokens: int, rows: int) -> int:
+def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) -> int:
     """An estimate of what a step of so many tokens and drawing rows holds at its worst moment.
 
     On a CPU a layer's results are gone before the next one's: the widest product's, as float32 and
     with what it is made from and into, for each token; the logits and their copies for each row;
     and the scores of the blocks of attention under way (MLX queues some operations ahead). On a
-    GPU, what the operations of a graph make is there until the last of them has run: about twice
-    what the products make, in half precision (measured: 166 kB a token and layer of an 8B).
+    GPU, what is queued is there until it has run: about twice what the products make, in half
+    precision (measured: 166 kB a token and layer of an 8B).
     """
     outputs = [
         array.shape[-2]
@@ -412,9 +440,8 @@ def working_bytes(model: nn.Module, tokens: int, rows: int) -> int:
     logits = 4 * 4 * rows * vocabulary
     if mx.default_device() == mx.cpu:
         return logits + 4 * (6 * tokens * widest + 20 * SCORES)
-    products = sum(n for n in outputs if n != vocabulary)
-    together = min(1.0, OPERATIONS / (OPERATIONS_A_LAYER * len(make_prompt_cache(model))))
-    return logits + int(4 * tokens * products * together)
+    products: int = sum(n for n in outputs if n != vocabulary)
+    return logits + 4 * forward.tokens_at_once(tokens) * products
 
 
 def _shape(cache: Any) -> LayerShape | None:

@@ -1,4 +1,4 @@
-"""Decode steps of the common decoder with as few launches as it takes.
+"""Steps of the common decoder with as few launches as it takes.
 
 The common decoder is pre-norm with rotary attention and a gated MLP: Llama, Mistral, Qwen 2 and 3,
 Phi-3 and their kin, which differ in data (biases, norms of q and k, tied heads, kinds of rotation,
@@ -6,17 +6,18 @@ windows). mlx-lm's modules spend some fifteen launches on each layer of it. Here
 norm, one product for q, k and v, attention (which normalises and rotates the heads, stores the new
 token in its page and attends), output product with the residual added, norm, one product for gate
 and up, activation, down product with the residual added. On an NVIDIA GPU and with few rows it is
-five, since norms and activation become part of the products (see `products`).
+five, since norms and activation become part of the products (see `products`). With chunks of
+prompts in a step, attention is up to four launches: what it does first becomes one of its own, and
+rows and chunks are attended by different kernels.
 
 `FusedDecoder.build` makes it from a loaded module, whose weights become views of the joined ones,
-so that nothing exists twice and the module goes on working (prompts are still run by it). Whether
-the result is right is not assumed from names but measured: `check` compares its logits with the
-module's own.
+so that nothing exists twice and the module goes on working. Whether the result is right is not
+assumed from names but measured: `check` compares its logits with the module's own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 
 from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     BuildKernels,
@@ -40,12 +43,20 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKernels
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 
 STEPS_BEFORE_COMPILING = 64
+# Layers of a step with prompts that are queued at a time: the device begins while the host is still
+# at the next ones.
+LAYERS_AT_A_TIME = 4
+# What is queued keeps all that it works on until it has run, some 150 kB a token and layer of an
+# 8B. So with more tokens than this the host stays at most so many pieces ahead.
+TOKENS_AHEAD = 1024
+PIECES_AHEAD = 2
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
 MOST_COMPILED = 64
 
@@ -395,12 +406,34 @@ class Layer:
             splits=step.splits[self.window],
             window=self.window,
         )
+        return self._after(hidden, attended)
+
+    def ragged(
+        self,
+        hidden: mx.array,
+        rotations: Sequence[mx.array],
+        store: LayerStore,
+        plan: StepPlan,
+    ) -> mx.array:
+        queries = self.kernels.rotate_and_write(
+            self.qkv.normed(hidden, self.norm),
+            rotations[self.rotation],
+            self.head_norms,
+            store.keys,
+            store.values,
+            plan.slot_array,
+            rotary=self.rotary,
+        )
+        attended = attend(queries, store, plan, self.scale, self.window)
+        return self._after(hidden, attended.reshape(hidden.shape[0], -1))
+
+    def _after(self, hidden: mx.array, attended: mx.array) -> mx.array:
         hidden = self.output.added_to(hidden, attended)
         return self.down.added_to(hidden, self.gate_up.gated(hidden, self.mlp_norm))
 
 
 class FusedDecoder:
-    """Decode steps of one model; made by `build`.
+    """Steps of one model; made by `build`.
 
     Attributes:
         windows: of the layers; a step wants splits planned for each.
@@ -469,6 +502,29 @@ class FusedDecoder:
             run = self._compiled[kind] = self._compile(run)
         items = [cut.items for cut in step.splits.values()]
         return run(step.tokens, step.lengths, step.table, step.pools, items)
+
+    def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
+        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not.
+
+        Not evaluated, but most of what it takes is queued. `stores` are the layers' pages, written
+        in place.
+        """
+        rotations = [rotation(step.plan.positions) for rotation in self._rotations]
+        hidden = self._embed(step.tokens)
+        queued: deque[mx.array] = deque()
+        for number, (layer, store) in enumerate(zip(self._layers, stores, strict=True), 1):
+            hidden = layer.ragged(hidden, rotations, store, step.plan)
+            if number % LAYERS_AT_A_TIME == 0:
+                mx.async_eval(hidden)  # type: ignore[no-untyped-call]
+                queued.append(hidden)
+            if step.tokens.size > TOKENS_AHEAD and len(queued) > PIECES_AHEAD:
+                mx.eval(queued.popleft())
+        return self._head(hidden if step.wanted is None else hidden[step.wanted])
+
+    def tokens_at_once(self, tokens: int) -> int:
+        """See `Forward`."""
+        part = (PIECES_AHEAD + 1) * LAYERS_AT_A_TIME / len(self._layers)
+        return max(min(tokens, TOKENS_AHEAD), int(tokens * min(part, 1.0)))
 
     def _run(  # noqa: PLR0917
         self,

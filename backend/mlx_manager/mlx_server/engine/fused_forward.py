@@ -1,4 +1,4 @@
-"""A model on a GPU: decode steps by its fused decoder, everything else by its module.
+"""A model on a GPU, run by its fused decoder.
 
 What changes little from step to step stays on the device: the page tables are sent again when some
 row has new pages, which is every `HORIZON` steps since the rows get them together, and lengths
@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
     Prefixes,
-    RaggedForward,
+    RaggedStep,
     Snapshot,
 )
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
@@ -57,7 +57,7 @@ class Batch:
 
 
 class FusedForward:
-    """Steps of running rows alone through `decoder`; prompts, and rows beside them, ragged."""
+    """Steps of running rows alone, in few shapes, and ragged steps with prompts in them."""
 
     kind: ClassVar[str] = "fused"
     prefixes: Prefixes = "pages"
@@ -65,12 +65,11 @@ class FusedForward:
     puts_together_ahead: bool = True
     horizon: int = HORIZON
 
-    def __init__(self, ragged: RaggedForward, decoder: FusedDecoder, page_size: int) -> None:
-        self._ragged = ragged
+    def __init__(self, stores: Sequence[LayerStore], decoder: FusedDecoder, page_size: int) -> None:
         self._decoder = decoder
         self._page_size = page_size
         self._batch: Batch | None = None
-        self.stores: list[LayerStore] = ragged.stores
+        self.stores = list(stores)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Rows that were in the last step stay where they were; the others follow."""
@@ -81,7 +80,8 @@ class FusedForward:
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
-            return self._ragged.run(decode, chunks)
+            step = RaggedStep.of(decode, chunks, self._page_size)
+            return self._decoder.run_ragged(step, self.stores)
         rows = len(decode.keys)
         batch = self._batch = self._next(decode)
         tokens, padded = decode.tokens.astype(mx.uint32), len(batch.lengths)
@@ -95,8 +95,11 @@ class FusedForward:
         pass
 
     def state(self) -> list[mx.array]:
-        pools = self._ragged.state()
+        pools = [array for store in self.stores for array in (store.keys, store.values)]
         return pools if self._batch is None else [*pools, self._batch.on_device]
+
+    def tokens_at_once(self, tokens: int) -> int:
+        return self._decoder.tokens_at_once(tokens)
 
     def snapshot(self, key: int) -> Snapshot | None:
         return None

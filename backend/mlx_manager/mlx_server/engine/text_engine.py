@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -28,7 +29,7 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
     Usage,
 )
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot, working_bytes
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
@@ -567,16 +568,23 @@ class TextEngine:
     def _grow(self, lacking: int, *, urgent: bool) -> bool:
         """Add at least `lacking` pages if the ledger grants them.
 
-        Only urgent growth may cost others something; the rest takes what is there.
+        Only urgent growth may cost others something; the rest takes what is there. All that is
+        there if it is little: each growth copies the pages.
         """
         least = LEAST_GROWTH_AHEAD if self._forward.horizon else LEAST_GROWTH
-        for pages in (max(lacking, least, self._pool.size // 2), lacking):
-            nbytes = pages * self.page_bytes
-            if (urgent or self._spare(nbytes)) and self._reserve(nbytes):
-                self._resize(self._pool.size + pages)
-                self._pool.grow(pages)
-                return True
-        return False
+        wanted = max(lacking, least, self._pool.size // 2)
+        if self._grow_by(wanted, urgent=urgent):
+            return True
+        affordable = self._ledger.available() // max(self.page_bytes, 1)
+        return self._grow_by(max(lacking, min(affordable, wanted)), urgent=urgent)
+
+    def _grow_by(self, pages: int, *, urgent: bool) -> bool:
+        nbytes = pages * self.page_bytes
+        if not (urgent or self._spare(nbytes)) or not self._reserve(nbytes):
+            return False
+        self._resize(self._pool.size + pages)
+        self._pool.grow(pages)
+        return True
 
     def _give_back(self, pages: int) -> None:
         # Models without keys and values on pages have pages of no bytes, and no line.
@@ -666,6 +674,21 @@ class TextEngine:
 def chunk_of(limits: EngineLimits) -> int:
     """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
     return limits.prefill_chunk or (CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK_ON_GPU)
+
+
+def with_chunk(
+    limits: EngineLimits, model: nn.Module, forward: Forward, available: int
+) -> tuple[EngineLimits, int]:
+    """The limits with a size for chunks, and the bytes that a step of so many tokens works on.
+
+    Where the owner named none, no larger than leaves most of the `available` bytes to pages.
+    """
+    tokens = chunk_of(limits)
+    working = working_bytes(model, forward, tokens, limits.max_rows)
+    while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > available // 4:
+        tokens //= 2
+        working = working_bytes(model, forward, tokens, limits.max_rows)
+    return replace(limits, prefill_chunk=tokens), working
 
 
 def _chunk(prefill: Prefill) -> Chunk:

@@ -337,7 +337,7 @@ async def test_a_row_whose_memory_others_have_taken_is_told_so(llama: Path) -> N
         row = rig.submit(prompt(60), 400)
         rig.step(4)
         waiting = rig.submit(prompt(30, 2), 5)
-        assert rig.ledger.reserve("weights:other", rig.ledger.available())
+        assert rig.ledger.reserve("weights:other", 34 * PAGE)
         rig.run()
         with pytest.raises(OutOfMemory) as failure:
             await row.events()

@@ -91,16 +91,22 @@ async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:
     assert len(shapes) <= 14
 
 
+class WrongRows(Portable):
+    def attend_fused(self, *args, **how):
+        return super().attend_fused(*args, **how) * 1.5
+
+
+class WrongPrompts(Portable):
+    def rotate_and_write(self, *args, **how):
+        return super().rotate_and_write(*args, **how) * 1.5
+
+
+@pytest.mark.parametrize("wrong", [WrongRows, WrongPrompts])
 async def test_a_kernel_that_is_wrong_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wrong: type[Portable], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny_model(tmp_path / "m", "llama")
-
-    class Wrong(Portable):
-        def attend_fused(self, *args, **how):
-            return super().attend_fused(*args, **how) * 1.5
-
-    async with HandRig(folder, choose=partial(choose, kernels=Wrong, compile=plainly)) as rig:
+    async with HandRig(folder, choose=partial(choose, kernels=wrong, compile=plainly)) as rig:
         assert rig.forward.kind == "ragged"
         row = rig.submit(prompt(20), 5)
         rig.run()

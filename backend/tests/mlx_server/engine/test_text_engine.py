@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine.rig import GREEDY, Rig, alone, prompt
+from engine.rig import GREEDY, HandRig, Rig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling
@@ -133,6 +133,19 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llama: Pa
         with pytest.raises(OutOfMemory, match="500 tokens"):
             await rig.submit(prompt(500)).finished()
         assert (await rig.submit(prompt(40), 4).finished()).reason == "length"
+
+
+async def test_pages_grow_in_few_goes_also_where_memory_runs_short(llama: Path) -> None:
+    page = 16 * 2 * 2 * 16 * 2 * 4
+    async with HandRig(llama, memory=100 * page) as rig:
+        sizes = set()
+        for i in range(6):
+            rig.submit(prompt(200, i + 1), 60)
+        while rig.engine.has_work():
+            rig.step()
+            stats = rig.engine.stats()
+            sizes.add(stats.pages_held + stats.pages_cached + stats.pages_free)
+        assert sizes == {64, 100}
 
 
 async def test_an_answer_is_cut_where_memory_ends(llama: Path) -> None:

@@ -390,61 +390,80 @@ class PagedLayer:
         if self.chunk:
             group = self.plan.groups(window)[0]
             return _attend_chunk(queries, group, self.store, scale, sinks)
-        if self.store.kernels is not None:
-            parts = self._with_kernels(self.store.kernels, queries, scale, window, sinks)
-        else:
-            groups = self.plan.groups(window)
-            parts = [_attend_group(queries, group, self.store, scale, sinks) for group in groups]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return attend(queries, self.store, self.plan, scale, window, sinks)
 
-    def _with_kernels(
-        self,
-        kernels: KernelSet,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
-    ) -> list[mx.array]:
-        store, plan = self.store, self.plan
-        shape = store.attention(queries.shape[1])
-        decoding, chunked = plan.decoding, plan.chunked
-        parts = []
-        if decoding.queries:
-            reader = kernels[shape]
-            parts.append(
-                reader.attend(
-                    queries[: decoding.queries],
-                    store.keys,
-                    store.values,
-                    decoding.table,
-                    decoding.lengths,
-                    store.written,
-                    scale=scale,
-                    splits=decoding.splits(reader, window),
-                    window=window,
-                    sinks=sinks,
-                )
+
+def attend(  # noqa: PLR0917
+    queries: mx.array,
+    store: LayerStore,
+    plan: StepPlan,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of a step's queries, (tokens, heads, 1, dim), over their own sequences' pages.
+
+    Returns:
+        (tokens, heads, 1, the values' dim).
+    """
+    if store.kernels is not None:
+        parts = _attend_with(store.kernels, queries, store, plan, scale, window, sinks)
+    else:
+        groups = plan.groups(window)
+        parts = [_attend_group(queries, group, store, scale, sinks) for group in groups]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _attend_with(  # noqa: PLR0917
+    kernels: KernelSet,
+    queries: mx.array,
+    store: LayerStore,
+    plan: StepPlan,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> list[mx.array]:
+    shape = store.attention(queries.shape[1])
+    decoding, chunked = plan.decoding, plan.chunked
+    parts = []
+    if decoding.queries:
+        reader = kernels[shape]
+        parts.append(
+            reader.attend(
+                queries[: decoding.queries],
+                store.keys,
+                store.values,
+                decoding.table,
+                decoding.lengths,
+                store.written,
+                scale=scale,
+                splits=decoding.splits(reader, window),
+                window=window,
+                sinks=sinks,
             )
-        if chunked is None:
-            return parts
-        match kernels.chunks(shape):
-            case Unsupported():
-                groups = plan.groups(window, decoding=False)
-                parts += [_attend_group(queries, group, store, scale, sinks) for group in groups]
-            case tiler:
-                out = tiler.attend(
-                    queries[decoding.queries :],
-                    store.keys,
-                    store.values,
-                    chunked.table,
-                    chunked.tiles(tiler),
-                    store.written,
-                    scale=scale,
-                    window=window,
-                    sinks=sinks,
-                )
-                parts.append(out)
+        )
+    if chunked is None:
         return parts
+    match kernels.chunks(shape):
+        case Unsupported():
+            # The launch that made the queries may be the one that wrote the pages.
+            store.read_after(queries)
+            groups = plan.groups(window, decoding=False)
+            parts += [_attend_group(queries, group, store, scale, sinks) for group in groups]
+        case tiler:
+            out = tiler.attend(
+                queries[decoding.queries :],
+                store.keys,
+                store.values,
+                chunked.table,
+                chunked.tiles(tiler),
+                store.written,
+                scale=scale,
+                window=window,
+                sinks=sinks,
+            )
+            parts.append(out)
+    return parts
 
 
 def _attend_group(

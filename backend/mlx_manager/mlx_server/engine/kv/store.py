@@ -90,6 +90,11 @@ class LayerStore:
         """
         return x if self._writer is None else x + self.written.astype(x.dtype)
 
+    def read_after(self, result: mx.array) -> None:
+        """What gathers pages from now on comes after the launch that gave `result`, too."""
+        never = result.reshape(-1)[:1] < -mx.inf
+        self.written = self.written + never.astype(mx.int32)
+
     def gather(self, table: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""
         return self._gather(self.keys, table), self._gather(self.values, table)
