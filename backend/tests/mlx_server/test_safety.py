@@ -144,7 +144,7 @@ def test_a_model_name_is_no_path(client: httpx.Client, name: str) -> None:
         ).map("/".join),
     )
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 def test_no_name_finds_what_is_not_offered(tmp_path_factory: pytest.TempPathFactory, name: str):
     catalog = Catalog(CatalogSources(hf_cache=False))
     offered = {source.id for source in catalog.models()}

@@ -54,7 +54,6 @@ def short(context: Any, body: Any) -> Any:
 @schema.parametrize()
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize=not THOROUGH,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

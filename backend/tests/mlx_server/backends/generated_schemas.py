@@ -109,7 +109,6 @@ def generated_schemas(number: int) -> list[Schema]:
         phases=[Phase.generate],
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(SCHEMAS)

@@ -80,7 +80,7 @@ def valid(text: str) -> bool:
     return "\ufffd" not in text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(KINDS)), st.data())
 def test_pieces_join_to_what_decoding_all_at_once_gives(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]

@@ -35,7 +35,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text("abc\n", min_size=1, max_size=4), max_size=12),
     st.lists(st.text("abc\n", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),

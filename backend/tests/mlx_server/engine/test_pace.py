@@ -75,7 +75,7 @@ def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
     assert abs(pace.budget(1, 1) - before) <= 0.3 * before
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(steps=[(0.0, 4, 64)], rows=4, prompts=1)
 @given(
     steps=st.lists(

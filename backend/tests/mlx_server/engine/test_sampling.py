@@ -65,7 +65,7 @@ def wishes(draw: st.DrawFn) -> Sampling:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     asked=st.lists(wishes(), min_size=2, max_size=6),
     vocabulary=st.sampled_from([70, 128, 700]),
@@ -193,7 +193,7 @@ def test_the_filters_keep_what_they_say(wishes: dict[str, float]) -> None:
     assert likely <= seen
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.sampled_from([*VOCABULARIES, CANDIDATES + 200]),

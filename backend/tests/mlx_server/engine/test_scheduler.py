@@ -232,7 +232,6 @@ TestDays = Days.TestCase
 TestDays.settings = settings(
     max_examples=60,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

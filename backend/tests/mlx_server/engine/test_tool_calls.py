@@ -52,7 +52,7 @@ def test_an_output_means_what_its_format_says(sample: Sample, pieces) -> None:
     assert tuple(answer.values) == sample.calls
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_cuts_make_no_difference_and_neither_does_an_early_end(data: st.DataObject) -> None:
     sample = data.draw(st.sampled_from(SAMPLES))
@@ -195,7 +195,7 @@ MARKERS = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_no_soup_of_markers_raises_or_depends_on_the_cuts(data: st.DataObject) -> None:
     output, markers = MARKERS[data.draw(st.sampled_from(sorted(MARKERS)))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from live import live_server
 from scripted import ScriptedBackend, ScriptedPool, says
@@ -92,7 +92,6 @@ async def test_prompts_are_logged_for_who_asks_for_it(caplog: pytest.LogCaptureF
             assert (SECRET in caplog.text) is wanted
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_whatever_is_logged_stays_on_its_line(text: str):
     for formatter in (JsonFormatter(), PrettyFormatter(colour=False)):

@@ -394,7 +394,7 @@ def answers(draw: st.DrawFn) -> list[Event]:
     return [*happened, draw(st.sampled_from([end(), end("length"), end("stop", "X")]))]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(answers())
 def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
     whole = SdkMessage.model_validate(collected(happened)).model_dump()

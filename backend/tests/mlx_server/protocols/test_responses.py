@@ -389,7 +389,7 @@ def answers(draw: st.DrawFn) -> list[Event]:
     return [*happened, end()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(answers())
 def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)

@@ -142,7 +142,7 @@ def check_responses(data: list[dict[str, Any]], ending: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(happened=happenings())
 def test_messages_are_well_formed_to_their_last_event(ending: str, happened: list[Event]):
     head = MessageHead(model="m", request_id="req-1", max_tokens=9)
@@ -150,7 +150,7 @@ def test_messages_are_well_formed_to_their_last_event(ending: str, happened: lis
 
 
 @pytest.mark.parametrize("ending", ENDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(happened=happenings())
 def test_responses_are_well_formed_to_their_last_event(ending: str, happened: list[Event]):
     body = ResponsesRequest(input="hi", tools=TOOLS)

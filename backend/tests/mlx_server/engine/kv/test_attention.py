@@ -253,14 +253,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(case=cases())
 def test_any_step_is_what_dense_attention_gives(case: Case) -> None:
     scene = Scene(case)
     agree(case, scene.attend(), scene.expected())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases())
 def test_a_chunk_by_itself_is_what_dense_attention_gives(case: Case) -> None:
     case = Case(**{**vars(case), "rows": case.rows[:1]})
@@ -268,7 +268,7 @@ def test_a_chunk_by_itself_is_what_dense_attention_gives(case: Case) -> None:
     agree(case, scene.attend_chunk(), scene.expected())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(), one_chunk=st.booleans())
 def test_gathered_arrays_and_their_mask_give_the_same(case: Case, one_chunk: bool) -> None:
     """For modules that compute attention themselves: running rows, or one chunk."""
@@ -355,7 +355,7 @@ def test_nobody_is_padded_to_the_longest(lengths: list[int], scattered: bool) ->
     assert read <= GROUP_SPREAD * sum(lengths)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=40),
     scattered=st.booleans(),

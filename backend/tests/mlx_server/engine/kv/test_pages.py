@@ -268,7 +268,6 @@ TestCrowd = Crowd.TestCase
 TestCrowd.settings = settings(
     max_examples=80,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
