@@ -36,6 +36,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.powers import attend_causal, block_of, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
@@ -78,6 +79,7 @@ class Group:
     """Spans attended in one call: rows `start` to `start + rows * queries` of the step.
 
     source: slot range of a single span, or the page table (rows, n) to gather.
+    keys: how many of the keys gathered are read.
     mask: None, "causal", or bool, broadcastable to (rows, heads, queries, keys).
     """
 
@@ -85,12 +87,14 @@ class Group:
     rows: int
     queries: int
     source: tuple[int, int] | mx.array
+    keys: int
     mask: mx.array | str | None
 
     def read(self, store: LayerStore) -> tuple[mx.array, mx.array]:
         if isinstance(self.source, tuple):
             return store.slice(*self.source)
-        return store.gather(self.source)
+        keys, values = store.gather(self.source)
+        return keys[:, :, : self.keys], values[:, :, : self.keys]
 
 
 class Decoding:
@@ -251,8 +255,8 @@ class StepPlan:
             source, base = (first + seen_from - base, first + span.length - base), seen_from
         else:
             source = mx.array(pages[None])
-        keys = source[1] - source[0] if isinstance(source, tuple) else len(pages) * self.page_size
-        return Group(start, 1, span.queries, source, _mask(span, base, keys, window))
+        keys = span.length - base
+        return Group(start, 1, span.queries, source, keys, _mask(span, base, window))
 
     def _gathered(self, spans: list[Span], start: int, window: int | None) -> Group:
         size = self.page_size
@@ -272,7 +276,7 @@ class StepPlan:
         if window is not None:
             visible &= places >= (last - window)[:, None]
         mask = None if visible.all() else mx.array(visible[:, None, None])
-        return Group(start, len(spans), 1, mx.array(table), mask)
+        return Group(start, len(spans), 1, mx.array(table), pages * size, mask)
 
     # -- for modules that attend by themselves ------------------------------------------------
 
@@ -493,15 +497,22 @@ def _attend_chunk(
     keys, values = group.read(store)
     queries = store.after_write(queries)
     count, seen = queries.shape[2], keys.shape[2]
+    by_powers = isinstance(group.mask, str) and sinks is None and pays(queries, keys)
     block = count
     if mx.default_device() == mx.cpu:
-        block = min(BLOCK, max(1, SCORES // (queries.shape[1] * seen)))
+        heads = queries.shape[1]
+        block = min(BLOCK, max(1, SCORES // (heads * seen)))
+        block = min(block, block_of(heads, seen)) if by_powers else block
     parts = []
     for start in range(0, count, block):
         stop = min(start + block, count)
         # Nothing after a block's last query is visible to it.
         mask = group.mask[start:stop] if isinstance(group.mask, mx.array) else group.mask
         upto = seen - count + stop if isinstance(mask, str) else seen
+        if by_powers:
+            own = queries[:, :, start:stop], keys[:, :, :upto], values[:, :, :upto]
+            parts.append(attend_causal(*own, scale))
+            continue
         parts.append(
             mx.fast.scaled_dot_product_attention(
                 queries[:, :, start:stop],
@@ -581,15 +592,10 @@ def _slots(spans: Sequence[Span], places: NDArray[np.int32], page_size: int) -> 
     return slots
 
 
-def _mask(span: Span, base: int, keys: int, window: int | None) -> mx.array | str | None:
-    """What a single span's queries may see of `keys` keys that begin at position `base`."""
-    exact = base + keys == span.length
-    narrow = window is not None and span.length - base > window
-    if exact and not narrow:
+def _mask(span: Span, base: int, window: int | None) -> mx.array | str | None:
+    """What a single span's queries may see of its keys from position `base` on."""
+    if window is None or span.length - base <= window:
         return None if span.queries == 1 else "causal"
     here = np.arange(span.length - span.queries, span.length)[:, None]
-    places = base + np.arange(keys)
-    visible = places <= here
-    if window is not None:
-        visible &= places > here - window
-    return mx.array(visible)
+    places = np.arange(base, span.length)
+    return mx.array((places <= here) & (places > here - window))

@@ -228,6 +228,18 @@ def test_keys_and_values_may_differ_in_size() -> None:
     agree(case, scene.attend(), scene.expected())
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_chunks_of_long_prompts_are_what_dense_attention_gives(sinks: bool) -> None:
+    rows = (
+        Row(SLICE_TOKENS + 30, scattered=True),
+        Row(700, queries=32),
+        Row(610, queries=130, scattered=True),
+        Row(500, queries=300),
+    )
+    scene = Scene(Case(rows, 8, 2, 64, sinks=sinks))
+    agree(scene.case, scene.attend(), scene.expected())
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     page_size = draw(st.sampled_from([1, 2, 3, 16, 32]))
