@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import sqrt
+
+from mlx_manager.mlx_server.engine.cost import Cost
+from mlx_manager.mlx_server.engine.load import Budget, Load
+
 # A step with prompt tokens in it may take this many times a step without. Readers of running
 # streams are promised a p99 gap of four times the median; the rest is for what varies.
 STRETCH = 2.5
-SMOOTHING = 0.2
+# What has been seen of steps of so many prompt tokens is trusted for so many times as many.
+BOLDNESS = 2
+LESS_BOLD = 0.98
+# Amounts are counted in these, to be of the order of one.
+ROWS, TOKENS, CONTEXT = 8, 64, 1024
 
 
 class Pace:
-    """Learns what rows and prompt tokens cost, and sets the prefill budget from it.
+    """Learns what rows and prompts cost, and sets the prefill budget from it.
 
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token.
         least: prompt tokens of a step at any time.
-        page: tokens of a page, of which a budget is a multiple.
     """
 
-    def __init__(self, most: int, least: int, page: int) -> None:
+    def __init__(self, most: int, least: int) -> None:
         self._most = most
         self._least = least
-        self._page = page
-        self._decode_step: float | None = None
-        self._prompt_token: float | None = None
+        # A step, and each row. A prompt token, each token it sees, a chunk, each token before it.
+        self._rows = Cost(2)
+        self._prompts = Cost(4)
+        self._tried = 0.0
 
-    def observe(self, seconds: float, rows: int, prompt_tokens: int) -> None:
-        """A step with so many running rows and prompt tokens took so long."""
-        if prompt_tokens == 0:
-            self._decode_step = _blend(self._decode_step, seconds)
-        else:
-            alone = (self._decode_step or 0.0) if rows else 0.0
-            cost = max(seconds - alone, seconds * 0.1) / prompt_tokens
-            self._prompt_token = _blend(self._prompt_token, cost)
+    def observe(self, seconds: float, load: Load) -> None:
+        """A step took so long."""
+        if load.tokens == 0:
+            self._rows.learn(_of_rows(load), seconds)
+            return
+        rows = self._rows.of(_of_rows(load)) if load.rows else 0.0
+        self._prompts.learn(_of_prompts(load), max(seconds - rows, seconds * 0.1))
+        self._tried = max(float(load.tokens), self._tried * LESS_BOLD)
 
-    def budget(self, rows: int, prompts: int) -> int:
-        """Prompt tokens for a step beside `rows` running rows, in whole pages.
+    def budget(self, prompts: int) -> Budget:
+        """What a step may do for so many prompts besides its rows.
 
         While more prompts wait for their first token than rows for their next, the rows give
         way: a burst is not made to wait behind the few that got in first.
         """
-        if prompts > rows:
-            return self._most
-        if not self._prompt_token:
-            return self._least
+        return partial(self._tokens, prompts)
+
+    def _tokens(self, prompts: int, load: Load, before: int) -> int:
+        most = self._most
+        if prompts <= load.rows:
+            bold = int(BOLDNESS * self._tried) - load.tokens
+            affordable = min(self._affordable(load, before), bold)
+            most = min(most, load.tokens + max(affordable, 0))
+        return max(most, self._least) - load.tokens
+
+    def _affordable(self, load: Load, before: int) -> int:
+        """How many tokens of a prompt, each seeing those before it, take what time is left."""
+        token, seen, _, _ = self._prompts.prices
+        token, seen = token / TOKENS, seen / (TOKENS * CONTEXT)
         # A row costs what a prompt token costs at least; what was last seen may be older.
-        decode_step = max(self._decode_step or 0.0, rows * self._prompt_token)
-        affordable = int((STRETCH - 1) * decode_step / self._prompt_token)
-        return min(max(affordable // self._page * self._page, self._least), self._most)
+        alone = max(self._rows.of(_of_rows(load)), load.rows * token)
+        spent = self._prompts.of(_of_prompts(load.with_chunk(before, 0)))
+        left = (STRETCH - 1) * alone - spent
+        if left <= 0:
+            return 0
+        # The positive root of seen / 2 * n ** 2 + first * n - left.
+        first = token + seen * before
+        root = first + sqrt(first * first + 2 * seen * left)
+        return int(min(2 * left / root, self._most)) if root > 0 else self._most
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
+def _of_rows(load: Load) -> tuple[float, ...]:
+    return 1.0, load.rows / ROWS
+
+
+def _of_prompts(load: Load) -> tuple[float, ...]:
+    return load.tokens / TOKENS, load.seen / (TOKENS * CONTEXT), 1.0, load.context / CONTEXT

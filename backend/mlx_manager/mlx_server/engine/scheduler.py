@@ -1,6 +1,6 @@
 """Who runs in the next step: rows, chunks of prompts, and the pages they need.
 
-No arrays and no clock here: only sequences, pages and a token budget.
+No arrays and no clock here: only sequences, pages and what a step may take on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT
+from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 
@@ -51,6 +52,7 @@ class Prefill:
 class Schedule:
     rows: list[Sequence] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.prefills)
@@ -147,14 +149,11 @@ class Scheduler:
         self._shares.leave(sequence)
         self._vacate(sequence)
 
-    def schedule(self, budget: int, alone: int = 0) -> Schedule:
+    def schedule(self, budget: Budget) -> Schedule:
         """Choose the next step's work and give it pages.
 
-        Counts what it chose into each sequence's `computed`.
-
-        Args:
-            budget: prompt tokens this step may process; at least a page of one prompt is.
-            alone: the same where no rows run beside them.
+        Counts what it chose into each sequence's `computed`. At least a page of one prompt is
+        processed.
         """
         self._steps += 1
         # Later steps may read what those up to now compute: they run in order.
@@ -174,22 +173,23 @@ class Scheduler:
                 chosen.rows.append(row)
         # A row that was paused for a later one's sake may have been chosen before.
         chosen.rows = [row for row in chosen.rows if row in self.running]
-        self._prefill(chosen, budget, alone)
+        self._prefill(chosen, budget)
         for row in chosen.rows:
             row.computed += 1
         if self._shares.contested:
             self._charge(chosen)
         return chosen
 
-    def _prefill(self, chosen: Schedule, budget: int, alone: int) -> None:
+    def _prefill(self, chosen: Schedule, budget: Budget) -> None:
         """Admit what there is room for, and choose the prompt tokens of this step.
 
         If the first of them are of a key that is owed its first row, the rows of others wait for
         this one step, so that it need not wait for theirs.
         """
         room, gives_way = True, False
+        chosen.load = Load(len(chosen.rows))
         for sequence in self._by_priority():
-            if budget <= 0:
+            if budget(chosen.load, sequence.computed) <= 0:
                 break
             if not sequence.table and room and self._admit(sequence) is Admission.NO_ROOM:
                 # Who has waited longest is not overtaken for ever by those that take less room.
@@ -198,11 +198,12 @@ class Scheduler:
             if not sequence.table:
                 continue
             if not chosen.prefills and self._owed(sequence):
-                chosen.rows, gives_way, budget = [], True, max(budget, alone)
-            prefill = self._chunk(sequence, budget, first=not chosen.prefills)
+                chosen.rows, chosen.load, gives_way = [], Load(), True
+            left = budget(chosen.load, sequence.computed)
+            prefill = self._chunk(sequence, left, first=not chosen.prefills)
             if prefill is None:
                 break
-            budget -= prefill.tokens
+            chosen.load = chosen.load.with_chunk(sequence.computed, prefill.tokens)
             sequence.computed += prefill.tokens
             chosen.prefills.append(prefill)
             if prefill.final:

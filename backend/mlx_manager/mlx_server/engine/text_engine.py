@@ -32,6 +32,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot, working_bytes
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.load import Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import sample
@@ -101,8 +102,7 @@ class Step:
 
     rows: list[Sequence]
     tokens: mx.array
-    running: int
-    prompt_tokens: int
+    load: Load
     scores: Scores
     read: bool = False
 
@@ -113,8 +113,7 @@ class Undrawn:
 
     rows: list[Sequence]
     logits: mx.array
-    running: int
-    prompt_tokens: int
+    load: Load
     scores: Scores
 
     @property
@@ -197,7 +196,7 @@ class TextEngine:
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else self._limits.page_size
         most = chunk_of(self._limits)
-        self._pace = Pace(most, min(least, most), self._limits.page_size)
+        self._pace = Pace(most, min(least, most))
         self._under_way: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
@@ -328,8 +327,7 @@ class TextEngine:
         for row in full:
             running.remove(row)
         prompts = len(self._scheduler.prefilling) + len(self._scheduler.waiting)
-        budget, alone = self._pace.budget(len(running), prompts), self._pace.budget(0, 1)
-        schedule = self._scheduler.schedule(budget, alone)
+        schedule = self._scheduler.schedule(self._pace.budget(prompts))
         running += full
         if not schedule:
             self._refuse_stranded()
@@ -344,8 +342,7 @@ class TextEngine:
             row, chunk = schedule.prefills[number].sequence, chunks[number]
             scores.add_prompt(row, logits[start:], chunk)
         self._count(schedule)
-        prompt_tokens = sum(p.tokens for p in schedule.prefills)
-        return Undrawn(rows, places.drawn(logits), len(schedule.rows), prompt_tokens, scores)
+        return Undrawn(rows, places.drawn(logits), schedule.load, scores)
 
     def _draw(self, undrawn: Undrawn | None) -> Step | None:
         if undrawn is None:
@@ -361,7 +358,7 @@ class TextEngine:
         mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
         for row in rows:
             row.pending += 1
-        return Step(rows, tokens, undrawn.running, undrawn.prompt_tokens, scores)
+        return Step(rows, tokens, undrawn.load, scores)
 
     def _decode(
         self, schedule: Schedule, last: Step | None
@@ -463,7 +460,7 @@ class TextEngine:
 
     def _observe(self, step: Step, now: float) -> None:
         if self._last_read is not None:
-            self._pace.observe(now - self._last_read, step.running, step.prompt_tokens)
+            self._pace.observe(now - self._last_read, step.load)
         self._last_read = now
 
     def _route(self) -> None:
@@ -629,6 +626,8 @@ class TextEngine:
     def _resize(self, pages: int) -> None:
         for store in self._forward.stores:
             store.resize(pages)
+        # The step under way takes that much longer, which says nothing about steps.
+        self._last_read = None
 
     # -- figures -------------------------------------------------------------------------------
 

@@ -1,99 +1,242 @@
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, field
+from statistics import fmean
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.pace import STRETCH, Pace
+from mlx_manager.mlx_server.engine.load import Load
+from mlx_manager.mlx_server.engine.pace import BOLDNESS, STRETCH, Pace
 
 MOST, PAGE = 512, 16
+EIGHT = Load(rows=8)
 
 
-def taught(decode: float, token: float, rows: int = 4) -> Pace:
-    """A pace that has seen steps of `decode` seconds, and prompt tokens that add `token` each."""
-    pace = Pace(MOST, PAGE, PAGE)
-    for _ in range(60):
-        pace.observe(decode, rows, 0)
-        pace.observe(decode + 64 * token, rows, 64)
+@dataclass
+class Machine:
+    """Takes time by a law: so much a step, a row, a prompt token, a token that one of those sees,
+    a chunk, and a token before it. Now and then a step takes several times as long."""
+
+    step: float = 4e-3
+    row: float = 3e-4
+    token: float = 1.5e-4
+    seen: float = 1.5e-7
+    chunk: float = 5e-4
+    context: float = 5e-7
+    noise: float = 0.0
+    odd: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def law(self, load: Load) -> float:
+        seconds = self.step + self.row * load.rows if load.rows else 0.0
+        if load.tokens:
+            seconds += self.chunk + self.token * load.tokens
+            seconds += self.seen * load.seen + self.context * load.context
+        return seconds
+
+    def run(self, pace: Pace, load: Load) -> float:
+        """The step's length as a multiple of what it would be without prompts."""
+        seconds = self.law(load) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+        pace.observe(seconds * (5 if self.rng.random() < self.odd else 1), load)
+        return self.law(load) / self.law(Load(load.rows)) if load.rows else 1.0
+
+    def idle(self, pace: Pace, rows: int, steps: int = 60) -> None:
+        for _ in range(steps):
+            self.run(pace, Load(rows))
+
+    def prompt(self, pace: Pace, rows: int, length: int, begin: int = 0) -> list[Chunk]:
+        chunks = []
+        while begin < length:
+            given = pace.budget(1)(Load(rows), begin) // PAGE * PAGE
+            assert PAGE <= given <= MOST
+            load = Load(rows).with_chunk(begin, min(given, length - begin))
+            chunks.append(Chunk(begin, load.tokens, self.run(pace, load)))
+            begin += load.tokens
+        return chunks
+
+
+@dataclass(frozen=True)
+class Chunk:
+    before: int
+    tokens: int
+    stretch: float
+
+
+def taught(machine: Machine, rows: int = 8) -> Pace:
+    """A pace that has seen rows run, and a prompt beside them."""
+    pace = Pace(MOST, PAGE)
+    machine.idle(pace, rows)
+    machine.prompt(pace, rows, 2000)
+    machine.idle(pace, rows)
     return pace
 
 
 def test_with_nobody_waiting_for_a_token_a_prompt_gets_all_there_is() -> None:
-    assert Pace(MOST, PAGE, PAGE).budget(0, 1) == MOST
-    assert taught(0.01, 1.0).budget(0, 3) == MOST
+    assert Pace(MOST, PAGE).budget(1)(Load(), 0) == MOST
+    assert taught(Machine(token=1.0)).budget(3)(Load(), 1000) == MOST
 
 
 def test_before_anything_is_known_running_rows_come_first() -> None:
-    assert Pace(MOST, PAGE, PAGE).budget(4, 1) == PAGE
+    assert Pace(MOST, PAGE).budget(1)(EIGHT, 0) == PAGE
 
 
-@pytest.mark.parametrize("decode", [0.001, 0.01, 0.2])
-@pytest.mark.parametrize("token", [1e-5, 1e-4, 1e-3])
-def test_a_step_with_prompt_tokens_takes_as_much_longer_as_is_promised(
-    decode: float, token: float
+def test_from_the_first_prompt_on_steps_hardly_exceed_what_they_may_take() -> None:
+    pace, machine = Pace(MOST, PAGE), Machine(seen=2e-8)
+    machine.idle(pace, 8)
+    for _ in range(3):
+        steps = machine.prompt(pace, 8, 4000)
+        assert max(s.stretch for s in steps) <= 1.2 * STRETCH
+        machine.idle(pace, 8)
+
+
+@pytest.mark.parametrize("token", [1e-5, 1e-4, 3e-4])
+@pytest.mark.parametrize("seen", [1e-9, 2e-8, 5e-8])
+def test_a_step_takes_what_it_may_however_far_its_prompt_has_come(
+    token: float, seen: float
 ) -> None:
-    budget = taught(decode, token, rows=1).budget(1, 1)
-    assert PAGE <= budget <= MOST
-    assert budget % PAGE == 0
-    affordable = (STRETCH - 1) * max(decode, token) / token
-    assert budget == PAGE or budget <= affordable * 1.01
-    # And no much less than that.
-    assert budget == MOST or budget + PAGE >= affordable * 0.99
+    machine = Machine(token=token, seen=seen, context=0)
+    pace = taught(machine)
+    for step in machine.prompt(pace, 8, 6000)[4:-1]:
+        bounded = step.tokens == MOST
+        longer = Load(8).with_chunk(step.before, step.tokens + 2 * PAGE)
+        assert step.stretch <= STRETCH * 1.1 or step.tokens == PAGE
+        assert bounded or machine.law(longer) / machine.law(EIGHT) >= STRETCH * 0.9
+
+
+def test_the_further_a_prompt_has_come_the_less_of_it_is_processed() -> None:
+    pace = taught(Machine(seen=5e-8))
+    given = [pace.budget(1)(EIGHT, before) for before in (0, 500, 1000, 2000, 4000, 8000)]
+    assert given == sorted(given, reverse=True)
+    assert given[0] > 2 * given[-1]
+
+
+def test_two_prompts_in_a_step_take_no_longer_than_one() -> None:
+    machine = Machine(seen=2e-8)
+    pace = taught(machine)
+    budget = pace.budget(2)
+    half = budget(EIGHT, 0) // 2
+    load = EIGHT.with_chunk(0, half)
+    load = load.with_chunk(1000, budget(load, 1000))
+    assert load.tokens < 2 * half
+    assert machine.law(load) / machine.law(EIGHT) <= STRETCH * 1.1
+
+
+@settings(max_examples=25)
+@given(
+    noise=st.floats(0, 0.3),
+    odd=st.floats(0, 0.03),
+    seed=st.integers(0, 1000),
+    token=st.floats(2e-5, 2e-4),
+    seen=st.floats(1e-9, 4e-8),
+)
+def test_noise_and_odd_steps_neither_hold_prompts_up_nor_streams(
+    noise: float, odd: float, seed: int, token: float, seen: float
+) -> None:
+    machine = Machine(noise=noise, odd=odd, token=token, seen=seen, rng=random.Random(seed))
+    pace = taught(machine)
+    steps = [s for s in machine.prompt(pace, 8, 4000) if s.tokens > PAGE]
+    if len(steps) > 10:
+        assert fmean(s.stretch for s in steps) <= 1.2 * STRETCH
+        assert fmean(s.stretch for s in steps) >= 0.6 * STRETCH or steps[1].tokens == MOST
+        late = sorted(s.stretch for s in steps)[int(0.95 * len(steps))]
+        assert late <= 1.6 * STRETCH
+
+
+def test_rows_that_join_and_leave_are_allowed_for() -> None:
+    machine = Machine(row=1e-3, seen=1e-8)
+    pace = taught(machine, rows=2)
+    for rows in (8, 16, 4, 8, 1, 16, 2):
+        machine.idle(pace, rows, 20)
+        machine.prompt(pace, rows, 1000)
+    for rows in (2, 4, 8, 16):
+        steps = machine.prompt(pace, rows, 1000)[:-1]
+        assert max(s.stretch for s in steps) <= 1.25 * STRETCH
+        assert max(s.stretch for s in steps) >= 0.7 * STRETCH
+
+
+def test_prompts_processed_alone_do_not_mislead() -> None:
+    machine = Machine(seen=2e-8)
+    pace = Pace(MOST, PAGE)
+    for _ in range(3):
+        machine.prompt(pace, 0, 4000)
+        machine.idle(pace, 8)
+    steps = machine.prompt(pace, 8, 4000)
+    assert max(s.stretch for s in steps) <= 1.3 * STRETCH
+
+
+def test_a_little_is_not_taken_for_a_measure_of_much() -> None:
+    pace = Pace(MOST, PAGE)
+    for _ in range(20):
+        pace.observe(0.01, EIGHT)
+    pace.observe(0.0100001, EIGHT.with_chunk(0, PAGE))
+    assert pace.budget(1)(EIGHT, 0) <= BOLDNESS * PAGE
 
 
 def test_a_page_of_a_prompt_is_processed_however_slow_that_is() -> None:
-    assert taught(0.001, 1.0, rows=1).budget(1, 1) == PAGE
+    assert taught(Machine(token=1.0)).budget(1)(EIGHT, 100_000) == PAGE
 
 
 def test_a_slower_device_gives_prompts_less() -> None:
-    budgets = [taught(0.01, token).budget(1, 1) for token in (1e-5, 5e-5, 1e-4, 3e-4)]
+    tokens = (1e-5, 5e-5, 1e-4, 3e-4)
+    budgets = [taught(Machine(token=token)).budget(1)(EIGHT, 0) for token in tokens]
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[0] > budgets[-1]
 
 
 def test_prompts_that_outnumber_the_rows_are_not_made_to_wait_behind_them() -> None:
-    pace = taught(0.01, 1e-3, rows=1)
-    assert pace.budget(4, 8) > pace.budget(4, 1)
+    pace = taught(Machine(token=1e-3))
+    assert pace.budget(9)(EIGHT, 0) == MOST > pace.budget(1)(EIGHT, 0)
 
 
 def test_it_follows_a_device_that_changes() -> None:
-    pace = taught(0.01, 1e-5)
-    before = pace.budget(1, 1)
-    for _ in range(60):
-        pace.observe(0.01 + 64 * 1e-3, 4, 64)
-        pace.observe(0.01, 4, 0)
-    assert pace.budget(1, 1) < before
+    pace = taught(Machine(token=3e-5))
+    before = pace.budget(1)(EIGHT, 0)
+    slower = Machine(token=3e-4)
+    for _ in range(3):
+        slower.prompt(pace, 8, 2000)
+        slower.idle(pace, 8)
+    assert pace.budget(1)(EIGHT, 0) < before / 2
+    assert max(s.stretch for s in slower.prompt(pace, 8, 500)) <= 1.3 * STRETCH
 
 
 def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
-    pace = taught(0.01, 1e-4)
-    before = pace.budget(1, 1)
-    pace.observe(1.0, 4, 0)
-    pace.observe(0.01, 4, 0)
-    for _ in range(20):
-        pace.observe(0.01, 4, 0)
-    assert abs(pace.budget(1, 1) - before) <= 0.3 * before
+    pace = taught(Machine())
+    before = pace.budget(1)(EIGHT, 0)
+    pace.observe(1.0, EIGHT)
+    pace.observe(5.0, EIGHT.with_chunk(1000, PAGE))
+    assert abs(pace.budget(1)(EIGHT, 0) - before) <= 0.3 * before
 
 
 @settings(max_examples=200)
-@example(steps=[(0.0, 4, 64)], rows=4, prompts=1)
+@example(steps=[(0.0, 4, 64, 0)], rows=4, prompts=1, taken=0, before=0)
 @given(
     steps=st.lists(
         # A coarse clock says that a step took no time at all.
         st.tuples(
-            st.one_of(st.just(0.0), st.floats(1e-9, 10)), st.integers(0, 128), st.integers(0, 512)
+            st.one_of(st.just(0.0), st.floats(1e-9, 10)),
+            st.integers(0, 128),
+            st.integers(0, 512),
+            st.integers(0, 100_000),
         ),
         max_size=30,
     ),
     rows=st.integers(0, 128),
     prompts=st.integers(0, 500),
+    taken=st.integers(0, MOST),
+    before=st.integers(0, 100_000),
 )
-def test_the_budget_is_always_whole_pages_within_its_limits(
-    steps: list[tuple[float, int, int]], rows: int, prompts: int
+def test_the_budget_is_always_within_its_limits(
+    steps: list[tuple[float, int, int, int]], rows: int, prompts: int, taken: int, before: int
 ) -> None:
-    pace = Pace(MOST, PAGE, PAGE)
-    for seconds, running, tokens in steps:
-        pace.observe(seconds, running, tokens)
-    budget = pace.budget(rows, prompts)
-    assert PAGE <= budget <= MOST
-    assert budget % PAGE == 0
+    pace = Pace(MOST, PAGE)
+    for seconds, running, tokens, start in steps:
+        load = Load(running)
+        pace.observe(seconds, load.with_chunk(start, tokens) if tokens else load)
+    budget = pace.budget(prompts)
+    assert PAGE <= budget(Load(rows), before) <= MOST
+    besides = budget(Load(rows).with_chunk(0, taken) if taken else Load(rows), before)
+    assert besides <= MOST - taken
+    assert besides >= 0 or taken > PAGE

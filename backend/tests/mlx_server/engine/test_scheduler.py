@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler import Schedule, Scheduler
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -37,6 +38,11 @@ def row(prompt: list[int], limit: int, owner: str = "", priority: int = 0) -> Se
         owner=owner,
         priority=priority,
     )
+
+
+def at_most(tokens: int, alone: int = 0) -> Budget:
+    """So many prompt tokens a step, or `alone` where no rows run beside them."""
+    return lambda load, _: (tokens if load.rows else max(tokens, alone)) - load.tokens
 
 
 @dataclass
@@ -88,7 +94,7 @@ class World:
         self.scheduler.remove(sequence)
 
     def step(self, budget: int = 1000) -> Schedule:
-        schedule = self.scheduler.schedule(budget)
+        schedule = self.scheduler.schedule(at_most(budget))
         self.check(schedule, budget)
         spans = [(r, 1) for r in schedule.rows]
         spans += [(p.sequence, p.tokens) for p in schedule.prefills]
@@ -124,6 +130,10 @@ class World:
             assert p.final or p.sequence.computed % self.page_size == 0
         spent = sum(p.tokens for p in schedule.prefills)
         assert spent <= max(budget, self.page_size)
+        load = Load(len(schedule.rows))
+        for p in schedule.prefills:
+            load = load.with_chunk(p.sequence.computed - p.tokens, p.tokens)
+        assert schedule.load == load
         for sequence in s.waiting:
             assert (sequence.computed, len(sequence.table)) == (0, 0)
 
@@ -332,14 +342,31 @@ def test_the_rows_of_others_wait_one_step_for_a_keys_first_prompt_and_never_two(
     world.step()
     single = world.submit(distinct(40, 99), 100, "single")
     drawn = [row.drawn for row in flood]
-    first = world.scheduler.schedule(4, alone=16)
+    first = world.scheduler.schedule(at_most(4, alone=16))
     assert [(p.sequence, p.tokens) for p in first.prefills] == [(single, 16)]
     assert first.rows == []
     assert [row.drawn for row in flood] == drawn
-    second = world.scheduler.schedule(4, alone=16)
+    second = world.scheduler.schedule(at_most(4, alone=16))
     assert second.rows == flood
     assert [(p.sequence, p.tokens) for p in second.prefills] == [(single, 4)]
-    assert world.scheduler.schedule(4, alone=16).rows == []
+    assert world.scheduler.schedule(at_most(4, alone=16)).rows == []
+
+
+def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def budget(load: Load, before: int) -> int:
+        asked.append((load.tokens, load.seen, before))
+        return 12 - load.tokens if before < 16 else 4
+
+    world = World(most=1000, max_rows=100)
+    long = world.submit(distinct(60, 1))
+    world.step(budget=16)
+    short = world.submit(distinct(6, 2))
+    first = world.scheduler.schedule(budget)
+    assert [(p.sequence, p.tokens) for p in first.prefills] == [(short, 6), (long, 4)]
+    assert asked[:2] == [(0, 0, 0)] * 2
+    assert asked[-1] == (6, 21, 16)
 
 
 def test_more_urgent_rows_wait_for_nobody() -> None:

@@ -24,7 +24,7 @@ def expected(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: f
     return np.einsum("hqk,hkd->hqd", weights / weights.sum(-1, keepdims=True), values[share])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     count=st.integers(1, 40),

@@ -1,0 +1,58 @@
+"""What work costs, learnt from how long pieces of it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# With each observation, older ones lose so much of their weight.
+FORGETTING = 0.04
+# Rounds of improving one price at a time, beginning with the prices before. Few do: the next
+# observation brings the next rounds.
+ROUNDS = 4
+# What has been forgotten so far says nothing any more, and would soon be no number.
+FORGOTTEN = 1e-100
+
+
+class Cost:
+    """Seconds as a sum of amounts times prices, none below zero: least squares that forget.
+
+    Errors count as shares of what was seen, so that a step that took ten times as long as expected
+    is not worth more than one that took twice as long. Where what is seen could be put down to
+    several kinds of work, it is put down to the first; prices that it says nothing about stay.
+    """
+
+    def __init__(self, kinds: int) -> None:
+        self.prices = [0.0] * kinds
+        self._products = [[0.0] * kinds for _ in range(kinds)]
+        self._seconds = [0.0] * kinds
+
+    @property
+    def known(self) -> bool:
+        """Whether anything has been seen."""
+        return any(self.prices)
+
+    def of(self, amounts: Sequence[float]) -> float:
+        return sum(price * amount for price, amount in zip(self.prices, amounts, strict=True))
+
+    def learn(self, amounts: Sequence[float], seconds: float) -> None:
+        """So much took so long. Times of zero, which coarse clocks give, say nothing."""
+        if seconds <= 0:
+            return
+        share = 1 / max(seconds, self.of(amounts))
+        scaled = [amount * share for amount in amounts]
+        kinds = range(len(scaled))
+        for i in kinds:
+            row = self._products[i]
+            for j in kinds:
+                row[j] += scaled[i] * scaled[j] - FORGETTING * row[j]
+            self._seconds[i] += scaled[i] * seconds * share - FORGETTING * self._seconds[i]
+        for _ in range(ROUNDS):
+            for i in kinds:
+                self._improve(i)
+
+    def _improve(self, i: int) -> None:
+        """Set one price to what suits the others best."""
+        row, prices = self._products[i], self.prices
+        if row[i] > FORGOTTEN:
+            others = sum(a * b for a, b in zip(row, prices, strict=True)) - row[i] * prices[i]
+            prices[i] = max((self._seconds[i] - others) / row[i], 0.0)
