@@ -44,7 +44,7 @@ class Batch:
     Attributes:
         keys: of the rows, in order. lengths: (padded rows,) of the last step; 0 for padding.
         pages: how many the rows had in all when `table` was made.
-        table: (padded rows, n). on_device: `lengths`. splits: of windows; `fresh` steps old.
+        table: (padded rows, n). on_device: `lengths`. splits: by window; `age` steps old.
     """
 
     keys: list[int]

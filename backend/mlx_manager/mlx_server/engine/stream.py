@@ -12,9 +12,9 @@ from mlx_manager.mlx_server.errors import MLXManagerError
 class EventStream:
     """One request's events on their way to its reader.
 
-    The MLX thread never touches it: it hands a step's deliveries to `deliver`, which runs in the
-    event loop. Iterating gives all events that have come since the last time, neighbouring text
-    merged, so a slow reader gets fewer, longer lists and delays nobody.
+    The MLX thread never touches it: it puts what a step has to tell into its `Outbox`, and the
+    event loop delivers that. Iterating gives all events that have come since the last time,
+    neighbouring text merged, so a slow reader gets fewer, longer lists and delays nobody.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -2,7 +2,7 @@
 
 Requests accept fields that nobody here knows, because clients run ahead of servers; they land in
 `model_extra` and are named by `unknown_fields`. A field that is declared is either honoured,
-listed in `NO_EFFECT`, or refused by `protocols.unsupported` when it asks for something. A null
+listed in `NO_EFFECT`, or refused by `protocols.parameters` when it asks for something. A null
 means the default.
 
 Source: OpenAI's API description (github.com/openai/openai-openapi) and, for what other servers

@@ -160,7 +160,7 @@ class StepPlan:
 
     Args:
         spans: in the order of the step's tokens. Decoding spans (one query) are best ordered by
-            `decode_order`, so that those of similar length are neighbours.
+            length, so that those of similar length are neighbours.
         page_size: tokens a page.
 
     Attributes:
