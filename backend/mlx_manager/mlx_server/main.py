@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.loading import LoadedModel
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
     from mlx_manager.mlx_server.utils.memory import Ledger
-    from mlx_manager.mlx_server.utils.steps import Pauses
+    from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -288,10 +288,10 @@ def make_pool(
 
     def make_backend(
         loaded: LoadedModel | LoadedEncoder, ledger: Ledger
-    ) -> Pauses[TextBackend | EncoderBackend]:
+    ) -> Steps[TextBackend | EncoderBackend]:
         match loaded:
             case LoadedEncoder():
-                yield
+                yield None
                 return EncoderBackend(loaded, thread, settings.engine, ledger)
             case _:
                 return (yield from preparing(loaded, thread, settings.engine, ledger))

@@ -43,7 +43,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import Pauses
+from mlx_manager.mlx_server.utils.steps import Steps
 
 SHRINKAGE = 2
 """How much shorter a tokenizer's normaliser might make a text."""
@@ -73,9 +73,10 @@ class Tokenized:
 
 def preparing(
     loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-) -> Pauses[TextBackend]:
+) -> Steps[TextBackend]:
     """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
     forward = yield from choosing(loaded.model, limits.page_size)
+    yield None
     return TextBackend(loaded, thread, limits, ledger, forward)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 from mlx import nn
@@ -18,6 +19,7 @@ from mlx_manager.mlx_server.engine.forward import (
     NotApplicable,
     RaggedForward,
     SeparateForward,
+    kept_in,
 )
 from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, check
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
@@ -26,7 +28,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.utils.steps import Pauses, finish
+from mlx_manager.mlx_server.utils.steps import Steps, beside, finish
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Reference:
     logits: list[list[mx.array]]
 
     @classmethod
-    def of(cls, model: nn.Module, page_size: int) -> Pauses[Reference]:
+    def of(cls, model: nn.Module, page_size: int) -> Steps[Reference]:
         texts = _texts(page_size)
         logits: list[list[mx.array]] = []
         try:
@@ -53,7 +55,7 @@ class Reference:
             raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
         return cls(page_size, texts, logits)
 
-    def disagreement(self, forward: Forward) -> Pauses[str | None]:
+    def disagreement(self, forward: Forward) -> Steps[str | None]:
         """How `forward` differs, if it does."""
         got = yield from run_both(forward, self.texts, self.page_size)
         return _disagreement(got, self.logits)
@@ -74,10 +76,10 @@ def choosing(
     page_size: int,
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
-) -> Pauses[Forward]:
+) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
-    Pauses after each pass through the model, so that others' steps fit in between.
+    Pauses within each pass through the model, so that others' steps fit in between.
 
     kernels: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
 
@@ -97,7 +99,7 @@ def choosing(
     for way in ways:
         try:
             forward = way()
-            yield
+            yield None
             disagreement = yield from reference.disagreement(forward)
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", type(model).__module__, error)
@@ -121,7 +123,7 @@ def _fused(
     kernels: KernelSet,
     compile: Compile,
     reference: Reference,
-) -> Pauses[Forward]:
+) -> Steps[Forward]:
     """The fused decoder over `ragged`'s pages, if there is one and it is right."""
     name = type(model).__module__
     decoder = FusedDecoder.build(model, reference.page_size, kernels.find, compile=compile)
@@ -131,7 +133,7 @@ def _fused(
     fused = FusedForward(ragged.stores, decoder, reference.page_size)
     try:
         wrong = check(decoder, model, reference.page_size)
-        yield
+        yield None
         if wrong is None:
             wrong = yield from reference.disagreement(fused)
     except WRONG as error:
@@ -151,7 +153,7 @@ def _texts(page_size: int) -> list[tuple[list[int], int]]:
 
 def run_both(
     forward: Forward, both: list[tuple[list[int], int]], page_size: int
-) -> Pauses[list[list[mx.array]]]:
+) -> Steps[list[list[mx.array]]]:
     """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
     texts = [text for text, _ in both]
     lengths = [prompt for _, prompt in both]
@@ -165,8 +167,7 @@ def run_both(
     got: list[list[mx.array]] = [[], []]
     half = max(1, page_size // 2)
     forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
-    mx.eval(forward.state())
-    yield
+    yield from _computed(forward.state())
     first = forward.run(
         None,
         [
@@ -174,8 +175,7 @@ def run_both(
             Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
         ],
     )
-    mx.eval(first, forward.state())
-    yield
+    yield from _computed([*forward.state(), first])
     for row in (0, 1):
         got[row].append(first[row])
     for step in range(3):
@@ -185,8 +185,7 @@ def run_both(
         tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
         spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
         logits = forward.run(Decode(keys, spans, tokens), [])
-        mx.eval(logits, forward.state())
-        yield
+        yield from _computed([*forward.state(), logits])
         for i, k in enumerate(keys):
             got[k].append(logits[i])
         if step == 1:
@@ -195,16 +194,25 @@ def run_both(
     return got
 
 
-def _alone(model: nn.Module, text: list[int], prompt: int) -> Pauses[list[mx.array]]:
+def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.array]]:
     caches = make_prompt_cache(model)
-    logits = [model(mx.array([text[:prompt]], mx.int32), cache=caches)[0, -1]]
-    mx.eval(logits)
-    yield
-    for token in text[prompt:]:
-        logits.append(model(mx.array([[token]], mx.int32), cache=caches)[0, -1])
-        mx.eval(logits[-1])
-        yield
+    logits: list[mx.array] = []
+    for tokens in (text[:prompt], *([token] for token in text[prompt:])):
+        logits.append(model(mx.array([tokens], mx.int32), cache=caches)[0, -1])
+        yield from _computed([*kept_in(caches), logits[-1]])
     return logits
+
+
+def _computed(arrays: Sequence[mx.array]) -> Steps[None]:
+    """Compute what a pass through the model leaves, about a layer at a time.
+
+    arrays: each after those that it is made from. Few operations are under way at any moment, since
+    MLX holds up whoever evaluates anything, on whatever stream, while there are many.
+    """
+    for start in range(0, len(arrays), 2):
+        piece = arrays[start : start + 2]
+        mx.async_eval(piece)  # type: ignore[no-untyped-call]
+        yield from beside(partial(mx.eval, piece))
 
 
 def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:

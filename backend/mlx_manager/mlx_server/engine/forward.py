@@ -286,7 +286,7 @@ class SeparateForward:
             if chunk.final or chunk.every:
                 logits.append(out)
             # Each pass writes to the same pages: evaluated in between, it does so in place.
-            mx.eval(out, self.state(), _arrays(own))
+            mx.eval(out, self.state(), kept_in(own))
         return mx.concatenate(logits) if logits else mx.zeros((1, 1))
 
     def forget(self, key: int) -> None:
@@ -298,7 +298,7 @@ class SeparateForward:
 
     def state(self) -> list[mx.array]:
         pages = [array for store in self.stores for array in (store.keys, store.values)]
-        return pages + _arrays(self._batch)
+        return pages + kept_in(self._batch)
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
@@ -387,7 +387,7 @@ class AloneForward:
         self._own.pop(key, None)
 
     def state(self) -> list[mx.array]:
-        return [array for own in self._own.values() for array in _arrays(own)]
+        return [array for own in self._own.values() for array in kept_in(own)]
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
@@ -412,12 +412,13 @@ class AloneForward:
 
 
 def probe(model: nn.Module) -> list[LayerShape | None]:
-    """The shape of each key-value cache of `model`, in order, found by running two tokens.
+    """The shape of each key-value cache of `model`, in order, found by two tokens.
 
-    None for caches of any other kind; a `CacheList` counts as its members.
+    Nothing is computed: what a pass would leave is known before. None for caches of any other kind;
+    a `CacheList` counts as its members.
     """
     caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[1, 2]], mx.int32), cache=caches))
+    model(mx.array([[1, 2]], mx.int32), cache=caches)
     return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
 
 
@@ -530,8 +531,8 @@ def _filter(batch: Any, keep: list[int]) -> Any:
     return batch
 
 
-def _arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """The arrays that the caches which are not pages hold."""
+def kept_in(caches: Sequence[Any]) -> list[mx.array]:
+    """The arrays that the caches which are not pages hold, layer by layer."""
     found: list[mx.array] = []
     for leaf in (leaf for entry in caches for leaf in _leaves(entry)):
         if isinstance(leaf, ArraysCache):

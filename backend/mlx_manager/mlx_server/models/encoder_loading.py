@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
-from mlx_manager.mlx_server.models.aside import Aside, Steps
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
@@ -43,6 +42,7 @@ from mlx_manager.mlx_server.models.weights import (
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 PREFIXES = ("bert.", "roberta.", "model.")
 """What a checkpoint of a model with a head puts before the names of the bare model."""
@@ -98,9 +98,7 @@ def loading_encoder(
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
         model = build(folder, kind, sentence, source.id)
         yield None
-        reading = Aside(partial(read_tokenizer, folder.path, limits))
-        yield reading
-        tokenizer = reading.result()
+        tokenizer = yield from beside(partial(read_tokenizer, folder.path, limits))
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
             model.update(tree_map(widened, model.parameters()))

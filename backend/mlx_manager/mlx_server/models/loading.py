@@ -33,7 +33,6 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
-from mlx_manager.mlx_server.models.aside import BROKEN, Aside, Steps
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder, read_json
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
@@ -50,7 +49,7 @@ from mlx_manager.mlx_server.models.weights import (
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import finish
+from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -113,9 +112,7 @@ def loading(
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
         yield None
-        reading = Aside(partial(read_tokenizer, folder.path, config, limits))
-        yield reading
-        tokenizer = reading.result()
+        tokenizer = yield from beside(partial(read_tokenizer, folder.path, config, limits))
         adapter = get_adapter(config, source.id, tokenizer)
         yield None
         weights, nbytes = yield from settled(model, source.id, limits, ledger)

@@ -37,7 +37,6 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models import hub
-from mlx_manager.mlx_server.models.aside import Aside, Steps, on_stream, side_stream
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
@@ -46,6 +45,7 @@ from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
+from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
@@ -54,7 +54,7 @@ from mlx_manager.mlx_server.utils.memory import (
     get_memory_usage,
     set_memory_limit,
 )
-from mlx_manager.mlx_server.utils.steps import Done, advance
+from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -416,7 +416,7 @@ class ModelPoolManager:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
             await self._thread.call(self._make_place_on_mlx)
-            steps = self._bring_on_mlx(source, self._policy.of(source.id).recipe)
+            steps = self._beside_on_mlx(source, self._policy.of(source.id).recipe)
             try:
                 while True:
                     match await self._thread.call(partial(advance, steps)):
@@ -453,11 +453,14 @@ class ModelPoolManager:
             case _:
                 return loading(source, self._limits, self.ledger, recipe)
 
-    def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
-        """Load a model, make its backend, and take it among the residents."""
+    def _beside_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         if self._beside is None:
             self._beside = side_stream()
-        loaded = yield from on_stream(self._beside, self._loading_of(source, recipe))
+        return (yield from on_stream(self._beside, self._bring_on_mlx(source, recipe)))
+
+    def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+        """Load a model, make its backend, and take it among the residents."""
+        loaded = yield from self._loading_of(source, recipe)
         backend: ModelBackend | None = None
         try:
             backend = yield from self._make_backend(loaded, self.ledger)

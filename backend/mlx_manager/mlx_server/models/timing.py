@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_manager.mlx_server.models.aside import Steps
 from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
@@ -20,6 +19,7 @@ from mlx_manager.mlx_server.models.weights import (
     converted,
     elements,
 )
+from mlx_manager.mlx_server.utils.steps import Steps
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)

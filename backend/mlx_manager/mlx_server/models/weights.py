@@ -20,7 +20,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.models.aside import Aside
+from mlx_manager.mlx_server.utils.steps import Aside
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
 Setting = Literal["auto", "keep", "dequantize"]

@@ -1,16 +1,25 @@
-"""Long jobs as generators: they pause, so that others' work fits in between."""
+"""Long jobs as generators: they pause, so that others' work fits in between or goes on beside."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Y = TypeVar("Y")
 
-Pauses = Generator[None, None, T]
-"""A job that asks for nothing but that others get their turn."""
+# What mlx-lm, transformers and MLX raise over files that are not as they expect.
+BROKEN = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,45 @@ class Done(Generic[T]):
     """What the job has come to."""
 
     value: T
+
+
+class Aside(Generic[T]):
+    """Work for any thread but the MLX thread, which steps other models meanwhile.
+
+    Yielded by steps; they go on when it has been done, and do it if nobody has.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._outcome: Done[T] | Exception | None = None
+
+    def run(self) -> None:
+        """Do it. A failure is kept for who asks for the result."""
+        try:
+            self._outcome = Done(self._work())
+        except BROKEN as error:
+            self._outcome = error
+
+    def result(self) -> T:
+        if self._outcome is None:
+            self.run()
+        match self._outcome:
+            case Done(value):
+                return value
+            case error:
+                assert error is not None
+                raise error
+
+
+Steps = Generator[Aside[Any] | None, None, T]
+"""A long job on the MLX thread; it pauses often, so that models can step."""
+
+
+def beside(work: Callable[[], T]) -> Steps[T]:
+    """What `work` returns, done on another thread."""
+    aside = Aside(work)
+    yield aside
+    return aside.result()
 
 
 def advance(steps: Generator[Y, None, T]) -> Done[T] | Y:
