@@ -100,8 +100,7 @@ class TextBackend:
         self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
         self._vocabulary = len(loaded.tokenizer)
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
-        longest = max(map(len, loaded.tokenizer.get_vocab()))
-        self._most_characters = SHRINKAGE * longest * loaded.context_length
+        self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
         forward = forward or choose(loaded.model, limits.page_size)
         limits, working = with_chunk(limits, loaded.model, forward, ledger.available())
         self._engine = TextEngine(

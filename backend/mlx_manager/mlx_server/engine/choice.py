@@ -204,13 +204,15 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.arra
 
 
 def _computed(arrays: Sequence[mx.array]) -> Steps[None]:
-    """Compute what a pass through the model leaves, about a layer at a time.
+    """Compute what a pass through the model leaves; on a CPU, where it may take a second, about a
+    layer at a time.
 
-    arrays: each after those that it is made from. Few operations are under way at any moment, since
-    MLX holds up whoever evaluates anything, on whatever stream, while there are many.
+    MLX holds up whoever evaluates anything, on whatever stream, while many operations are under
+    way. arrays: each after those that it is made from.
     """
-    for start in range(0, len(arrays), 2):
-        piece = arrays[start : start + 2]
+    at_once = 2 if mx.default_device() == mx.cpu else len(arrays)
+    for start in range(0, len(arrays), at_once):
+        piece = arrays[start : start + at_once]
         mx.async_eval(piece)  # type: ignore[no-untyped-call]
         yield from beside(partial(mx.eval, piece))
 

@@ -59,7 +59,10 @@ KV_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured."""
+    """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured.
+
+    longest_token: characters of it.
+    """
 
     id: str
     path: Path
@@ -69,6 +72,7 @@ class LoadedModel:
     adapter: ModelAdapter
     family: str
     context_length: int
+    longest_token: int
     nbytes: int
     weights: WeightsForm
     kind: Literal["text"] = "text"
@@ -113,6 +117,7 @@ def loading(
             model = adapted(model, recipe.adapter)
         yield None
         tokenizer = yield from beside(partial(read_tokenizer, folder.path, config, limits))
+        longest = yield from beside(partial(longest_token, tokenizer))
         adapter = get_adapter(config, source.id, tokenizer)
         yield None
         weights, nbytes = yield from settled(model, source.id, limits, ledger)
@@ -125,6 +130,7 @@ def loading(
             adapter,
             adapter.family,
             context,
+            longest,
             nbytes,
             weights,
         )
@@ -135,7 +141,7 @@ def settled(
 ) -> Steps[tuple[WeightsForm, int]]:
     """Bring the weights into memory in the form that is fastest; their form, and their bytes as
     the ledger has them from now on."""
-    weights = settle_weights(model, model_id, limits, ledger)
+    weights = yield from settle_weights(model, model_id, limits, ledger)
     yield None
     if default_device() == "cpu":
         yield from lay_out(model)
@@ -176,6 +182,12 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) 
         {"trust_remote_code": limits.trust_remote_code},
         eos_token_ids=config.get("eos_token_id"),
     )
+
+
+def longest_token(tokenizer: TokenizerWrapper) -> int:
+    # Not by its dictionary, which is made in one go, and nothing else in Python runs meanwhile.
+    tokens: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return max(len(token) for token in tokens if token is not None)
 
 
 def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
@@ -225,7 +237,7 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
 
 def settle_weights(
     model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger
-) -> WeightsForm:
+) -> Steps[WeightsForm]:
     """Choose the weights' form and convert them to it, lazily.
 
     Raises:
@@ -237,7 +249,7 @@ def settle_weights(
     forms, reason = shortlist(forms_of(model, device), limits.weights, room)
     form = forms[0]
     if len(forms) > 1:
-        form, reason = fastest(model, forms, device)
+        form, reason = yield from fastest(model, forms, device)
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)
     return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)

@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.models.weights import (
     Form,
     activation_dtype,
     by_columns,
+    computed,
     converted,
     elements,
 )
@@ -33,9 +34,11 @@ GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
+TURN = 0.005
+"""Seconds of products after which other models get their turn."""
 
 
-def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Form, str]:
+def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tuple[Form, str]]:
     """The form with the least product of its times with one row and with many, and the figures.
 
     Evaluates one layer of `model`, which stays in the form it has.
@@ -49,9 +52,10 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Fo
     for form in sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True):
         dtype = mx.float32 if form.wide else narrow
         sample = converted(sample_of(layer, device), form)
-        times[form] = [seconds(sample, ROWS[0], dtype)]
+        times[form] = [(yield from seconds(sample, ROWS[0], dtype))]
         if times[form][0] <= HOPELESS * min(taken[0] for taken in times.values()):
-            times[form] += [seconds(sample, rows, dtype) for rows in ROWS[1:]]
+            for rows in ROWS[1:]:
+                times[form].append((yield from seconds(sample, rows, dtype)))
     best = min(times, key=lambda form: prod(times[form]) if len(times[form]) > 1 else inf)
     figures = ", ".join(
         f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
@@ -80,8 +84,7 @@ def faster_by_columns(layer: nn.Linear) -> Steps[bool]:
     products = {"stored": 1.0, "other": 1.0}
     for name, each in (("stored", layer), ("other", sample)):
         for rows in ROWS:
-            products[name] *= seconds(each, rows, mx.float32)
-            yield None
+            products[name] *= yield from seconds(each, rows, mx.float32)
     return products["other"] < GAIN**2 * products["stored"]
 
 
@@ -111,7 +114,7 @@ def sample_of(layer: nn.Module, device: Device) -> nn.Module:
     return sample
 
 
-def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> float:
+def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> Steps[float]:
     """The least time of a product with `rows` rows of activations."""
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
     # A decode step's shape: the CUDA kernel for quantised weights takes each row alone there.
@@ -120,12 +123,16 @@ def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> float:
     if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
         experts = mx.arange(rows)[:, None] % layer.weight.shape[0]
         arguments = (x.reshape(rows, 1, 1, inputs), experts)
-    mx.eval(arguments, layer.parameters())
+    yield from computed([*arguments, *layer.parameters().values()])
     # The first is not counted: it may compile a kernel, or wake threads.
-    mx.eval(layer(*arguments))
+    yield from computed([layer(*arguments)])
     taken: list[float] = []
+    turn = 0
     while len(taken) < SAMPLES or sum(taken) < ENOUGH:
         start = perf_counter()
         mx.eval(layer(*arguments))
         taken.append(perf_counter() - start)
+        if sum(taken[turn:]) > TURN:
+            turn = len(taken)
+            yield None
     return min(taken)

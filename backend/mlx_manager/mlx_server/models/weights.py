@@ -8,7 +8,6 @@ freed before the next is read, so that both forms of a whole model are never in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.utils.steps import Aside
+from mlx_manager.mlx_server.utils.steps import Aside, Steps
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
 Setting = Literal["auto", "keep", "dequantize"]
@@ -150,7 +149,7 @@ def by_columns(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.T).T
 
 
-def evaluated(model: nn.Module) -> Iterator[Aside[None]]:
+def evaluated(model: nn.Module) -> Steps[None]:
     """Compute (read, convert) the parameters; each piece can be waited for on another thread."""
     piece: list[mx.array] = []
     nbytes = 0
@@ -158,12 +157,13 @@ def evaluated(model: nn.Module) -> Iterator[Aside[None]]:
         piece.append(array)
         nbytes += array.nbytes
         if nbytes >= PIECE or len(piece) >= MOST_ARRAYS:
-            yield from _under_way(piece)
+            yield from computed(piece)
             piece, nbytes = [], 0
-    yield from _under_way(piece)
+    yield from computed(piece)
 
 
-def _under_way(piece: list[mx.array]) -> Iterator[Aside[None]]:
+def computed(piece: list[mx.array]) -> Steps[None]:
+    """Compute a few arrays; another thread can wait for them."""
     mx.async_eval(piece)  # type: ignore[no-untyped-call]
     # What is under way needs no stream of the waiting thread's own.
     waiting = Aside(partial(mx.eval, piece))

@@ -190,7 +190,7 @@ def test_stored_form_needs_no_further_room_and_dense_models_have_nothing_to_dequ
 def test_choice_is_one_of_the_forms_and_says_what_was_measured(tmp_path: Path):
     model = model_of(tmp_path / "m", "llama", mx.float16, FOUR_BIT)
     forms = forms_of(model, "cpu")
-    form, reason = fastest(model, forms, "cpu")
+    form, reason = finish(fastest(model, forms, "cpu"))
     assert form in forms
     assert reason.startswith("ms for a product of 1 / 16 rows: ")
     assert all(form.name in reason for form in forms)
@@ -204,7 +204,7 @@ def test_typical_layer_is_of_the_kind_that_most_weights_belong_to(tmp_path: Path
     sample = sample_of(layer, "cpu")
     assert sample.weight.shape == layer.weight.shape
     assert typical_layer(nn.Module()) is None
-    assert fastest(nn.Module(), FORMS, "cpu")[0] is FORMS[0]
+    assert finish(fastest(nn.Module(), FORMS, "cpu"))[0] is FORMS[0]
 
 
 def test_weights_laid_out_by_columns_compute_the_same_in_the_same_bytes(tmp_path: Path):
