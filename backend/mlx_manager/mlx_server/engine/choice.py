@@ -210,7 +210,7 @@ def _computed(arrays: Sequence[mx.array]) -> Steps[None]:
     MLX holds up whoever evaluates anything, on whatever stream, while many operations are under
     way. arrays: each after those that it is made from.
     """
-    at_once = 2 if mx.default_device() == mx.cpu else len(arrays)
+    at_once = 2 if mx.default_device() == mx.cpu else max(1, len(arrays))
     for start in range(0, len(arrays), at_once):
         piece = arrays[start : start + at_once]
         mx.async_eval(piece)  # type: ignore[no-untyped-call]
