@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionTokensDetails,
     PromptTokensDetails,
@@ -60,6 +61,18 @@ def total(rows: Iterable[core.Usage], n: int) -> Usage:
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
+
+
+def last_chunks(head: Head, opening: str, finished: Mapping[int, core.Finished]) -> bytes:
+    """What follows a stream's last event: the token counts if asked for, then `[DONE]`.
+
+    opening: of a chunk, up to its choices.
+    """
+    if not head.include_usage:
+        return sse.DONE.encode()
+    rows = (finished[row].usage for row in sorted(finished))
+    usage = total(rows, head.n).model_dump()
+    return f'{opening}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
 
 
 def error_body(error: MLXManagerError) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.answer import Head, error_body, new_id, total
+from mlx_manager.mlx_server.protocols.answer import Head, error_body, last_chunks, new_id, total
 from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
 from mlx_manager.mlx_server.protocols.parameters import (
@@ -282,12 +282,7 @@ class ChatStream:
         return out.encode("ascii")
 
     def end(self) -> bytes:
-        """What follows the last event: the token counts if asked for, then `[DONE]`."""
-        if not self.head.include_usage:
-            return sse.DONE.encode()
-        rows = (self._finished[row].usage for row in sorted(self._finished))
-        usage = total(rows, self.head.n).model_dump()
-        return f'{self._open}],"usage":{sse.dump(usage)}}}\n\n{sse.DONE}'.encode("ascii")
+        return last_chunks(self.head, self._open, self._finished)
 
     def fail(self, error: MLXManagerError) -> bytes:
         """What follows if there is no end."""
