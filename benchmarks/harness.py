@@ -199,20 +199,12 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
 
     `form` is f32, bf16, or 4bit (groups of 64, bf16 scales, as mlx-community stores them).
     """
-    import json
-
-    import mlx.core as mx
-    from mlx import nn
-    from mlx.utils import tree_flatten
-    from mlx_lm.models.llama import Model, ModelArgs
-
     target = folder / f"llama-{shape.layers}x{shape.hidden}-{form}"
     if target.exists():
         return target
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(DEMO, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
-    config = json.loads((DEMO / "config.json").read_text()) | {
+    sizes = {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "intermediate_size": shape.mlp,
@@ -220,6 +212,23 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.context,
+    }
+    write_random_llama(partial, form, sizes)
+    return partial.rename(target)
+
+
+def write_random_llama(target: Path, form: str, sizes: Mapping[str, int]) -> None:
+    """The embedded model's folder with random weights. `sizes`: what config.json says of them."""
+    import json
+
+    import mlx.core as mx
+    from mlx import nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
+    config = json.loads((DEMO / "config.json").read_text()) | {
+        **sizes,
         "tie_word_embeddings": True,
     }
     mx.random.seed(0)
@@ -228,13 +237,9 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
     if form == "4bit":
         config["quantization"] = {"group_size": 64, "bits": 4}
         nn.quantize(model, group_size=64, bits=4)
-    mx.save_safetensors(
-        str(partial / "model.safetensors"),
-        dict(tree_flatten(model.parameters())),
-        {"format": "mlx"},
-    )
-    (partial / "config.json").write_text(json.dumps(config))
-    return partial.rename(target)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def find_model(name: str, folder: Path) -> Path:

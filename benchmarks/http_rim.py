@@ -36,6 +36,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.main import create_app
+from servers import free_port
 
 PIECES = (" the", " answer", ", and", " é", "\n")
 
@@ -81,6 +82,9 @@ class StandInPool:
 
     def resolve(self, model_id: str | None) -> str:
         return self.id
+
+    def sampling(self, model_id: str) -> dict[str, float]:
+        return {}
 
     @asynccontextmanager
     async def lease(self, model_id: str, kind: str | None = None) -> AsyncIterator[StandInPool]:
@@ -181,12 +185,6 @@ async def _read_streams(streams: int, tokens: int, rounds: int, port: int) -> No
 def report(what: str, rates: list[float]) -> None:
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     print(f"{what}: best {max(rates):,.0f} tokens/s of {listed}", flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(port: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -18,21 +17,16 @@ from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from pathlib import Path
 
-import mlx.core as mx
-from mlx import nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checks import check_engine
-from harness import DEMO, find_model, parser, percentile, print_report, ratio
+from harness import find_model, parser, percentile, print_report, ratio, write_random_llama
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import GenerationRequest, Sampling, StopRules, Text, TextDelta
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 LAYERS = 16
-CONTEXT = 16_384
 WARM, REST = 0.5, 1.0
 """Seconds until the streams have settled, and for which they are watched undisturbed."""
 
@@ -52,10 +46,8 @@ class Run:
 def arriving_model(folder: Path, form: str, parameters: float, vocabulary: int) -> Path:
     """A llama of random weights, about `parameters` of them, with as many tokens as asked for."""
     target = folder / f"arriving-{form}"
-    shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
-    write_tokenizer(target / "tokenizer.json", vocabulary)
     hidden = hidden_size(parameters, vocabulary)
-    config = json.loads((DEMO / "config.json").read_text()) | {
+    sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": LAYERS,
         "intermediate_size": 4 * hidden,
@@ -63,16 +55,9 @@ def arriving_model(folder: Path, form: str, parameters: float, vocabulary: int) 
         "num_key_value_heads": hidden // 64,
         "head_dim": 64,
         "vocab_size": vocabulary,
-        "tie_word_embeddings": True,
     }
-    model = Model(ModelArgs.from_dict(config))
-    model.set_dtype(mx.float32 if form == "f32" else mx.bfloat16)
-    if form == "4bit":
-        config["quantization"] = {"group_size": 64, "bits": 4}
-        nn.quantize(model, group_size=64, bits=4)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
-    (target / "config.json").write_text(json.dumps(config))
+    write_random_llama(target, form, sizes)
+    write_tokenizer(target / "tokenizer.json", vocabulary)
     return target
 
 
