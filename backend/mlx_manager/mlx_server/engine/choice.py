@@ -168,16 +168,17 @@ def run_both(
     half = max(1, page_size // 2)
     forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
     yield from _computed(forward.state())
-    first = forward.run(
-        None,
-        [
-            Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
-            Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
-        ],
-    )
-    yield from _computed([*forward.state(), first])
-    for row in (0, 1):
-        got[row].append(first[row])
+    last = [
+        Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
+        Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
+    ]
+    # What makes a pass of each chunk anyway waits for the one before the next, and others wait too.
+    runs = [[chunk] for chunk in last] if forward.kind == "separate" else [last]
+    for chunks in runs:
+        logits = forward.run(None, chunks)
+        yield from _computed([*forward.state(), logits])
+        for i, chunk in enumerate(chunks):
+            got[chunk.key].append(logits[i])
     for step in range(3):
         # The second row leaves before the last step.
         rows = [0, 1] if step < 2 else [0]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
@@ -273,11 +274,14 @@ class SeparateForward:
         return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        logits = []
+        logits: list[mx.array] = []
         if decode:
             self._arrange(decode.keys)
             logits.append(self._pass_through(decode.spans, decode.tokens[:, None], self._batch))
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
+            if decode or number:
+                # Each pass writes to the same pages: evaluated in between, it does so in place.
+                mx.eval(logits, self.state())
             own = self._own.get(chunk.key)
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
@@ -285,8 +289,6 @@ class SeparateForward:
             out = self._pass_through([chunk.span], tokens, own, chunk=chunk)
             if chunk.final or chunk.every:
                 logits.append(out)
-            # Each pass writes to the same pages: evaluated in between, it does so in place.
-            mx.eval(out, self.state(), kept_in(own))
         return mx.concatenate(logits) if logits else mx.zeros((1, 1))
 
     def forget(self, key: int) -> None:
@@ -298,7 +300,7 @@ class SeparateForward:
 
     def state(self) -> list[mx.array]:
         pages = [array for store in self.stores for array in (store.keys, store.values)]
-        return pages + kept_in(self._batch)
+        return pages + kept_in([*self._batch, *chain.from_iterable(self._own.values())])
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
