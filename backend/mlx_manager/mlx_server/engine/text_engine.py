@@ -56,10 +56,12 @@ CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
 # A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
 LEAST_CHUNK_AHEAD = 256
-# Pages are added by at least this many, and by at least half of what there is. Where steps are
-# compiled, each new size of the pool costs a compilation.
+# Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
+# Where steps are compiled, each new size of the pool costs a compilation, and more is added at once:
+# of a GPU's own memory, at least this part of what there is.
 LEAST_GROWTH_AHEAD = 1024
+LEAST_PART_AHEAD = 0.5
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
@@ -181,6 +183,9 @@ class TextEngine:
                 retry_after=10,
             )
         ledger.add_relief(Relief.PAGES, self._relieve)
+        if forward.horizon:
+            # Before somebody waits for them.
+            self._grow(1, urgent=False)
 
     def _start_over(self) -> None:
         reuse = self._limits.prefix_cache and self._forward.prefixes != "none"
@@ -568,12 +573,19 @@ class TextEngine:
         Only urgent growth may cost others something; the rest takes what is there. All that is
         there if it is little: each growth copies the pages.
         """
-        least = LEAST_GROWTH_AHEAD if self._forward.horizon else LEAST_GROWTH
-        wanted = max(lacking, least, self._pool.size // 2)
+        wanted = max(lacking, self._least_growth(), self._pool.size // 2)
         if self._grow_by(wanted, urgent=urgent):
             return True
         affordable = self._ledger.available() // max(self.page_bytes, 1)
         return self._grow_by(max(lacking, min(affordable, wanted)), urgent=urgent)
+
+    def _least_growth(self) -> int:
+        if not self._forward.horizon:
+            return LEAST_GROWTH
+        if not mx.cuda.is_available():
+            return LEAST_GROWTH_AHEAD
+        part = LEAST_PART_AHEAD * self._ledger.available() // self.page_bytes
+        return max(LEAST_GROWTH_AHEAD, int(part))
 
     def _grow_by(self, pages: int, *, urgent: bool) -> bool:
         nbytes = pages * self.page_bytes

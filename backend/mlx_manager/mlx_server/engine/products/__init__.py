@@ -66,14 +66,14 @@ class Form:
         return max(stages, merged)
 
     @staticmethod
-    def choose(outputs: int, rows: int, device: CudaDevice) -> Form:
-        """As measured on an H200: more tiles share the reading of the rows, unless too few blocks
+    def choose(outputs: int, rows: int, device: CudaDevice, fewest: int = 1) -> Form:
+        """Of at least `fewest` tiles. As measured on an H200: more tiles share the reading of the rows, unless too few blocks
         would be left; eight warps keep more loads in flight where blocks are few, and start and end
         less often where they are very many; in between, two blocks of four warps do better."""
         columns = 1 if rows <= 8 else 2 if rows <= 16 else 4
         least = {1: ((2, 0.66),), 2: ((2, 0.66),), 4: ((4, 0.66), (2, 0.45))}[columns]
         tiles = next(
-            (n for n, part in least if outputs / (16 * n) >= part * device.multiprocessors), 1
+            (n for n, part in least if outputs / (16 * n) >= part * device.multiprocessors), fewest
         )
         turns = outputs / (16 * tiles) / device.multiprocessors
         if columns == 4:
@@ -151,9 +151,8 @@ class ProductKernels:
         """`silu(gate) * up`, (rows, outputs / 2): the halves of `norm(x) @ weight.T + bias`."""
         outputs = weight.shape[0]
         if form is None:
-            form = Form.choose(outputs, x.shape[0], self._device)
             # A tile of gates needs one of ups beside it.
-            form = Form(max(form.tiles, 2), form.columns, form.warps, form.stages)
+            form = Form.choose(outputs, x.shape[0], self._device, fewest=2)
         epsilon = None if norm is None else norm.epsilon
         variant = Variant(form, True, epsilon, bias is not None, residual=False)
         return self._run(variant, x, weight, norm, bias, None, outputs // 2)

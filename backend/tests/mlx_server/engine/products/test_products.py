@@ -100,8 +100,10 @@ def test_product_is_the_reference(library, index):
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
-def test_chosen_forms_fit_the_multiprocessor(rows, outputs):
-    form = Form.choose(outputs, rows, H200)
+@pytest.mark.parametrize("fewest", [1, 2])
+def test_chosen_forms_fit_the_multiprocessor(rows, outputs, fewest):
+    form = Form.choose(outputs, rows, H200, fewest)
+    assert form.tiles >= fewest
     assert form.columns * 8 >= rows
     assert form.shared_memory <= H200.block_memory
     assert form.stages >= 2
