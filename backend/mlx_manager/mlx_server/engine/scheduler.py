@@ -152,8 +152,8 @@ class Scheduler:
     def schedule(self, budget: Budget) -> Schedule:
         """Choose the next step's work and give it pages.
 
-        Counts what it chose into each sequence's `computed`. At least a page of one prompt is
-        processed.
+        Counts what it chose into each sequence's `computed`. Where there are prompts, the budget of
+        a step without any must be at least a token.
         """
         self._steps += 1
         # Later steps may read what those up to now compute: they run in order.
@@ -422,7 +422,8 @@ class Scheduler:
         return self._shares.in_turn(queues, rank)
 
     def _chunk(self, sequence: Sequence, budget: int, *, first: bool) -> Prefill | None:
-        """As much of the prompt as the budget allows, ending on a page border unless final."""
+        """As much of the prompt as the budget allows, ending on a page border unless final, or all
+        that the step does for prompts is less than a page."""
         size = self.pool.page_size
         if self._restore is not None:
             border = self._last_border(sequence)
@@ -430,13 +431,12 @@ class Scheduler:
                 return Prefill(sequence, border - sequence.computed, final=False)
         if sequence.remaining <= budget:
             return Prefill(sequence, sequence.remaining, final=True)
-        end = (sequence.computed + budget) // size * size
-        if end <= sequence.computed:
-            if not first:
-                return None
-            end = (sequence.computed // size + 1) * size
-        tokens = min(end - sequence.computed, sequence.remaining)
-        return Prefill(sequence, tokens, final=tokens == sequence.remaining)
+        end = sequence.computed + budget
+        if budget >= size:
+            end = end // size * size
+        elif not first:
+            return None
+        return Prefill(sequence, end - sequence.computed, final=False)
 
 
 def by_owner(sequences: Iterable[Sequence]) -> defaultdict[str, list[Sequence]]:

@@ -56,6 +56,8 @@ CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
 # A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
 LEAST_CHUNK_AHEAD = 256
+# After 4 000 tokens, a page of 16 may take a CPU four times as long as eight rows.
+LEAST_CHUNK = 8
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation, and more is added at once:
@@ -199,7 +201,7 @@ class TextEngine:
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
             horizon=self._forward.horizon,
         )
-        least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else self._limits.page_size
+        least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
         most = chunk_of(self._limits)
         self._pace = Pace(most, min(least, most))
         self._under_way: Step | None = None
