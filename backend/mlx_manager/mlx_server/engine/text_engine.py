@@ -60,8 +60,8 @@ LEAST_CHUNK_AHEAD = 256
 LEAST_CHUNK = 8
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
-# Where steps are compiled, each new size of the pool costs a compilation, and more is added at once:
-# of a GPU's own memory, at least this part of what there is.
+# Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
+# of a GPU's own memory at least this part of what there is.
 LEAST_GROWTH_AHEAD = 1024
 LEAST_PART_AHEAD = 0.5
 # States of recurrent layers kept for reuse. Each may be as large as many pages.

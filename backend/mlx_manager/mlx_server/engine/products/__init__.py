@@ -67,9 +67,10 @@ class Form:
 
     @staticmethod
     def choose(outputs: int, rows: int, device: CudaDevice, fewest: int = 1) -> Form:
-        """Of at least `fewest` tiles. As measured on an H200: more tiles share the reading of the rows, unless too few blocks
+        """As measured on an H200: more tiles share the reading of the rows, unless too few blocks
         would be left; eight warps keep more loads in flight where blocks are few, and start and end
-        less often where they are very many; in between, two blocks of four warps do better."""
+        less often where they are very many; in between, two blocks of four warps do better. Of at
+        least `fewest` tiles."""
         columns = 1 if rows <= 8 else 2 if rows <= 16 else 4
         least = {1: ((2, 0.66),), 2: ((2, 0.66),), 4: ((4, 0.66), (2, 0.45))}[columns]
         tiles = next(
