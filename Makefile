@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 
 BIN := $(CURDIR)/.venv/bin
-BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause embeddings fair_share structured memory
+BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause embeddings fair_share structured observers memory
 
 help:
 	@echo 'make serve   set up .venv if needed and serve the embedded model on 127.0.0.1:8000'
