@@ -238,6 +238,12 @@ class RaggedForward:
         pass
 
 
+def order_after(before: Sequence[int], keys: Sequence[int]) -> list[int]:
+    """`Forward.order` for rows that stay where they were in the last step; the others follow."""
+    place = {key: i for i, key in enumerate(before)}
+    return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
+
+
 class SeparateForward:
     """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
 
@@ -269,9 +275,7 @@ class SeparateForward:
         route(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Rows that are in the batch stay where they are; the others follow."""
-        place = {key: i for i, key in enumerate(self._rows)}
-        return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
+        return order_after(self._rows, keys)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits: list[mx.array] = []

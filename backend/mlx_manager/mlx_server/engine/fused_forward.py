@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.engine.forward import (
     Prefixes,
     RaggedStep,
     Snapshot,
+    order_after,
 )
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 from mlx_manager.mlx_server.engine.kv.attention import Span
@@ -72,10 +73,7 @@ class FusedForward:
         self.stores = list(stores)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Rows that were in the last step stay where they were; the others follow."""
-        before = [] if self._batch is None else self._batch.keys
-        place = {key: i for i, key in enumerate(before)}
-        return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
+        return order_after(() if self._batch is None else self._batch.keys, keys)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
