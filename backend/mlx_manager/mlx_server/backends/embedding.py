@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.backends.wrapping import Ids, Wrapping, shortened
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -65,7 +66,7 @@ class EncoderBackend:
         self._loaded = loaded
         self._thread = thread
         self._tokenizer = loaded.tokenizer
-        self._vocabulary = loaded.model.vocabulary
+        self._vocabulary = Vocabulary(loaded.tokenizer, loaded.model.vocabulary)
         self._single = Wrapping.single(self._tokenizer)
         self._pair = Wrapping.pair(self._tokenizer) if loaded.kind == "reranker" else self._single
         self._engine = EncoderEngine(
@@ -149,23 +150,11 @@ class EncoderBackend:
         Raises:
             InvalidParameter: there is no such token.
         """
-        given = list(ids)
-        self._check_ids(given, "tokens")
-        text: str = self._tokenizer.decode(given, skip_special_tokens=False)
-        return text
+        return self._vocabulary.text(ids, "tokens")
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What clients need to know of the tokenizer."""
-        tokenizer = self._tokenizer
-        return TokenizerInfo(
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            pad_token=tokenizer.pad_token,
-            unk_token=tokenizer.unk_token,
-            vocab_size=self._vocabulary,
-            context_length=self._loaded.context_length,
-            chat_template=None,
-        )
+        return self._vocabulary.info(self._loaded.context_length)
 
     # -- tokens --------------------------------------------------------------------------------
 
@@ -188,7 +177,7 @@ class EncoderBackend:
                     content = next(encoded)
                     row = self._single.of(content[: most - self._single.length] if cut else content)
                 case ids:
-                    self._check_ids(ids, f"input[{index}]")
+                    self._vocabulary.check(ids, f"input[{index}]")
                     row = ids[:most] if cut else ids
             if not row:
                 raise InvalidRequest(f"Input {index} has no tokens.", param=f"input[{index}]")
@@ -241,14 +230,6 @@ class EncoderBackend:
                 param="truncate_prompt_tokens",
             )
         return truncate
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        if any(not 0 <= token < self._vocabulary for token in ids):
-            raise InvalidParameter(
-                f"`{param}`: token ids must be between 0 and {self._vocabulary - 1}, as this "
-                "model's own tokenizer gives them.",
-                param=param,
-            )
 
     def _check_length(self, length: int, what: str, param: str) -> None:
         context = self._loaded.context_length

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
+from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -37,7 +38,6 @@ from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine, w
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
-    InvalidParameter,
     InvalidRequest,
 )
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
@@ -98,7 +98,7 @@ class TextBackend:
         self._thread = thread
         self._texts = TokenTexts(loaded.tokenizer)
         self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
-        self._vocabulary = len(loaded.tokenizer)
+        self._vocabulary = Vocabulary(loaded.tokenizer, len(loaded.tokenizer))
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
         forward = forward or choose(loaded.model, limits.page_size)
@@ -180,10 +180,7 @@ class TextBackend:
         Raises:
             InvalidParameter: there is no such token.
         """
-        given = list(ids)
-        self._check_ids(given, "tokens")
-        text: str = self._loaded.tokenizer.decode(given, skip_special_tokens=False)
-        return text
+        return self._vocabulary.text(ids, "tokens")
 
     def render(self, conversation: Conversation) -> str:
         """The text that the model gets to see.
@@ -195,17 +192,9 @@ class TextBackend:
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What clients need to know of the tokenizer."""
-        tokenizer = self._loaded.tokenizer
-        templates = tokenizer.chat_template
-        return TokenizerInfo(
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            pad_token=tokenizer.pad_token,
-            unk_token=tokenizer.unk_token,
-            vocab_size=self._vocabulary,
-            context_length=self._loaded.context_length,
-            chat_template=templates.get("default") if isinstance(templates, dict) else templates,
-        )
+        templates = self._loaded.tokenizer.chat_template
+        template = templates.get("default") if isinstance(templates, dict) else templates
+        return self._vocabulary.info(self._loaded.context_length, template)
 
     def _tokenise(self, prompt: Prompt) -> tuple[list[int], OutputFormat]:
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
@@ -218,13 +207,13 @@ class TextBackend:
             case Text(text, suffix):
                 return adapter.encode_infill(text, suffix, tokenizer), PLAIN
             case Tokens(ids=given):
-                self._check_ids(given, "prompt")
+                self._vocabulary.check(given, "prompt")
                 return list(given), PLAIN
 
     def _prepare(self, request: GenerationRequest) -> Prepared:
         self._check_size(request)
-        self._check_ids([token for token, _ in request.sampling.logit_bias], "logit_bias")
-        self._check_ids(request.stop.token_ids, "stop_token_ids")
+        self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
         ids, output = self._tokenise(request.prompt)
         if not ids:
             raise InvalidRequest(
@@ -232,13 +221,6 @@ class TextBackend:
             )
         self._check_length(request, len(ids))
         return Prepared(ids, *self._guidance.of(request, output))
-
-    def _check_ids(self, ids: Iterable[int], param: str) -> None:
-        """An id that the model lacks would be read or written out of an array's bounds."""
-        if any(not 0 <= token < self._vocabulary for token in ids):
-            raise InvalidParameter(
-                f"`{param}`: token ids must be between 0 and {self._vocabulary - 1}.", param=param
-            )
 
     def _check_size(self, request: GenerationRequest) -> None:
         """Refuse at once what no tokenizer could fit in: 10 MB take it ten seconds to find out."""

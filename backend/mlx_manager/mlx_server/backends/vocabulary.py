@@ -1,0 +1,54 @@
+"""The tokens of a model, for requests that name them and clients that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_manager.mlx_server.core import TokenizerInfo
+from mlx_manager.mlx_server.errors import InvalidParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """size: ids are below it."""
+
+    tokenizer: Any
+    size: int
+
+    def check(self, ids: Iterable[int], param: str) -> None:
+        """An id that the model lacks would be read or written out of an array's bounds.
+
+        Raises:
+            InvalidParameter: there is no such token.
+        """
+        if any(not 0 <= token < self.size for token in ids):
+            raise InvalidParameter(
+                f"`{param}`: token ids must be between 0 and {self.size - 1}, as this model's own "
+                "tokenizer gives them.",
+                param=param,
+            )
+
+    def text(self, ids: Iterable[int], param: str) -> str:
+        """The text of tokens, special ones included.
+
+        Raises:
+            InvalidParameter: there is no such token.
+        """
+        given = list(ids)
+        self.check(given, param)
+        text: str = self.tokenizer.decode(given, skip_special_tokens=False)
+        return text
+
+    def info(self, context_length: int, chat_template: str | None = None) -> TokenizerInfo:
+        """What clients need to know of the tokenizer."""
+        return TokenizerInfo(
+            bos_token=self.tokenizer.bos_token,
+            eos_token=self.tokenizer.eos_token,
+            pad_token=self.tokenizer.pad_token,
+            unk_token=self.tokenizer.unk_token,
+            vocab_size=self.size,
+            context_length=context_length,
+            chat_template=chat_template,
+        )
