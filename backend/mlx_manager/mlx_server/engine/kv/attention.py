@@ -36,7 +36,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.kv.powers import attend_causal, block_of, pays
+from mlx_manager.mlx_server.engine.kv.powers import attend_causal, attend_rows, block_of, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
@@ -81,6 +81,7 @@ class Group:
     source: slot range of a single span, or the page table (rows, n) to gather.
     keys: how many of the keys gathered are read.
     mask: None, "causal", or bool, broadcastable to (rows, heads, queries, keys).
+    hidden: of several rows, the mask as what is added to scores.
     """
 
     start: int
@@ -89,6 +90,7 @@ class Group:
     source: tuple[int, int] | mx.array
     keys: int
     mask: mx.array | str | None
+    hidden: mx.array | None = None
 
     def read(self, store: LayerStore) -> tuple[mx.array, mx.array]:
         if isinstance(self.source, tuple):
@@ -275,8 +277,13 @@ class StepPlan:
         visible = places < last[:, None]
         if window is not None:
             visible &= places >= (last - window)[:, None]
-        mask = None if visible.all() else mx.array(visible[:, None, None])
-        return Group(start, len(spans), 1, mx.array(table), pages * size, mask)
+        keys = pages * size
+        if visible.all():
+            return Group(start, len(spans), 1, mx.array(table), keys, None)
+        mask = mx.array(visible[:, None, None])
+        # Computed once for all layers, and only where it is used.
+        hidden = mx.where(mask, 0.0, -mx.inf)
+        return Group(start, len(spans), 1, mx.array(table), keys, mask, hidden)
 
     # -- for modules that attend by themselves ------------------------------------------------
 
@@ -486,7 +493,13 @@ def _attend_group(
     # The query heads that share a key head are its queries: one product instead of several.
     rows, heads, _, dim = own.shape
     shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
-    out = mx.fast.scaled_dot_product_attention(shared, keys, values, scale=scale, mask=group.mask)
+    additive = group.mask is None or group.hidden is not None
+    if additive and pays(shared, rows * heads * keys.shape[2]):
+        out = attend_rows(shared, keys, values, scale, group.hidden)
+    else:
+        out = mx.fast.scaled_dot_product_attention(
+            shared, keys, values, scale=scale, mask=group.mask
+        )
     return out.reshape(rows, heads, 1, out.shape[-1])
 
 
@@ -497,7 +510,8 @@ def _attend_chunk(
     keys, values = group.read(store)
     queries = store.after_write(queries)
     count, seen = queries.shape[2], keys.shape[2]
-    by_powers = isinstance(group.mask, str) and sinks is None and pays(queries, keys)
+    causal = isinstance(group.mask, str) and sinks is None and seen >= 2 * count
+    by_powers = causal and pays(queries, queries.shape[1] * count * seen)
     block = count
     if mx.default_device() == mx.cpu:
         heads = queries.shape[1]

@@ -1,8 +1,8 @@
-"""Causal attention for CPUs on which MLX's exponentials are slow.
+"""Attention for CPUs on which MLX's exponentials are slow.
 
 MLX computes exponentials by Apple's vector units, and elsewhere one by one: 12 ns each on a 2024
-server core, where a power of two takes 4 and a product 0.2. Nearly all of a chunk's attention to
-a long context would be its softmax.
+server core, where a power of two takes 4 and a product 0.2. Most of the attention to a long context
+would be its softmax.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ LEAST_BLOCK = 16
 _LOG2_E = math.log2(math.e)
 
 
-def pays(queries: mx.array, keys: mx.array) -> bool:
-    """Whether `attend_causal` is faster than MLX's attention here, for arrays of such shapes."""
-    heads, count, seen = queries.shape[1], queries.shape[2], keys.shape[2]
+def pays(queries: mx.array, scores: int) -> bool:
+    """Whether so many scores are turned into weights faster here than by MLX's attention."""
     return (
-        sys.platform != "darwin"
-        and mx.default_device() == mx.cpu
+        scores >= LEAST_SCORES
         and queries.dtype == mx.float32
-        and seen >= 2 * count
-        and heads * count * seen >= LEAST_SCORES
+        and sys.platform != "darwin"
+        and mx.default_device() == mx.cpu
     )
 
 
@@ -64,3 +62,25 @@ def attend_causal(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
     weights = earlier @ mx.ones((before, 1)) + mx.sum(latest, axis=-1, keepdims=True)
     out = (earlier @ values[:, :, :before] + latest @ values[:, :, before:]) / weights
     return out.reshape(1, heads, count, values.shape[3])
+
+
+def attend_rows(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, hidden: mx.array | None
+) -> mx.array:
+    """Attention of rows to what each has before it, float32.
+
+    Args:
+        queries: (rows, kv_heads, queries, dim).
+        keys, values: (rows, kv_heads, seen, dim).
+        hidden: (rows, 1, 1, seen) 0, or -inf where a row has nothing to see.
+
+    Returns:
+        (rows, kv_heads, queries, dim of the values).
+    """
+    scores = (queries * (scale * _LOG2_E)) @ keys.swapaxes(2, 3)
+    if hidden is not None:
+        scores = scores + hidden
+    weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
+    *outer, seen = weights.shape
+    sums = (weights.reshape(-1, seen) @ mx.ones((seen, 1))).reshape(*outer, 1)
+    return (weights @ values) / sums

@@ -240,6 +240,17 @@ def test_chunks_of_long_prompts_are_what_dense_attention_gives(sinks: bool) -> N
     agree(scene.case, scene.attend(), scene.expected())
 
 
+@pytest.mark.parametrize("window", [None, 190, 500])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_many_rows_are_what_dense_attention_gives(window: int | None, sinks: bool) -> None:
+    lengths = (*range(170, 186), SLICE_TOKENS - 1)
+    crowd = [Row(length, scattered=length % 2 == 0) for length in lengths]
+    equal = [Row(SLICE_TOKENS + 16, scattered=True)] * 12
+    long = [Row(1500), Row(1400, scattered=True)]
+    scene = Scene(Case((*crowd, *equal, *long), 8, 2, 64, window=window, sinks=sinks))
+    agree(scene.case, scene.attend(), scene.expected())
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     page_size = draw(st.sampled_from([1, 2, 3, 16, 32]))

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.kv.powers import LEAST_BLOCK, attend_causal, block_of
+from mlx_manager.mlx_server.engine.kv.powers import (
+    LEAST_BLOCK,
+    attend_causal,
+    attend_rows,
+    block_of,
+)
 
 DIM = 8
 
@@ -64,3 +69,32 @@ def test_keys_that_are_a_view_of_a_larger_pool_are_read_in_place(start: int) -> 
 def test_a_block_is_never_so_small_that_products_suffer() -> None:
     assert block_of(heads=32, seen=100_000) == LEAST_BLOCK
     assert block_of(heads=4, seen=4_000) >= LEAST_BLOCK
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    loud=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_see_what_is_not_hidden_from_them(
+    lengths: list[int], kv_heads: int, group: int, loud: float, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    rows, most = len(lengths), max(lengths)
+    queries = random.normal(size=(rows, kv_heads, group, DIM)) * loud
+    keys, values = random.normal(size=(2, rows, kv_heads, most, DIM))
+    hidden = np.where(np.arange(most) < np.array(lengths)[:, None], 0, -np.inf)[:, None, None]
+    arrays = [mx.array(a.astype(np.float32)) for a in (queries, keys, values, hidden)]
+    found = np.array(attend_rows(*arrays[:3], 0.3, arrays[3]))
+    for row, length in enumerate(lengths):
+        for head in range(kv_heads):
+            alone = expected(
+                queries[row, head][:, None],
+                keys[row, head][None, :length],
+                values[row, head][None, :length],
+                0.3,
+            )
+            np.testing.assert_allclose(found[row, head], alone[:, 0], atol=1e-5 * max(loud, 2))
