@@ -27,12 +27,12 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     try:
         value = json.loads(trimmed, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _quoted(text) if textual else _literal(trimmed)
+        return quoted(text) if textual else _literal(trimmed)
     if not textual:
         return trimmed
     kind = kind_of(value)
     fits = kind != "string" and ("any" in kinds or kind in kinds)
-    return trimmed if fits or (kind == "integer" and "number" in kinds) else _quoted(text)
+    return trimmed if fits or (kind == "integer" and "number" in kinds) else quoted(text)
 
 
 def _literal(text: str) -> str:
@@ -40,10 +40,10 @@ def _literal(text: str) -> str:
         value = ast.literal_eval(text)
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except _LITERAL_ERRORS:
-        return _quoted(text)
+        return quoted(text)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -109,7 +109,7 @@ class Value:
             return as_json("".join(self._text), self._kinds) if ended else ""
         opening = "" if self._opened or not (found or ended) else '"'
         self._opened = self._opened or bool(found or ended)
-        return opening + _quoted(found)[1:-1] + ('"' if ended else "")
+        return opening + quoted(found)[1:-1] + ('"' if ended else "")
 
 
 class _JsonText:

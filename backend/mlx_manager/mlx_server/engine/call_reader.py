@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value
+from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, quoted
 from mlx_manager.mlx_server.engine.schemas import Kind, kinds_by_name
 from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
 
@@ -295,7 +295,7 @@ class CallReader:
             self._undecided.clear()
             ahead, self._missing = "", form.call_end
             if groups.get("value") is not None:
-                self._arguments.append(f"{before or '{'}{_dumps(match['key'].strip())}: ")
+                self._arguments.append(f"{before or '{'}{quoted(match['key'].strip())}: ")
                 yield from self._read_value(form, _kinds_of(match, kinds))
                 before = ", "
             elif groups.get("object") is not None:
@@ -497,7 +497,3 @@ def _kinds_of(match: regex.Match[str], named: Mapping[str, frozenset[Kind]]) -> 
         return TEXT
     kinds = named.get(match["key"].strip(), ANYTHING)
     return (kinds - TEXT or ANYTHING) if groups.get("json") is not None else kinds
-
-
-def _dumps(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

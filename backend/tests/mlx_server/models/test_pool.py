@@ -33,14 +33,6 @@ A_FEW_BYTES = 1024
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
 
 
-@pytest.fixture(scope="module")
-def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate("abc"):
-        make_tiny_model(folder / name, seed=seed)
-    return folder
-
-
 async def until_loading(pool: ModelPoolManager, name: str) -> None:
     while (await states(pool))[name] != "loading":  # noqa: ASYNC110 the pool tells nobody
         await asyncio.sleep(0)

@@ -23,14 +23,6 @@ from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import generate_completion
 
 
-@pytest.fixture(scope="module")
-def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate("abc"):
-        make_tiny_model(folder / name, seed=seed)
-    return folder
-
-
 def write(tmp_path: Path, text: str) -> Path:
     (tmp_path / "models.toml").write_text(text)
     return tmp_path / "models.toml"
