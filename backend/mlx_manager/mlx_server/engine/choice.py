@@ -24,7 +24,7 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, check
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
-from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
+from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import ModelNotSupported
@@ -146,8 +146,9 @@ def _fused(
 
 
 def _texts(page_size: int) -> list[tuple[list[int], int]]:
-    """Two sequences to compare by, each with the length of its prompt."""
-    prompts = (page_size + 5, page_size // 2 + 3)
+    """Two sequences to compare by, each with the length of its prompt: one long enough for kernels
+    of chunks, and one not."""
+    prompts = (page_size + FEW_QUERIES + 5, page_size // 2 + 3)
     return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
 
 
@@ -166,8 +167,9 @@ def run_both(
     a, b = lengths
     got: list[list[mx.array]] = [[], []]
     half = max(1, page_size // 2)
-    forward.run(None, [Chunk(0, Span(tables[0], half, half), texts[0][:half], False)])
-    yield from _computed(forward.state())
+    first = Chunk(0, Span(tables[0], half, half), texts[0][:half], False)
+    logits = forward.run(None, [first])
+    yield from _computed([*forward.state(), logits])
     last = [
         Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
         Chunk(1, Span(tables[1], b, b), texts[1][:b], True),

@@ -142,7 +142,8 @@ class Forward(Protocol):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         """Logits (rows + what chunks give, vocabulary), rows first; not evaluated.
 
-        Where there are none to give, at most one row that means nothing.
+        Where there are none to give, at most one row that means nothing. The step has been done
+        when these and `state` have been evaluated.
         """
         ...
 

@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import Splits
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 
 # Steps after which the attention's work is divided anew, and for which rows get pages ahead.
@@ -34,8 +35,10 @@ HORIZON = 16
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
-# A context that is divided among blocks, so that the kernels for that are compiled, too.
+# A context that is divided among blocks, so that the kernels for that are compiled, too, and a
+# prompt's chunk, for which memory is there anyway.
 LONG = 4096
+CHUNK = 512
 
 
 @dataclass(slots=True)
@@ -106,17 +109,22 @@ class FusedForward:
         pass
 
     def warm(self) -> None:
-        """Compile the kernels that long contexts take, which would hold up whoever comes first.
+        """Compile what long contexts and prompts take, which would hold up whoever comes first.
 
         Writes to the first page; call before there is anything in it.
         """
-        table = mx.zeros((1, LONG // self._page_size), mx.int32)
+        size = self._page_size
+        table = mx.zeros((1, LONG // size), mx.int32)
         pools = [(store.keys, store.values) for store in self.stores]
         lengths = np.array([LONG], np.int32)
         step = Step(
             mx.zeros((1,), mx.uint32), mx.array(lengths), table, pools, self._decoder.plan(lengths)
         )
         mx.eval(self._decoder.run(step))
+        row = Decode([0], [Span(PageTable([0] * (LONG // size)), LONG)], mx.zeros((1,), mx.int32))
+        prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
+        ragged = RaggedStep.of(row, [Chunk(1, prompt, [0] * CHUNK, final=True)], size)
+        mx.eval(self._decoder.run_ragged(ragged, self.stores))
 
     def _next(self, decode: Decode) -> Batch:
         last, spans = self._batch, decode.spans
