@@ -56,6 +56,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizeRequest,
 )
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
+from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
@@ -69,9 +70,6 @@ log = logging.getLogger(__name__)
 
 STALLED = 70
 """Exit code (EX_SOFTWARE) when the MLX thread hangs in native code: to be started again."""
-
-LAST_WORDS = 5.0
-"""Seconds in which calls that have failed tell their clients."""
 
 BODIES: list[type[BaseModel]] = [
     ClearRequest,

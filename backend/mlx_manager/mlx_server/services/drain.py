@@ -9,7 +9,7 @@ from mlx_manager.mlx_server.errors import ServerNotReady
 from mlx_manager.mlx_server.services.calls import Calls
 
 LAST_WORDS = 5.0
-"""Seconds that calls which have been cut get to tell their clients."""
+"""Seconds that calls which have been cut, or have failed, get to tell their clients."""
 
 
 class Drain:
