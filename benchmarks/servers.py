@@ -20,7 +20,7 @@ from typing import Any
 from harness import ROOT
 from load_client import Answer
 
-START_SECONDS = 120
+START_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True)
