@@ -207,17 +207,21 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.arra
 
 
 def _computed(arrays: Sequence[mx.array]) -> Steps[None]:
-    """Compute what a pass through the model leaves; on a CPU, where it may take a second, about a
-    layer at a time.
+    """Compute what a pass through the model leaves.
 
-    MLX holds up whoever evaluates anything, on whatever stream, while many operations are under
-    way. arrays: each after those that it is made from.
+    arrays: each after those that it is made from, so that there are about as many as layers.
     """
-    at_once = 2 if mx.default_device() == mx.cpu else max(1, len(arrays))
-    for start in range(0, len(arrays), at_once):
-        piece = arrays[start : start + at_once]
-        mx.async_eval(piece)  # type: ignore[no-untyped-call]
-        yield from beside(partial(mx.eval, piece))
+    if mx.default_device() != mx.cpu:
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+    yield from beside(partial(_evaluate, arrays))
+
+
+def _evaluate(arrays: Sequence[mx.array]) -> None:
+    """A layer at a time: MLX holds up whoever evaluates anything, on whatever stream, while a
+    hundred operations are under way.
+    """
+    for start in range(0, len(arrays), 2):
+        mx.eval(arrays[start : start + 2])
 
 
 def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:

@@ -14,11 +14,14 @@ T = TypeVar("T")
 def side_stream() -> mx.Stream:
     """Where a load computes: on a CPU beside the steps, which would queue behind it.
 
-    A GPU's steps share its time anyway, and files are read on no stream of its.
+    There any thread may evaluate on it, one at a time: the MLX thread, and while that is told that
+    something is done aside (`utils.steps`), the thread that does it. A GPU's steps share its time
+    anyway, and files are read on no stream of its.
     """
     device = mx.default_device()
-    beside = device == mx.Device(mx.cpu)
-    return mx.new_stream(device) if beside else mx.default_stream(device)
+    if device == mx.Device(mx.cpu):
+        return mx.new_thread_unsafe_stream(device)
+    return mx.default_stream(device)
 
 
 def on_stream(stream: mx.Stream, steps: Steps[T]) -> Steps[T]:

@@ -8,6 +8,7 @@ freed before the next is read, so that both forms of a whole model are never in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.utils.steps import Aside, Steps
+from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
 Setting = Literal["auto", "keep", "dequantize"]
@@ -27,6 +28,8 @@ Device = Literal["cpu", "cuda", "metal"]
 
 PIECE = 32 * 2**20
 """Bytes evaluated at once: what a running stream waits for where it shares their stream."""
+PIECE_BESIDE = 128 * 2**20
+"""The same where it has a stream of its own: what the end of the program waits for."""
 MOST_ARRAYS = 2
 """Each may be read, converted and turned. MLX holds up whoever evaluates anything, on whatever
 stream, while ten operations are under way."""
@@ -150,27 +153,38 @@ def by_columns(weight: mx.array) -> mx.array:
 
 
 def evaluated(model: nn.Module) -> Steps[None]:
-    """Compute (read, convert) the parameters; each piece can be waited for on another thread."""
+    """Compute (read, convert) the parameters, and what the modules keep beside them."""
+    most = PIECE_BESIDE if default_device() == "cpu" else PIECE
+    kept = [value for module in model.modules() for value in kept_by(module)]
     piece: list[mx.array] = []
-    nbytes = 0
-    for _, array in tree_flatten(model.parameters()):
+    for array in [*(array for _, array in tree_flatten(model.parameters())), *kept]:
         piece.append(array)
-        nbytes += array.nbytes
-        if nbytes >= PIECE or len(piece) >= MOST_ARRAYS:
+        if sum(array.nbytes for array in piece) >= most:
             yield from computed(piece)
-            piece, nbytes = [], 0
+            piece = []
     yield from computed(piece)
 
 
-def computed(piece: list[mx.array]) -> Steps[None]:
-    """Compute a few arrays; another thread can wait for them."""
-    mx.async_eval(piece)  # type: ignore[no-untyped-call]
-    # What is under way needs no stream of the waiting thread's own.
-    waiting = Aside(partial(mx.eval, piece))
-    try:
-        yield waiting
-    finally:
-        waiting.result()
+def kept_by(module: nn.Module) -> list[mx.array]:
+    """What is no parameter by its name, such as a rotation's frequencies."""
+    return [
+        value
+        for name, value in module.items()
+        if name.startswith("_") and isinstance(value, mx.array)
+    ]
+
+
+def computed(arrays: Sequence[mx.array]) -> Steps[None]:
+    """Compute `arrays`: on a CPU on another thread, elsewhere waited for on another thread."""
+    if default_device() != "cpu":
+        # What is under way needs no stream of the waiting thread's own.
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+    yield from beside(partial(_evaluate, arrays))
+
+
+def _evaluate(arrays: Sequence[mx.array]) -> None:
+    for start in range(0, len(arrays), MOST_ARRAYS):
+        mx.eval(arrays[start : start + MOST_ARRAYS])
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:

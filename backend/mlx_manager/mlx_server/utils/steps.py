@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,23 +39,30 @@ class Aside(Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._outcome: Done[T] | Exception | None = None
+        self._working = Lock()
 
     def run(self) -> None:
-        """Do it. A failure is kept for who asks for the result."""
-        try:
-            self._outcome = Done(self._work())
-        except BROKEN as error:
-            self._outcome = error
+        """Do it, once. A failure is kept for who asks for the result."""
+        with self._working:
+            if self._outcome is None:
+                try:
+                    self._outcome = Done(self._work())
+                except BROKEN as error:
+                    self._outcome = error
 
     def result(self) -> T:
-        if self._outcome is None:
-            self.run()
+        self.run()
         match self._outcome:
             case Done(value):
                 return value
             case error:
                 assert error is not None
                 raise error
+
+    def abandon(self) -> None:
+        """Wait for it if it is under way, and otherwise see to it that it never is."""
+        with self._working:
+            self._outcome = self._outcome or RuntimeError("nobody waits for it any more")
 
 
 Steps = Generator[Aside[Any] | None, None, T]
@@ -64,7 +72,11 @@ Steps = Generator[Aside[Any] | None, None, T]
 def beside(work: Callable[[], T]) -> Steps[T]:
     """What `work` returns, done on another thread."""
     aside = Aside(work)
-    yield aside
+    try:
+        yield aside
+    except GeneratorExit:
+        aside.abandon()
+        raise
     return aside.result()
 
 

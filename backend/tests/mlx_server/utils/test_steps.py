@@ -44,3 +44,35 @@ def test_a_failure_is_raised_where_the_result_is_asked_for():
     aside.run()
     with pytest.raises(OSError, match="no such file"):
         advance(steps)
+
+
+def test_steps_that_are_closed_wait_for_what_is_under_way():
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(30)
+        done.set()
+
+    steps = beside(work)
+    aside = advance(steps)
+    assert isinstance(aside, Aside)
+    other = threading.Thread(target=aside.run)
+    other.start()
+    assert begun.wait(30)
+    closer = threading.Thread(target=steps.close)
+    closer.start()
+    go_on.set()
+    closer.join()
+    assert done.is_set()
+    other.join()
+
+
+def test_what_has_not_begun_when_its_steps_are_closed_never_does():
+    done: list[bool] = []
+    steps = beside(lambda: done.append(True))
+    aside = advance(steps)
+    assert isinstance(aside, Aside)
+    steps.close()
+    aside.run()
+    assert not done
