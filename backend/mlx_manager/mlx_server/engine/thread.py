@@ -1,6 +1,7 @@
 """The one thread that owns every mlx call: load, step, free.
 
-MLX's streams are thread-local, so an array made here can only be computed here. Everybody else
+MLX's streams are thread-local, so an array made here can only be computed here (`models/streams.py`
+has the one exception, for loads). Everybody else
 sends messages: `call` (awaits the result), `post` (does not wait). Between messages the thread
 steps the engines that have work; with neither it blocks in the queue and never polls.
 
