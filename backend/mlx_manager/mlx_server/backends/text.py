@@ -102,7 +102,7 @@ class TextBackend:
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
         forward = forward or choose(loaded.model, limits.page_size)
-        limits, working = with_chunk(limits, loaded.model, forward, ledger.available())
+        limits, working = with_chunk(limits, loaded.model, forward, ledger)
         self._engine = TextEngine(
             loaded.id,
             forward,

@@ -136,12 +136,13 @@ def _fused(
         yield None
         if wrong is None:
             wrong = yield from reference.disagreement(fused)
+        if wrong is None:
+            fused.warm()
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
         log.warning("%s: the fused decoder is not used: %s", name, wrong)
         return ragged
-    fused.warm()
     return fused
 
 

@@ -51,12 +51,12 @@ Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 
 STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still
-# at the next ones.
-LAYERS_AT_A_TIME = 4
+# at the next ones. To queue is to give up Python's lock, and to wait for it again.
+LAYERS_AT_A_TIME = 8
 # What is queued keeps all that it works on until it has run, some 150 kB a token and layer of an
 # 8B. So with more tokens than this the host stays at most so many pieces ahead.
 TOKENS_AHEAD = 1024
-PIECES_AHEAD = 2
+PIECES_AHEAD = 1
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
 MOST_COMPILED = 64
 
@@ -492,16 +492,23 @@ class FusedDecoder:
         A kind of step (rows, width of the table, length of the work lists) that keeps coming is
         compiled, which halves the host's share and holds everybody up once.
         """
-        cuts = [(window, cut.divided) for window, cut in step.splits.items()]
         kind = (step.table.shape, *((cut.work, cut.divided) for cut in step.splits.values()))
         self._seen[kind] += 1
-        run = self._compiled.get(kind, partial(self._run, cuts))
+        run = self._compiled.get(kind, self._runner(step))
         if kind not in self._compiled and self._seen[kind] > STEPS_BEFORE_COMPILING:
             if len(self._compiled) == MOST_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
             run = self._compiled[kind] = self._compile(run)
-        items = [cut.items for cut in step.splits.values()]
-        return run(step.tokens, step.lengths, step.table, step.pools, items)
+        return run(*_arrays(step))
+
+    def run_compiled(self, step: Step) -> mx.array:
+        """As `run`, but compiled now. The first time on a machine that takes MLX 17 s on an H200,
+        for kernels that it keeps on disk and that all kinds of steps share."""
+        return self._compile(self._runner(step))(*_arrays(step))
+
+    def _runner(self, step: Step) -> Callable[..., mx.array]:
+        cuts = [(window, cut.divided) for window, cut in step.splits.items()]
+        return partial(self._run, cuts)
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not.
@@ -546,6 +553,11 @@ class FusedDecoder:
         for layer, pool in zip(self._layers, pools, strict=True):
             hidden = layer(hidden, rotations, pool, step)
         return self._head(hidden)
+
+
+def _arrays(step: Step) -> tuple[Any, ...]:
+    items = [cut.items for cut in step.splits.values()]
+    return step.tokens, step.lengths, step.table, step.pools, items
 
 
 def _build(

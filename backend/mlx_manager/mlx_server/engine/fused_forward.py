@@ -121,10 +121,14 @@ class FusedForward:
             mx.zeros((1,), mx.uint32), mx.array(lengths), table, pools, self._decoder.plan(lengths)
         )
         mx.eval(self._decoder.run(step))
-        row = Decode([0], [Span(PageTable([0] * (LONG // size)), LONG)], mx.zeros((1,), mx.int32))
+        mx.eval(self._decoder.run_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
-        ragged = RaggedStep.of(row, [Chunk(1, prompt, [0] * CHUNK, final=True)], size)
-        mx.eval(self._decoder.run_ragged(ragged, self.stores))
+        for length in (size, LONG):
+            row = Span(PageTable([0] * (length // size)), length)
+            decode = Decode([0], [row], mx.zeros((1,), mx.int32))
+            chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
+            ragged = RaggedStep.of(decode, [chunk], size)
+            mx.eval(self._decoder.run_ragged(ragged, self.stores))
 
     def _next(self, decode: Decode) -> Batch:
         last, spans = self._batch, decode.spans

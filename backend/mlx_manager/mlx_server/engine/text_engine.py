@@ -61,9 +61,11 @@ LEAST_CHUNK = 8
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
-# of a GPU's own memory at least this part of what there is.
+# of a GPU's own memory at least this part of what is left.
 LEAST_GROWTH_AHEAD = 1024
-LEAST_PART_AHEAD = 0.5
+LEAST_PART_AHEAD = 0.8
+# Of what there is, what is worth copying all of it for while kept pages could be given up instead.
+WORTHWHILE = 1 / 8
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
@@ -321,7 +323,7 @@ class TextEngine:
         self._meter.host.add(self._clock() - began - self._waited)
         if self._under_way is None:
             self._last_read = None
-            if not self._scheduler.has_work:
+            if not self._scheduler.has_work and not mx.cuda.is_available():
                 clear_cache()
 
     def _may_look_ahead(self) -> bool:
@@ -579,6 +581,8 @@ class TextEngine:
         if self._grow_by(wanted, urgent=urgent):
             return True
         affordable = self._ledger.available() // max(self.page_bytes, 1)
+        if not urgent and affordable < WORTHWHILE * self._pool.size:
+            return False
         return self._grow_by(max(lacking, min(affordable, wanted)), urgent=urgent)
 
     def _least_growth(self) -> int:
@@ -690,15 +694,18 @@ def chunk_of(limits: EngineLimits) -> int:
 
 
 def with_chunk(
-    limits: EngineLimits, model: nn.Module, forward: Forward, available: int
+    limits: EngineLimits, model: nn.Module, forward: Forward, ledger: Ledger
 ) -> tuple[EngineLimits, int]:
     """The limits with a size for chunks, and the bytes that a step of so many tokens works on.
 
-    Where the owner named none, no larger than leaves most of the `available` bytes to pages.
+    Where the owner named none, no larger than leaves most of what the ledger has to pages.
     """
+    # What choosing the forward has left behind.
+    clear_cache()
+    most = ledger.available() // 4
     tokens = chunk_of(limits)
     working = working_bytes(model, forward, tokens, limits.max_rows)
-    while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > available // 4:
+    while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
         tokens //= 2
         working = working_bytes(model, forward, tokens, limits.max_rows)
     return replace(limits, prefill_chunk=tokens), working
