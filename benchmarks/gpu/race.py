@@ -200,7 +200,9 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
             rate = inside.measure([512] * 64, 256, 5000 + number, whole=True)["rate"]
             table.append(["in process", str(number + 1), f"{rate:,.0f}", *[""] * 7])
             table.append([ours.name, str(number + 1), *over_http(ours, 1000 + 17 * number)])
-            print(*map(" | ".join, table[-2:]), sep="\n", file=sys.stderr, flush=True)
+            print(
+                *map(" | ".join, table[-2:]), card_memory(), sep="\n", file=sys.stderr, flush=True
+            )
     if "vllm" in options.sides:
         with vllm_server(folder, options.vllm_python) as theirs:
             for number in range(-1, options.rounds):
@@ -210,6 +212,12 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
     columns += ["32 running: median gap ms", "p99 while 8 000 tokens come ms", "ratio"]
     columns += ["8 000 tokens cold TTFT s", "warm", "ratio"]
     print_report(f"Over HTTP on a GPU, {shape}, bf16", columns, table)
+
+
+def card_memory() -> str:
+    """What is in use on the card, by all processes."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
+    return f"in use on the card: {subprocess.run(command, capture_output=True, text=True).stdout}"
 
 
 def over_http(server: Server, seed: int) -> list[str]:
