@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -216,8 +217,11 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
 
 def card_memory() -> str:
     """What is in use on the card, by all processes."""
+    if shutil.which("nvidia-smi") is None:
+        return "in use on the card: unknown"
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
-    return f"in use on the card: {subprocess.run(command, capture_output=True, text=True).stdout}"
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return f"in use on the card: {told.strip()}"
 
 
 def over_http(server: Server, seed: int) -> list[str]:
