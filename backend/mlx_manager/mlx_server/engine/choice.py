@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.engine.forward import (
 )
 from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, check
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
+from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
@@ -88,18 +89,18 @@ def choosing(
     """
     reference = yield from Reference.of(model, page_size)
     built = KernelSet(kernels)
-    ways: list[Callable[[], Forward]] = [
-        lambda: RaggedForward(model, page_size, Reading.PAGES, built),
-        lambda: RaggedForward(model, page_size, Reading.PAGES),
-        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
-        lambda: SeparateForward(model, page_size, Reading.PAGES),
-        lambda: SeparateForward(model, page_size, Reading.GATHERED),
-        lambda: SeparateForward(model, page_size, Reading.GROUPED),
+    ways: list[Steps[Forward]] = [
+        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
+        joining(model, page_size),
+        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
+        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
+        _at_once(lambda: SeparateForward(model, page_size, Reading.PAGES)),
+        _at_once(lambda: SeparateForward(model, page_size, Reading.GATHERED)),
+        _at_once(lambda: SeparateForward(model, page_size, Reading.GROUPED)),
     ]
     for way in ways:
         try:
-            forward = way()
-            yield None
+            forward = yield from way
             disagreement = yield from reference.disagreement(forward)
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", type(model).__module__, error)
@@ -110,11 +111,18 @@ def choosing(
             for store in forward.stores:
                 store.resize(0)
             return forward
-        log.debug("%s forward: %s", forward.kind, disagreement)
+        level = logging.WARNING if forward.kind == "fused" else logging.DEBUG
+        log.log(level, "%s: not %s: %s", type(model).__module__, forward.kind, disagreement)
     log.warning(
         "%s cannot be batched: its requests are served one at a time", type(model).__module__
     )
     return AloneForward(model)
+
+
+def _at_once(make: Callable[[], Forward]) -> Steps[Forward]:
+    forward = make()
+    yield None
+    return forward
 
 
 def _fused(

@@ -8,6 +8,9 @@
   state is in mlx-lm's own batch caches.
 * `AloneForward`: each row by itself over mlx-lm's own caches. For everything else.
 
+The common decoder has ways of its own over the same pages: `fused_forward` on a GPU, `joined` on a
+CPU.
+
 Which one is right is not looked up in a list of families but found out when a model is loaded, by
 `choice.choose`.
 """
@@ -214,7 +217,7 @@ class RaggedForward:
         # Kernels divide the work by themselves; without them, rows of like length are gathered.
         if self.looks_ahead:
             return list(range(len(lengths)))
-        return sorted(range(len(lengths)), key=lengths.__getitem__)
+        return shortest_first(lengths)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         step = RaggedStep.of(decode, chunks, self._page_size)
@@ -237,6 +240,11 @@ class RaggedForward:
 
     def restore(self, key: int, snapshot: Snapshot) -> None:
         pass
+
+
+def shortest_first(lengths: Sequence[int]) -> list[int]:
+    """`Forward.order` for rows of which those of like length are gathered."""
+    return sorted(range(len(lengths)), key=lengths.__getitem__)
 
 
 def order_after(before: Sequence[int], keys: Sequence[int]) -> list[int]:

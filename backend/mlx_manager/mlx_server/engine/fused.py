@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -43,6 +44,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
+from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKernels
 
@@ -61,7 +63,7 @@ PIECES_AHEAD = 1
 MOST_COMPILED = 64
 
 
-class _NotFusable(Exception):
+class NotFusable(Exception):
     """The module is no common decoder; the message says what is different."""
 
 
@@ -146,22 +148,23 @@ def _norm(norm: nn.RMSNorm) -> Norm:
 
 def _gate(both: mx.array) -> mx.array:
     gate, up = mx.split(both, 2, axis=-1)
+    if pays(both, gate.size):
+        return gated_by(gate, up)
     gated: mx.array = swiglu(gate, up)
     return gated
 
 
 def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection:
-    """One product for several of the same input. Their weights become views of the joined ones."""
+    """One product for several of the same input. Their weights become views of the joined ones,
+    lazily: both are there until `Anatomy.weights` are evaluated."""
     first = linears[0]
     joined = dict(first)
     if len(linears) > 1:
-        joined = {name: mx.concatenate([linear[name] for linear in linears]) for name in joined}
-        mx.eval(joined)
+        joined = {name: _below([linear[name] for linear in linears]) for name in joined}
         start = 0
         for linear in linears:
             stop = start + linear["weight"].shape[0]
             linear.update({name: array[start:stop] for name, array in joined.items()})
-            mx.eval(linear.parameters())
             start = stop
     if isinstance(first, nn.QuantizedLinear):
         return Quantized(
@@ -177,6 +180,16 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
     return Dense(joined["weight"], joined.get("bias"), few if served else None)
 
 
+def _below(parts: Sequence[mx.array]) -> mx.array:
+    """`parts`, one below the other; in memory by columns where the first of them is."""
+    first = parts[0]
+    if first.dtype == mx.float32 and first.ndim == 2:
+        rows, columns = np.array(first, copy=False).strides
+        if rows < columns:
+            return mx.concatenate([part.T for part in parts], axis=1).T
+    return mx.concatenate(list(parts))
+
+
 # ---------------------------------------------------------------------------------------------
 # Reading the module
 # ---------------------------------------------------------------------------------------------
@@ -187,6 +200,7 @@ _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
     {"qkv_proj", "o_proj", "rope"},
 )
+_GIVEN = {"self", "x", "mask", "cache"}
 _MLPS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _BODY = {"embed_tokens", "layers", "norm"}
@@ -213,6 +227,9 @@ class Anatomy:
         _expect(_parts(block) == _BLOCK, "a block of other parts")
         attention, mlp = block.self_attn, block.mlp
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
+        # What else it is given may depend on the position, and differ only far into a text.
+        given = signature(type(attention).__call__).parameters.keys()
+        _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
         _expect(_parts(mlp) in _MLPS, "an MLP of other parts")
         _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
@@ -252,6 +269,11 @@ class Anatomy:
             window=window,
         )
 
+    def weights(self) -> list[mx.array]:
+        """Of the projections."""
+        projections = (*self.qkv, self.output, *self.gate_up, self.down)
+        return [array for projection in projections for array in projection.parameters().values()]
+
 
 def _parts(module: nn.Module) -> set[str]:
     """Names of the modules, and of the lists of modules, that `module` is made of."""
@@ -277,7 +299,7 @@ def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[
 
 def _expect(holds: bool, what: str) -> None:
     if not holds:
-        raise _NotFusable(what)
+        raise NotFusable(what)
 
 
 def _windows(model: nn.Module) -> list[int | None]:
@@ -289,7 +311,7 @@ def _windows(model: nn.Module) -> list[int | None]:
             case RotatingKVCache(keep=0):
                 windows.append(cache.max_size)
             case _:
-                raise _NotFusable(f"a cache of type {type(cache).__name__}")
+                raise NotFusable(f"a cache of type {type(cache).__name__}")
     return windows
 
 
@@ -371,21 +393,56 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """What a step needs of one layer. `rotation` numbers the decoder's kinds of rotation."""
+class Block:
+    """The products of one layer, joined."""
 
     norm: nn.RMSNorm
     qkv: Projection
+    output: Projection
+    mlp_norm: nn.RMSNorm
+    gate_up: Projection
+    down: Projection
+
+    @staticmethod
+    def of(
+        anatomy: Anatomy,
+        few: ProductKernels | None = None,
+        norm: Callable[[nn.RMSNorm], nn.RMSNorm] = lambda own: own,
+    ) -> Block:
+        """Its weights are joined, and those of the module become views of them: see `join`.
+
+        few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
+        """
+        return Block(
+            norm=norm(anatomy.norms[0]),
+            qkv=join(anatomy.qkv, few),
+            output=join([anatomy.output], few),
+            mlp_norm=norm(anatomy.norms[1]),
+            gate_up=join(anatomy.gate_up, few),
+            down=join([anatomy.down], few),
+        )
+
+    def heads(self, hidden: mx.array) -> mx.array:
+        """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
+        return self.qkv.normed(hidden, self.norm)
+
+    def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
+        """The layer's result. attended: (tokens, heads * dim)."""
+        hidden = self.output.added_to(hidden, attended)
+        return self.down.added_to(hidden, self.gate_up.gated(hidden, self.mlp_norm))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a step needs of one layer. `rotation` numbers the decoder's kinds of rotation."""
+
+    block: Block
     head_norms: tuple[mx.array, mx.array] | None
     rotation: int
     rotary: Rotary
     kernels: PagedKernels
     scale: float
     window: int | None
-    output: Projection
-    mlp_norm: nn.RMSNorm
-    gate_up: Projection
-    down: Projection
 
     def __call__(
         self,
@@ -395,7 +452,7 @@ class Layer:
         step: Step,
     ) -> mx.array:
         attended = self.kernels.attend_fused(
-            self.qkv.normed(hidden, self.norm),
+            self.block.heads(hidden),
             rotations[self.rotation],
             self.head_norms,
             *pool,
@@ -406,7 +463,7 @@ class Layer:
             splits=step.splits[self.window],
             window=self.window,
         )
-        return self._after(hidden, attended)
+        return self.block.after(hidden, attended)
 
     def ragged(
         self,
@@ -416,20 +473,16 @@ class Layer:
         plan: StepPlan,
     ) -> mx.array:
         queries = self.kernels.rotate_and_write(
-            self.qkv.normed(hidden, self.norm),
+            self.block.heads(hidden),
             rotations[self.rotation],
             self.head_norms,
             store.keys,
             store.values,
-            plan.slot_array,
+            plan.numbers.array,
             rotary=self.rotary,
         )
         attended = attend(queries, store, plan, self.scale, self.window)
-        return self._after(hidden, attended.reshape(hidden.shape[0], -1))
-
-    def _after(self, hidden: mx.array, attended: mx.array) -> mx.array:
-        hidden = self.output.added_to(hidden, attended)
-        return self.down.added_to(hidden, self.gate_up.gated(hidden, self.mlp_norm))
+        return self.block.after(hidden, attended.reshape(hidden.shape[0], -1))
 
 
 class FusedDecoder:
@@ -475,7 +528,7 @@ class FusedDecoder:
         """
         try:
             return _build(model, page_size, kernels, products, compile)
-        except _NotFusable as reason:
+        except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
     def plan(self, lengths: Lengths) -> dict[int | None, Splits]:
@@ -560,6 +613,49 @@ def _arrays(step: Step) -> tuple[Any, ...]:
     return step.tokens, step.lengths, step.table, step.pools, items
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A common decoder, before anything is joined.
+
+    rotations: its kinds of rotation. kinds: the number of each layer's among them.
+    """
+
+    layers: list[Anatomy]
+    rotations: list[Rotation]
+    kinds: list[int]
+    embed: Callable[[mx.array], mx.array]
+    norm: nn.RMSNorm
+    vocabulary: Callable[[mx.array], mx.array]
+
+    @staticmethod
+    def of(model: nn.Module, page_size: int) -> Common:
+        """
+        Raises:
+            NotFusable: `model` is something else.
+        """
+        _expect("model" in model and _parts(model) <= {"model", "lm_head"}, "a head")
+        body = model.model
+        _expect(_parts(body) == _BODY and type(body.norm) is nn.RMSNorm, "a body of other parts")
+        windows = _windows(model)
+        _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
+        layers = [
+            Anatomy.of(block, window, page_size)
+            for block, window in zip(body.layers, windows, strict=True)
+        ]
+        ropes = [_kind(layer.rope) for layer in layers]
+        firsts = list(dict.fromkeys(ropes))
+        of_kind = [layers[ropes.index(kind)] for kind in firsts]
+        tied = "lm_head" not in model
+        return Common(
+            layers,
+            [Rotation.of(layer.rope, layer.rotary) for layer in of_kind],
+            [firsts.index(kind) for kind in ropes],
+            body.embed_tokens,
+            body.norm,
+            body.embed_tokens.as_linear if tied else model.lm_head,
+        )
+
+
 def _build(
     model: nn.Module,
     page_size: int,
@@ -567,56 +663,34 @@ def _build(
     products: BuildProducts,
     compile: Compile,
 ) -> FusedDecoder:
-    _expect("model" in model and _parts(model) <= {"model", "lm_head"}, "a head")
-    body = model.model
-    _expect(_parts(body) == _BODY and type(body.norm) is nn.RMSNorm, "a body of other parts")
-    windows = _windows(model)
-    _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
-    anatomies = [
-        Anatomy.of(block, window, page_size)
-        for block, window in zip(body.layers, windows, strict=True)
-    ]
-    built = {shape: kernels(shape) for shape in {anatomy.shape for anatomy in anatomies}}
-    multiplier = products(anatomies[0].shape.dtype)
+    common = Common.of(model, page_size)
+    built = {shape: kernels(shape) for shape in {anatomy.shape for anatomy in common.layers}}
+    multiplier = products(common.layers[0].shape.dtype)
     few = None if isinstance(multiplier, Unsupported) else multiplier
-    rotations: dict[tuple[Any, ...], Rotation] = {}
     layers = []
-    for anatomy in anatomies:
+    for anatomy, kind in zip(common.layers, common.kinds, strict=True):
         of_shape = built[anatomy.shape]
         if isinstance(of_shape, Unsupported):
-            raise _NotFusable(of_shape.reason)
-        kind = _kind(anatomy.rope)
-        if kind not in rotations:
-            rotations[kind] = Rotation.of(anatomy.rope, anatomy.rotary)
-        layers.append(_layer(anatomy, of_shape, list(rotations).index(kind), few))
-    tied = "lm_head" not in model
-    vocabulary = body.embed_tokens.as_linear if tied else model.lm_head
+            raise NotFusable(of_shape.reason)
+        norms, block = anatomy.head_norms, Block.of(anatomy, few)
+        mx.eval(anatomy.weights())
+        layers.append(
+            Layer(
+                block=block,
+                head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
+                rotation=kind,
+                rotary=anatomy.rotary,
+                kernels=of_shape,
+                scale=anatomy.scale,
+                window=anatomy.window,
+            )
+        )
     return FusedDecoder(
         layers,
-        list(rotations.values()),
-        body.embed_tokens,
-        lambda hidden: vocabulary(body.norm(hidden)),
+        common.rotations,
+        common.embed,
+        lambda hidden: common.vocabulary(common.norm(hidden)),
         compile,
-    )
-
-
-def _layer(
-    anatomy: Anatomy, kernels: PagedKernels, rotation: int, few: ProductKernels | None
-) -> Layer:
-    norms = anatomy.head_norms
-    return Layer(
-        norm=anatomy.norms[0],
-        qkv=join(anatomy.qkv, few),
-        head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
-        rotation=rotation,
-        rotary=anatomy.rotary,
-        kernels=kernels,
-        scale=anatomy.scale,
-        window=anatomy.window,
-        output=join([anatomy.output], few),
-        mlp_norm=anatomy.norms[1],
-        gate_up=join(anatomy.gate_up, few),
-        down=join([anatomy.down], few),
     )
 
 

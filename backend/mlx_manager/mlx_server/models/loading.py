@@ -258,7 +258,7 @@ def settle_weights(
 def lay_out(model: nn.Module) -> Steps[None]:
     """Turn the weights whose products are faster for it, pausing after each product timed."""
     for layers in layers_alike(model):
-        if (yield from faster_by_columns(layers[0])):
+        if (yield from faster_by_columns(layers)):
             for layer in layers:
                 layer.weight = by_columns(layer.weight)
         yield None

@@ -12,6 +12,7 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.models.weights import (
+    PIECE,
     Device,
     Form,
     activation_dtype,
@@ -29,7 +30,9 @@ SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
-SMALLEST_LAID_OUT = 2**18
+SMALLEST_LAID_OUT = 2**16
+LAYERS_AT_ONCE = 8
+"""At most, of a kind: a layer of a step finds nothing of its weight in a core's caches."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
@@ -52,10 +55,10 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
     for form in sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True):
         dtype = mx.float32 if form.wide else narrow
         sample = converted(sample_of(layer, device), form)
-        times[form] = [(yield from seconds(sample, ROWS[0], dtype))]
+        times[form] = [(yield from seconds([sample], ROWS[0], dtype))]
         if times[form][0] <= HOPELESS * min(taken[0] for taken in times.values()):
             for rows in ROWS[1:]:
-                times[form].append((yield from seconds(sample, rows, dtype)))
+                times[form].append((yield from seconds([sample], rows, dtype)))
     best = min(times, key=lambda form: prod(times[form]) if len(times[form]) > 1 else inf)
     figures = ", ".join(
         f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
@@ -72,20 +75,25 @@ def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
     return [layers for layers in groups.values() if elements(layers[0]) >= SMALLEST_LAID_OUT]
 
 
-def faster_by_columns(layer: nn.Linear) -> Steps[bool]:
-    """Whether a CPU's products with `layer` gain from its weight lying in memory by columns.
+def faster_by_columns(layers: Sequence[nn.Linear]) -> Steps[bool]:
+    """Whether a CPU's products with `layers`, which are alike, gain from weights that lie in memory
+    by columns.
 
     A BLAS packs the weight for every product, and with few rows the packing takes the time. It
     crawls where the stride is a large power of two, which for one layout is the number of inputs
     and for the other that of outputs.
     """
-    sample = copy.copy(layer)
-    sample.weight = by_columns(layer.weight)
-    products = {"stored": 1.0, "other": 1.0}
-    for name, each in (("stored", layer), ("other", sample)):
+    stored = layers[: max(1, min(LAYERS_AT_ONCE, PIECE // layers[0].weight.nbytes))]
+    turned = [copy.copy(layer) for layer in stored]
+    for layer in turned:
+        layer.weight = by_columns(layer.weight)
+    products = []
+    for sample in (stored, turned):
+        times = []
         for rows in ROWS:
-            products[name] *= yield from seconds(each, rows, mx.float32)
-    return products["other"] < GAIN**2 * products["stored"]
+            times.append((yield from seconds(sample, rows, mx.float32)))
+        products.append(prod(times))
+    return products[1] < GAIN**2 * products[0]
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:
@@ -114,8 +122,9 @@ def sample_of(layer: nn.Module, device: Device) -> nn.Module:
     return sample
 
 
-def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> Steps[float]:
-    """The least time of a product with `rows` rows of activations."""
+def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[float]:
+    """The least time of products with `layers`, which are alike, and `rows` rows of activations."""
+    layer = layers[0]
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
     # A decode step's shape: the CUDA kernel for quantised weights takes each row alone there.
     x = mx.random.normal((rows, 1, inputs), key=mx.random.key(0)).astype(dtype)
@@ -123,14 +132,15 @@ def seconds(layer: nn.Module, rows: int, dtype: mx.Dtype) -> Steps[float]:
     if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
         experts = mx.arange(rows)[:, None] % layer.weight.shape[0]
         arguments = (x.reshape(rows, 1, 1, inputs), experts)
-    yield from computed([*arguments, *layer.parameters().values()])
+    weights = [array for layer in layers for array in layer.parameters().values()]
+    yield from computed([*arguments, *weights])
     # The first is not counted: it may compile a kernel, or wake threads.
-    yield from computed([layer(*arguments)])
+    yield from computed([layer(*arguments) for layer in layers])
     taken: list[float] = []
     turn = 0
     while len(taken) < SAMPLES or sum(taken) < ENOUGH:
         start = perf_counter()
-        mx.eval(layer(*arguments))
+        mx.eval([layer(*arguments) for layer in layers])
         taken.append(perf_counter() - start)
         if sum(taken[turn:]) > TURN:
             turn = len(taken)

@@ -14,7 +14,9 @@ from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.utils.steps import Aside, Done, advance
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "ragged"), ("gemma2", "separate")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "fused"), ("gemma3_text", "ragged"), ("gemma2", "separate")]
+)
 def test_every_pass_of_a_comparison_is_computed_aside(family: str, kind: str) -> None:
     model = random_model({"model_type": family, **FAMILIES[family]}, seed=0, dtype=mx.float32)
     step = mx.ones((64, 64)) @ mx.ones((64, 64))

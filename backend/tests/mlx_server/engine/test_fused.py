@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.common_decoders import MODELS, make
 from engine.portable import Portable, plainly
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -14,6 +15,15 @@ from mlx_manager.mlx_server.engine.fused import FusedDecoder
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits, Unsupported
 
 PAGE = 16
+MINISTRAL = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16,
+    },
+}
 
 
 class PortableProducts:
@@ -31,60 +41,6 @@ class PortableProducts:
     def gated(self, x, weight, *, norm=None, bias=None):
         gate, up = mx.split(self.multiply(x, weight, norm=norm, bias=bias), 2, axis=-1)
         return nn.silu(gate) * up
-
-
-DIMENSIONS = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 97,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-MODELS = {
-    "llama": ("llama", {}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "traditional": ("llama", {"rope_traditional": True}),
-    "llama3-rope": ("llama", {"rope_scaling": LLAMA3}),
-    "yarn": ("llama", {"rope_scaling": YARN}),
-    "windows": (
-        "llama",
-        {
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "sliding_window": 24,
-        },
-    ),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "phi3": ("phi3", {}),
-    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),
-    "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
-}
-
-
-def make(family: str, changes: dict) -> nn.Module:
-    module = __import__(f"mlx_lm.models.{family}", fromlist=["Model"])
-    mx.random.seed(3)
-    config = {"model_type": family, **DIMENSIONS, **changes}
-    model = module.Model(module.ModelArgs.from_dict(config))
-    # Norms and biases are born as ones and zeros, which would hide their being mixed up.
-    model.apply(lambda x: x + 0.3 * mx.random.normal(x.shape) if x.ndim == 1 else x * 2)
-    mx.eval(model.parameters())
-    return model
 
 
 @pytest.fixture(params=MODELS, ids=list(MODELS))
@@ -144,6 +100,7 @@ def test_the_module_keeps_working_and_nothing_exists_twice():
     [
         ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}, "a body of other parts"),
         ("olmo2", {"head_dim": 16}, "a block of other parts"),
+        ("ministral3", MINISTRAL, "attention that takes attn_scale"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "DynamicNTK"),
         ("llama", {"num_attention_heads": 8}, "rotation of 8 elements"),
     ],

@@ -118,4 +118,4 @@ async def test_without_kernels_nothing_looks_ahead(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", "llama")
     without = partial(choose, kernels=lambda shape: Unsupported("no GPU"))
     async with HandRig(folder, choose=without) as rig:
-        assert (rig.forward.kind, rig.forward.looks_ahead) == ("ragged", False)
+        assert (rig.forward.kind, rig.forward.looks_ahead) == ("fused", False)

@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.powers import attend_causal, attend_rows, block_of, pays
-from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
 # gathered together, since one larger product beats many small ones.
@@ -87,7 +87,7 @@ class Group:
     start: int
     rows: int
     queries: int
-    source: tuple[int, int] | mx.array
+    source: tuple[int, int] | Numbers
     keys: int
     mask: mx.array | str | None
     hidden: mx.array | None = None
@@ -167,7 +167,8 @@ class StepPlan:
 
     Attributes:
         positions: (tokens,) int32, each token's place in its sequence.
-        slots: (tokens,) int32 slot each token's keys and values are written to, or a slice.
+        numbers: (tokens,) of the slots that the tokens' keys and values are written to.
+        slots: the same; a slice where they are neighbours.
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int) -> None:
@@ -178,22 +179,16 @@ class StepPlan:
         self.positions = mx.array(places)
         first = int(slots[0])
         neighbours = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
-        self.slots: mx.array | slice = (
-            slice(first, first + len(slots)) if neighbours else mx.array(slots)
+        self.numbers = Numbers(slots)
+        self.slots: Numbers | slice = (
+            slice(first, first + len(slots)) if neighbours else self.numbers
         )
-        self._slots = slots
         self._groups: dict[int | None, list[Group]] = {}
-        self._table: mx.array | None = None
 
     @property
     def first_position(self) -> int:
         """Where a lone span begins; what modules that want one offset for a chunk are given."""
         return self.spans[0].length - self.spans[0].queries
-
-    @cached_property
-    def slot_array(self) -> mx.array:
-        """`slots` as an array, whatever they are."""
-        return self.slots if isinstance(self.slots, mx.array) else mx.array(self._slots)
 
     @cached_property
     def decoding(self) -> Decoding:
@@ -251,12 +246,12 @@ class StepPlan:
         from_page = seen_from // self.page_size
         base = from_page * self.page_size
         pages = span.table.pages[from_page : -(-span.length // self.page_size)]
-        source: tuple[int, int] | mx.array
+        source: tuple[int, int] | Numbers
         if span.table.neighbours:
             first = int(pages[0]) * self.page_size
             source, base = (first + seen_from - base, first + span.length - base), seen_from
         else:
-            source = mx.array(pages[None])
+            source = Numbers(pages[None])
         keys = span.length - base
         return Group(start, 1, span.queries, source, keys, _mask(span, base, window))
 
@@ -277,25 +272,25 @@ class StepPlan:
         visible = places < last[:, None]
         if window is not None:
             visible &= places >= (last - window)[:, None]
-        keys = pages * size
+        source, keys = Numbers(table), int(last.max())
+        visible = visible[:, :keys]
         if visible.all():
-            return Group(start, len(spans), 1, mx.array(table), keys, None)
+            return Group(start, len(spans), 1, source, keys, None)
         mask = mx.array(visible[:, None, None])
         # Computed once for all layers, and only where it is used.
         hidden = mx.where(mask, 0.0, -mx.inf)
-        return Group(start, len(spans), 1, mx.array(table), keys, mask, hidden)
+        return Group(start, len(spans), 1, source, keys, mask, hidden)
 
     # -- for modules that attend by themselves ------------------------------------------------
 
-    def table(self) -> mx.array:
-        """(rows, n) int32 page table of all spans, padded to the longest."""
-        if self._table is None:
-            self._table = mx.array(padded_table(self.spans, self.page_size))
-        return self._table
+    @cached_property
+    def table(self) -> Numbers:
+        """(rows, n) the pages of all spans, padded to the longest."""
+        return Numbers(padded_table(self.spans, self.page_size))
 
     def dense_mask(self, window: int | None) -> mx.array:
         """Bool (rows, 1, queries, keys) over the gathered table: what each token may see."""
-        keys = self.table().shape[1] * self.page_size
+        keys = self.table.array.shape[1] * self.page_size
         queries = self.spans[0].queries
         ends = mx.array([s.length for s in self.spans], mx.int32)[:, None, None, None]
         here = ends - queries + mx.arange(queries)[:, None]
@@ -368,7 +363,7 @@ class PagedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
-        slots = self.plan.slots if self.store.kernels is None else self.plan.slot_array
+        slots = self.plan.slots if self.store.kernels is None else self.plan.numbers
         if self.chunk:
             self.store.write(keys[0], values[0], slots)
         else:
@@ -383,7 +378,7 @@ class PagedLayer:
             case Reading.HANDED_ON:
                 return self, self
             case _:
-                return self.store.gather(self.plan.table())
+                return self.store.gather(self.plan.table)
 
     def attend(
         self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None

@@ -21,11 +21,11 @@ LEAST_BLOCK = 16
 _LOG2_E = math.log2(math.e)
 
 
-def pays(queries: mx.array, scores: int) -> bool:
-    """Whether so many scores are turned into weights faster here than by MLX's attention."""
+def pays(like: mx.array, exponentials: int) -> bool:
+    """Whether so many are computed faster here, as those of `like`'s type, than by MLX's own."""
     return (
-        scores >= LEAST_SCORES
-        and queries.dtype == mx.float32
+        exponentials >= LEAST_SCORES
+        and like.dtype == mx.float32
         and sys.platform != "darwin"
         and mx.default_device() == mx.cpu
     )
@@ -84,3 +84,8 @@ def attend_rows(
     *outer, seen = weights.shape
     sums = (weights.reshape(-1, seen) @ mx.ones((seen, 1))).reshape(*outer, 1)
     return (weights @ values) / sums
+
+
+def gated_by(gate: mx.array, up: mx.array) -> mx.array:
+    """`silu(gate) * up`, float32."""
+    return gate / (mx.power(2.0, gate * -_LOG2_E) + 1.0) * up

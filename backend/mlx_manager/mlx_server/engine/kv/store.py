@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet
 
@@ -22,6 +25,30 @@ class LayerShape:
     @property
     def token_bytes(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+class Numbers:
+    """Numbers of slots or pages, (tokens,) or (rows, n) int32, for the layers of a step.
+
+    Attributes:
+        array: on the device.
+    """
+
+    def __init__(self, numbers: NDArray[np.int32]) -> None:
+        self._numbers = numbers
+        self._of_heads: dict[tuple[int, int], mx.array] = {}
+
+    @cached_property
+    def array(self) -> mx.array:
+        return mx.array(self._numbers)
+
+    def of_heads(self, heads: int, each: int) -> mx.array:
+        """The numbers where `heads` lie one after another, of `each` slots or pages: (heads,
+        tokens) or (rows, heads, n)."""
+        if (heads, each) not in self._of_heads:
+            first = np.arange(heads, dtype=np.int32)[:, None] * np.int32(each)
+            self._of_heads[heads, each] = mx.array(self._numbers[..., None, :] + first)
+        return self._of_heads[heads, each]
 
 
 class LayerStore:
@@ -67,18 +94,26 @@ class LayerStore:
             raise RuntimeError(f"keys of {of.key_dim} elements and values of {of.value_dim}")
         return AttentionShape(q_heads, of.kv_heads, of.key_dim, self.page_size, of.dtype)
 
-    def write(self, keys: mx.array, values: mx.array, slots: mx.array | slice) -> None:
+    def write(self, keys: mx.array, values: mx.array, slots: Numbers | slice) -> None:
         """Put `keys` and `values`, (kv_heads, tokens, dim), into `slots`, (tokens,) or a slice.
 
         In place: with kernels always, and otherwise once evaluated, as long as nothing else holds
-        the arrays. Kernels want `slots` as an array.
+        the arrays. Kernels want `slots` as numbers.
         """
-        if self._writer is None:
+        if isinstance(slots, slice):
+            assert self._writer is None
             self.keys[:, slots] = keys
             self.values[:, slots] = values
             return
-        assert isinstance(slots, mx.array)
-        self.written = self._writer.write(self.keys, self.values, keys[None], values[None], slots)
+        if self._writer is None:
+            index = slots.of_heads(self.shape.kv_heads, self.keys.shape[1])
+            # Nothing here may hold the pages beside what writes to them.
+            self.keys = _scattered(self.keys.reshape(-1, self.shape.key_dim), index, keys)
+            self.values = _scattered(self.values.reshape(-1, self.shape.value_dim), index, values)
+            return
+        self.written = self._writer.write(
+            self.keys, self.values, keys[None], values[None], slots.array
+        )
         # Evaluating the pages is to have evaluated what was written to them.
         self.keys, self.values = mx.depends([self.keys, self.values], [self.written])
 
@@ -95,20 +130,27 @@ class LayerStore:
         never = result.reshape(-1)[:1] < -mx.inf
         self.written = self.written + never.astype(mx.int32)
 
-    def gather(self, table: mx.array) -> tuple[mx.array, mx.array]:
+    def gather(self, table: Numbers) -> tuple[mx.array, mx.array]:
         """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""
-        return self._gather(self.keys, table), self._gather(self.values, table)
+        pages = self.keys.shape[1] // self.page_size
+        index = self.after_write(table.of_heads(self.shape.kv_heads, pages))
+        return self._gather(self.keys, index), self._gather(self.values, index)
 
     def slice(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         """Slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""
         return self.keys[None, :, start:stop], self.values[None, :, start:stop]
 
-    def _gather(self, pool: mx.array, table: mx.array) -> mx.array:
-        heads, slots, dim = pool.shape
-        rows, pages = table.shape
-        paged = pool.reshape(heads, slots // self.page_size, self.page_size * dim)
-        taken = paged[:, self.after_write(table)].reshape(heads, rows, pages * self.page_size, dim)
-        return taken.transpose(1, 0, 2, 3)
+    def _gather(self, pool: mx.array, index: mx.array) -> mx.array:
+        dim = pool.shape[2]
+        rows, heads, pages = index.shape
+        paged = pool.reshape(-1, self.page_size, dim)
+        return mx.take(paged, index, axis=0).reshape(rows, heads, pages * self.page_size, dim)
+
+
+def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
+    heads, slots = index.shape[0], flat.shape[0]
+    flat[index] = content
+    return flat.reshape(heads, slots // heads, -1)
 
 
 def _resized(pool: mx.array, slots: int) -> mx.array:

@@ -22,7 +22,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     StepPlan,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
 
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}
 # What lies in places that nobody may read: finite, and ruinous.
@@ -113,7 +113,7 @@ class Scene:
             past = row.length - row.queries
             if past:
                 places = np.arange(past)
-                slots = mx.array(table.pages[places // size] * size + places % size)
+                slots = Numbers(table.pages[places // size] * size + places % size)
                 self.store.write(self._cast(k[:, :past]), self._cast(v[:, :past]), slots)
         mx.eval(self.store.keys, self.store.values)
 
@@ -350,7 +350,7 @@ def tokens_read(plan: StepPlan, window: int | None = None) -> int:
         if isinstance(group.source, tuple):
             read += group.source[1] - group.source[0]
         else:
-            rows, pages = group.source.shape
+            rows, pages = group.source.array.shape
             read += rows * pages * plan.page_size
     return read
 

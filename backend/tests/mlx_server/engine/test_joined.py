@@ -1,0 +1,95 @@
+"""The common decoder by joined products on a CPU, against mlx-lm's modules."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.common_decoders import MODELS, make
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from mlx_manager.mlx_server.engine.choice import Reference, choose
+from mlx_manager.mlx_server.engine.forward import NotApplicable
+from mlx_manager.mlx_server.engine.fused import Dense
+from mlx_manager.mlx_server.engine.joined import JoinedForward, joining
+from mlx_manager.mlx_server.utils.steps import finish
+
+PAGE = 16
+
+
+def disagreement(model: nn.Module) -> str | None:
+    reference = finish(Reference.of(model, PAGE))
+    return finish(reference.disagreement(finish(joining(model, PAGE))))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_joined_steps_give_the_modules_logits(kind: str) -> None:
+    assert disagreement(make(*MODELS[kind])) is None
+
+
+def test_quantised_projections_are_joined_too() -> None:
+    model = make("llama", {"attention_bias": True})
+    nn.quantize(model, group_size=32, bits=4)
+    assert disagreement(model) is None
+
+
+def test_the_module_keeps_working_and_nothing_exists_twice() -> None:
+    model = make("llama", {"hidden_size": 512, "intermediate_size": 1024})
+    tokens = mx.array([[5, 6, 7]])
+    before = model(tokens)
+    mx.eval(before)
+    mx.clear_cache()
+    used = mx.get_active_memory()
+    forward = finish(joining(model, PAGE))
+    mx.clear_cache()
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert mx.get_active_memory() - used < 0.02 * weights
+    np.testing.assert_allclose(np.array(before), np.array(model(tokens)), rtol=1e-5, atol=1e-5)
+    assert isinstance(forward, JoinedForward)
+
+
+def test_weights_that_lie_by_columns_are_joined_by_columns() -> None:
+    model = make("llama", {})
+    for projection in (p for _, p in model.named_modules() if isinstance(p, nn.Linear)):
+        projection.weight = mx.contiguous(projection.weight.T).T
+    mx.eval(model.parameters())
+    for layer in finish(joining(model, PAGE))._layers:
+        for product in (layer.block.qkv, layer.block.output, layer.block.gate_up):
+            assert isinstance(product, Dense)
+            outputs, _ = product.weight.shape
+            assert np.array(product.weight, copy=False).strides == (4, 4 * outputs)
+    assert disagreement(make("llama", {})) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "reason"),
+    [
+        ("olmo2", mx.float32, "no common decoder: a block of other parts"),
+        ("llama", mx.bfloat16, "half precision"),
+    ],
+)
+def test_what_is_not_joined_is_declined_with_the_reason(
+    family: str, dtype: mx.Dtype, reason: str
+) -> None:
+    model = make(family, {"head_dim": 16})
+    model.set_dtype(dtype)
+    with pytest.raises(NotApplicable, match=reason):
+        finish(joining(model, PAGE))
+    assert choose(model, PAGE).kind == "ragged"
+
+
+def test_joined_steps_that_are_wrong_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    model = make("llama", {})
+    attention = model.model.layers[1].self_attn
+
+    class Louder(type(attention)):  # type: ignore[misc]
+        def __call__(self, x: mx.array, mask: object = None, cache: object = None) -> mx.array:
+            return super().__call__(x, mask, cache) * 1.5
+
+    attention.__class__ = Louder
+    with caplog.at_level(logging.WARNING):
+        assert choose(model, PAGE).kind == "ragged"
+    assert "not fused: its logits differ" in caplog.text
