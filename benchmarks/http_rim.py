@@ -83,6 +83,9 @@ class StandInPool:
     def resolve(self, model_id: str | None) -> str:
         return self.id
 
+    def is_loaded(self, model_id: str) -> bool:
+        return True
+
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}
 

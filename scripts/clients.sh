@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the clients that backend/tests/clients tries: .venv-clients/NAME for each in Python,
+# Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
 # node_modules for those in JavaScript. Needs .venv. Quick when nothing has changed.
 #
 # Each Python client has an environment of its own: they disagree on the versions of what they share.

@@ -15,7 +15,7 @@ from live import LiveServer
 
 HERE = Path(__file__).parent
 VENVS = HERE.parents[2] / ".venv-clients"
-IN_PYTHON = sorted(found.parent.name for found in HERE.glob("*/requirements.txt"))
+IN_PYTHON = sorted(found.parent.name for found in HERE.glob("*/talk.py"))
 IN_NODE = sorted(found.stem for found in HERE.glob("node/*.mjs"))
 
 

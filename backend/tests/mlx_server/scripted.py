@@ -120,6 +120,9 @@ class ScriptedPool:
     def resolve(self, model_id: str | None) -> str:
         return model_id or self.default
 
+    def is_loaded(self, model_id: str) -> bool:
+        return model_id == MODEL and self.loading is None
+
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}
 

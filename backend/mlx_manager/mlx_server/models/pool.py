@@ -165,6 +165,10 @@ class ModelPoolManager:
         fits = (model for name, model in aliases if fnmatchcase(model_id, name))
         return next(fits, model_id)
 
+    def is_loaded(self, model_id: str) -> bool:
+        """Whether the model is in memory now."""
+        return self.resolve(model_id) in self._residents
+
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What the owner has set for a model where a request is silent."""
         return self._policy.sampling(model_id)

@@ -77,6 +77,10 @@ class Residents:
             self._touch(resident)
             self._models[resident.id] = resident
 
+    def __contains__(self, model_id: str) -> bool:
+        with self._lock:
+            return model_id in self._models
+
     def lease(self, model_id: str) -> Resident | None:
         """The model, which stays until it is given back; None if it is not here."""
         with self._lock:

@@ -126,6 +126,9 @@ def _readable(prompt: Prompt) -> Any:
 class Unwatched:
     """Looks away."""
 
+    def loading(self) -> None:
+        pass
+
     def leased(self) -> None:
         pass
 

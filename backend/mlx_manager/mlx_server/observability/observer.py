@@ -12,6 +12,10 @@ from mlx_manager.mlx_server.core import GenerationRequest, Progress
 class Observation(Protocol):
     """Watches one call from its start to the end of its last row."""
 
+    def loading(self) -> None:
+        """The call waits for its model to be loaded. Not told of a call that finds it loaded."""
+        ...
+
     def leased(self) -> None:
         """The model is there, and the rows are on their way to it. Not told of a call that fails
         before."""

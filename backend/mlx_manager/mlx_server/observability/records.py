@@ -131,6 +131,9 @@ class Recording:
         self._started: dict[int, tuple[Started, float]] = {}
         self._finished: dict[int, tuple[Finished, float]] = {}
 
+    def loading(self) -> None:
+        """`leased` counts from the call's start."""
+
     def leased(self) -> None:
         self._load = self._since()
 

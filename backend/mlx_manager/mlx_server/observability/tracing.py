@@ -40,6 +40,8 @@ SERVICE = "mlx-manager"
 TRACES_PATH = "/v1/traces"
 UNTRACED = "/health,/livez,/readyz,/metrics"
 """Asked every few seconds."""
+TOLD = ["x-request-id"]
+"""Headers of answers, so that one that was refused before it was a call is found by its id, too."""
 
 EXPORT_SECONDS = 5
 """How long an export may take, and so the most that an absent collector delays the end."""
@@ -78,6 +80,7 @@ def start_tracing(app: FastAPI, targets: TraceTargets) -> Tracing:
         excluded_urls=UNTRACED,
         # A span for each message sent would be one for every token.
         exclude_spans=["receive", "send"],
+        http_capture_headers_server_response=TOLD,
     )
     return Tracing(SpanTracer(provider.get_tracer("mlx_manager", __version__)), provider.shutdown)
 
@@ -100,7 +103,12 @@ def _with_logfire(app: FastAPI, processors: list[SpanProcessor]) -> Tracing:
         distributed_tracing=True,
         additional_span_processors=processors,
     )
-    logfire.instrument_fastapi(app, record_send_receive=False, excluded_urls=UNTRACED)
+    logfire.instrument_fastapi(
+        app,
+        record_send_receive=False,
+        excluded_urls=UNTRACED,
+        http_capture_headers_server_response=TOLD,
+    )
     return Tracing(SpanTracer(trace.get_tracer("mlx_manager", __version__)), logfire.force_flush)
 
 
@@ -163,38 +171,47 @@ class SpanTracer:
 
 def _asked(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
     first = requests[0]
-    sampling = first.sampling
-    asked = {
+    asked: dict[str, Any] = {
         "gen_ai.operation.name": _operation(first),
         "gen_ai.provider.name": "mlx_manager",
         "gen_ai.request.model": first.model,
-        "gen_ai.request.max_tokens": first.max_tokens,
+        "mlx_manager.request.id": first.caller.request_id,
+        "mlx_manager.protocol": first.caller.protocol,
+        "mlx_manager.key": first.caller.key,
+    }
+    if _generates(first):
+        asked |= _parameters(first)
+        # By the conventions only if there is more than one.
+        asked["gen_ai.request.choice.count"] = len(requests) if len(requests) > 1 else None
+    return {name: value for name, value in asked.items() if value not in (None, "", [])}
+
+
+def _parameters(request: GenerationRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    structured = isinstance(request.constraint, JsonObject | JsonSchema)
+    return {
+        "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.stop_sequences": list(first.stop.strings),
-        "gen_ai.request.choice.count": len(requests),
-        "gen_ai.output.type": "json"
-        if isinstance(first.constraint, JsonObject | JsonSchema)
-        else "text",
-        "gen_ai.response.id": first.request_id,
-        "gen_ai.response.model": first.model,
+        "gen_ai.request.stop_sequences": list(request.stop.strings),
+        "gen_ai.output.type": "json" if structured else "text",
         "mlx_manager.request.min_p": sampling.min_p,
         "mlx_manager.request.repetition_penalty": sampling.repetition_penalty,
-        "mlx_manager.request.id": first.caller.request_id,
-        "mlx_manager.protocol": first.caller.protocol,
-        "mlx_manager.key": first.caller.key,
     }
-    return {name: value for name, value in asked.items() if value not in (None, "")}
 
 
 def _operation(request: GenerationRequest) -> str:
-    if request.caller.protocol in ("embeddings", "rerank"):
+    if not _generates(request):
         return request.caller.protocol
     return "chat" if isinstance(request.prompt, Conversation) else "text_completion"
+
+
+def _generates(request: GenerationRequest) -> bool:
+    return request.caller.protocol not in ("embeddings", "rerank")
 
 
 Phase = Callable[[str, int, int, dict[str, Any]], None]
@@ -204,9 +221,12 @@ Phase = Callable[[str, int, int, dict[str, Any]], None]
 class SpanObservation:
     """Writes what happens to one call's rows on its span, and the phases they go through.
 
-    load: until the model is there. Then for each row: queue, until its prompt's turn, rendering and
-    tokenising included; prefill, until its first token; decode, until its end. What is cut short
-    ends with the call, in the phase that it was in.
+    queue and load: until a model that was not in memory is there. Then for each row: queue, until
+    its prompt's turn, rendering and tokenising included; prefill, until its first token; decode,
+    until its end. What is cut short ends with the call, in the phase that it was in. Vectors and
+    scores have no phases of their own.
+
+    Phases have their tokens under `mlx_manager.`: collectors add up all `gen_ai.usage` of a trace.
     """
 
     def __init__(
@@ -220,21 +240,29 @@ class SpanObservation:
         self._span = span
         self._phase = phase
         self._clock = clock
-        self._start = start
-        self._rows = range(len(requests))
-        self._prompts = set(prompts(requests))
-        self._leased: int | None = None
+        self._requests = requests
+        self._generates = _generates(requests[0])
+        self._start = self._queued = start
+        self._loading: int | None = None
+        self._leased = False
         self._admitted: dict[int, int] = {}
-        self._started: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        self._starts: dict[int, Started] = {}
         self._ends: dict[int, Finished] = {}
 
+    def loading(self) -> None:
+        self._loading = self._clock()
+        self._phase("queue", self._start, self._loading, {})
+
     def leased(self) -> None:
-        self._leased = self._clock()
-        self._phase("load", self._start, self._leased, {})
+        self._leased = True
+        if self._loading is not None:
+            self._queued = self._clock()
+            self._phase("load", self._loading, self._queued, {})
 
     def add(self, step: Progress) -> None:
         for row, events in step:
-            if row not in self._started:
+            if row not in self._starts:
                 for event in events:
                     if type(event) is Admitted:
                         self._admitted[row] = self._clock()
@@ -245,59 +273,75 @@ class SpanObservation:
 
     def _begin(self, row: int, event: Started) -> None:
         now = self._clock()
-        if not self._started:
-            waited = (now - self._start) / 1e9
-            self._span.set_attribute("gen_ai.response.time_to_first_chunk", waited)
-        self._started[row] = now
-        assert self._leased is not None
-        turn = max(self._leased, now - int(event.prefill * 1e9))
-        self._row_phase("queue", row, self._leased, turn, {})
+        if not self._starts:
+            first = self._requests[0]
+            self._span.set_attributes(
+                {
+                    "gen_ai.response.id": first.request_id,
+                    "gen_ai.response.model": first.model,
+                    "gen_ai.response.time_to_first_chunk": (now - self._start) / 1e9,
+                }
+            )
+        self._starts[row] = event
+        self._begun[row] = now
+        turn = max(self._queued, now - int(event.prefill * 1e9))
+        self._row_phase("queue", row, self._queued, turn, {})
         tokens = {
-            "gen_ai.usage.input_tokens": event.prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
+            "mlx_manager.prompt_tokens": event.prompt_tokens,
+            "mlx_manager.cached_tokens": event.cached_tokens,
         }
         self._row_phase("prefill", row, turn, now, tokens)
 
     def _finish(self, row: int, end: Finished) -> None:
         self._ends[row] = end
         said = {
-            "gen_ai.usage.output_tokens": end.usage.completion_tokens,
-            "gen_ai.response.finish_reasons": [end.reason],
+            "mlx_manager.completion_tokens": end.usage.completion_tokens,
+            "mlx_manager.finish_reason": end.reason,
         }
-        self._row_phase("decode", row, self._started[row], self._clock(), said)
+        self._row_phase("decode", row, self._begun[row], self._clock(), said)
 
     def _row_phase(self, name: str, row: int, start: int, end: int, said: dict[str, Any]) -> None:
-        self._phase(name, start, end, said | {"mlx_manager.row": row})
+        if self._generates:
+            self._phase(name, start, end, said | {"mlx_manager.row": row})
 
     def end(self) -> None:
         now = self._clock()
         self._cut_short(now)
-        usages = {row: end.usage for row, end in sorted(self._ends.items())}
-        asked = [usages[row] for row in usages if row in self._prompts]
-        self._span.set_attributes(
-            {
-                "gen_ai.usage.input_tokens": sum(usage.prompt_tokens for usage in asked),
-                "gen_ai.usage.cache_read.input_tokens": sum(u.cached_tokens for u in asked),
-                "gen_ai.usage.output_tokens": sum(u.completion_tokens for u in usages.values()),
-                "gen_ai.usage.reasoning.output_tokens": sum(
-                    usage.reasoning_tokens for usage in usages.values()
-                ),
-                "gen_ai.response.finish_reasons": [self._ends[row].reason for row in usages],
-            }
-        )
+        if self._starts:
+            asked = [self._starts[row] for row in prompts(self._requests) if row in self._starts]
+            self._span.set_attributes(
+                {
+                    "gen_ai.usage.input_tokens": sum(start.prompt_tokens for start in asked),
+                    "gen_ai.usage.cache_read.input_tokens": sum(s.cached_tokens for s in asked),
+                }
+            )
+        # Of rows that were cut short nobody knows the number.
+        if self._ends and self._generates:
+            ends = [self._ends[row] for row in sorted(self._ends)]
+            usages = [end.usage for end in ends]
+            self._span.set_attributes(
+                {
+                    "gen_ai.usage.output_tokens": sum(u.completion_tokens for u in usages),
+                    "gen_ai.usage.reasoning.output_tokens": sum(u.reasoning_tokens for u in usages),
+                    "gen_ai.response.finish_reasons": [end.reason for end in ends],
+                }
+            )
         self._span.end(now)
 
     def _cut_short(self, now: int) -> None:
-        if self._leased is None:
-            self._phase("load", self._start, now, {})
+        if not self._leased:
+            if self._loading is None:
+                self._phase("queue", self._start, now, {})
+            else:
+                self._phase("load", self._loading, now, {})
             return
-        for row in self._rows:
+        for row in range(len(self._requests)):
             if row in self._ends:
                 continue
-            if row in self._started:
-                self._row_phase("decode", row, self._started[row], now, {})
+            if row in self._starts:
+                self._row_phase("decode", row, self._begun[row], now, {})
                 continue
             turn = self._admitted.get(row)
-            self._row_phase("queue", row, self._leased, turn or now, {})
+            self._row_phase("queue", row, self._queued, turn or now, {})
             if turn is not None:
                 self._row_phase("prefill", row, turn, now, {})

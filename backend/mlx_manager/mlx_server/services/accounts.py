@@ -149,8 +149,11 @@ class TokenCount:
         self._requests = requests
         self.drawn = [0] * len(requests)
 
-    def leased(self) -> None:
+    def loading(self) -> None:
         """The model's load costs the key nothing."""
+
+    def leased(self) -> None:
+        """Nor does its being there."""
 
     def add(self, step: Progress) -> None:
         for row, events in step:

@@ -107,6 +107,10 @@ class ModelPool(Protocol):
         """The id that a request's `model` means; the default model's if it names none."""
         ...
 
+    def is_loaded(self, model_id: str) -> bool:
+        """Whether the model is in memory now."""
+        ...
+
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What the owner has set for a model where a request is silent."""
         ...
@@ -255,6 +259,9 @@ class Inference:
             async with AsyncExitStack() as held:
                 await call.wait(held.enter_async_context(self.account.turn()))
                 call.enter("load")
+                if not self.pool.is_loaded(requests[0].model):
+                    for observation in observations:
+                        observation.loading()
                 lease = await call.wait(held.enter_async_context(leasing))
                 call.enter("queue")
                 for observation in observations:

@@ -33,6 +33,15 @@ class Spans:
         spans = self.exporter.exported_spans_as_dict()
         return [span for span in spans if span["name"] == name]
 
+    def phases(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """A call's children, in the order of their beginnings and ends."""
+        inside = (
+            span
+            for span in self.exporter.exported_spans_as_dict()
+            if span["parent"] and span["parent"]["span_id"] == call["context"]["span_id"]
+        )
+        return sorted(inside, key=lambda span: (span["start_time"], span["end_time"]))
+
     def one(self) -> dict[str, Any]:
         [span] = self.named(f"chat {MODEL}")
         return span["attributes"]
@@ -95,7 +104,70 @@ async def test_no_span_is_made_for_single_tokens():
     app, _, spans = traced(*says(*"twenty tokens or more"))
     await post(app, HELLO | {"stream": True})
     # HTTP's, the call's, and its phases.
-    assert len(spans.exporter.exported_spans_as_dict()) == 2 + 4
+    assert len(spans.exporter.exported_spans_as_dict()) == 2 + 3
+
+
+async def test_a_calls_phases_follow_each_other_from_its_start_to_its_end():
+    app, _, spans = traced(*says("Hel", "lo", prompt_tokens=7, cached=4))
+    await post(app, HELLO)
+    [call] = spans.named(f"chat {MODEL}")
+    queue, prefill, decode = spans.phases(call)
+    assert [queue["name"], prefill["name"], decode["name"]] == ["queue", "prefill", "decode"]
+    assert call["start_time"] == queue["start_time"]
+    assert queue["end_time"] == prefill["start_time"]
+    assert prefill["end_time"] == decode["start_time"]
+    assert decode["end_time"] <= call["end_time"]
+    assert prefill["attributes"]["mlx_manager.prompt_tokens"] == 7
+    assert prefill["attributes"]["mlx_manager.cached_tokens"] == 4
+    assert decode["attributes"]["mlx_manager.completion_tokens"] == 2
+    assert decode["attributes"]["mlx_manager.finish_reason"] == "stop"
+
+
+async def test_the_wait_for_a_model_that_is_not_in_memory_is_a_phase():
+    app, pool, spans = traced(*says("Hello"))
+    pool.loading = asyncio.Event()
+    pool.loading.set()
+    await post(app, HELLO)
+    [found] = spans.named(f"chat {MODEL}")
+    names = [span["name"] for span in spans.phases(found)]
+    assert names == ["queue", "load", "queue", "prefill", "decode"]
+
+
+async def test_a_call_for_a_model_there_is_not_has_no_response():
+    app, _, spans = traced(*says("Hello"))
+    await post(app, HELLO | {"model": "another"})
+    [call] = spans.named("chat another")
+    assert [span["name"] for span in spans.phases(call)] == ["queue", "load"]
+    told = call["attributes"]
+    assert told["error.type"] == "model_not_found"
+    assert not any(name.startswith(("gen_ai.response.id", "gen_ai.usage")) for name in told)
+
+
+def test_vectors_are_a_span_without_what_only_answers_have():
+    from opentelemetry import trace
+
+    from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Tokens, Usage
+    from mlx_manager.mlx_server.observability.tracing import SpanTracer
+
+    spans = capture()
+    asked = GenerationRequest(MODEL, Tokens(()), max_tokens=0, caller=Caller("", "embeddings"))
+    with SpanTracer(trace.get_tracer("tests")).observe([asked]) as observation:
+        observation.leased()
+        observation.add([(0, [Started(5), Finished("stop", Usage(5, 0))])])
+    [call] = spans.named(f"embeddings {MODEL}")
+    assert spans.phases(call) == []
+    told = call["attributes"]
+    assert told["gen_ai.usage.input_tokens"] == 5
+    unfit = ("gen_ai.usage.output_tokens", "gen_ai.request.temperature", "gen_ai.output.type")
+    assert not set(unfit) & set(told)
+
+
+async def test_an_answers_id_is_on_the_span_of_its_http_request():
+    app, _, spans = traced(*says("Hello"))
+    answer = await post(app, HELLO | {"temperature": -1})
+    [http] = spans.named(f"POST {CHAT}")
+    told = http["attributes"]["http.response.header.x_request_id"]
+    assert told == (answer.headers["x-request-id"],)
 
 
 async def test_several_answers_count_their_prompt_once():
@@ -105,6 +177,17 @@ async def test_several_answers_count_their_prompt_once():
     assert told["gen_ai.request.choice.count"] == 3
     assert told["gen_ai.usage.input_tokens"] == 7
     assert told["gen_ai.usage.output_tokens"] == 3
+    [call] = spans.named(f"chat {MODEL}")
+    rows = [span["attributes"]["mlx_manager.row"] for span in spans.phases(call)]
+    assert sorted(rows) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+async def test_only_the_call_has_usage_so_that_a_traces_sum_is_right():
+    app, _, spans = traced(*says("Hello", prompt_tokens=7))
+    await post(app, HELLO)
+    for span in spans.exporter.exported_spans_as_dict():
+        counted = any(name.startswith("gen_ai.usage") for name in span["attributes"])
+        assert counted == (span["name"] == f"chat {MODEL}")
 
 
 async def test_a_failure_is_on_the_span():
@@ -112,7 +195,9 @@ async def test_a_failure_is_on_the_span():
     await post(app, HELLO | {"stream": True})
     told = spans.one()
     assert told["error.type"] == "generation_failed"
-    assert told["gen_ai.usage.output_tokens"] == 0
+    assert told["gen_ai.usage.input_tokens"] == 7
+    # How many there were before it broke nobody knows.
+    assert "gen_ai.usage.output_tokens" not in told
 
 
 async def test_the_span_lives_until_the_stream_ends():
