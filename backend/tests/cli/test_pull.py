@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, FakeHub, fake_hub
+from small_disk import small_disk
 
 from mlx_manager.demo_model import demo_model_path
 
@@ -97,6 +98,29 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(program, hub: FakeHu
     assert "1,000,000,000.0 GB more" in done.stderr
     assert "HF_HOME" in done.stderr
     assert hub.fetched == []
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told_and_the_next_pull_goes_on(
+    hub: FakeHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 16_000) as disk:
+        pull = [*disk.command, sys.executable, "-m", "mlx_manager.cli", "pull", "own/demo"]
+        inside = environment | {"HF_HOME": str(disk.folder / "hf")}
+        hub.held = threading.Event()
+        process = subprocess.Popen(pull, env=inside, stderr=subprocess.PIPE, text=True)
+        while "model.safetensors" not in hub.fetched:
+            assert process.poll() is None
+        with disk.full():
+            hub.held.set()
+            said = process.communicate(timeout=60)[1]
+        assert process.returncode == 1
+        assert "The disk filled up while own/demo was downloaded" in said
+        assert "Traceback" not in said
+        hub.held = None
+        again = subprocess.run(pull, env=inside, capture_output=True, text=True, check=False)
+        assert again.returncode == 0
+        weights = disk.outside / again.stdout.strip().removeprefix(f"{disk.folder}/")
+        assert (weights / "model.safetensors").stat().st_size > 8_000_000
 
 
 def test_a_gated_model_says_where_its_terms_are(program, hub: FakeHub) -> None:

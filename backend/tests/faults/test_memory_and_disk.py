@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 from crowd import Crowd, question, slow
 from fake_hub import fake_hub
 from live import PROGRAM, live_server
+from small_disk import small_disk
 
 from mlx_manager import demo_model
 
@@ -31,11 +33,6 @@ async def served(
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
             yield http
     assert "Traceback" not in await asyncio.to_thread(errors.read_text)
-
-
-def no_larger_file_than(kilobytes: int) -> tuple[str, ...]:
-    """What a full disk is to whoever writes: the write fails."""
-    return ("bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "limited")
 
 
 async def test_what_does_not_fit_is_refused_with_the_numbers_and_the_others_go_on(tmp_path: Path):
@@ -88,41 +85,49 @@ async def test_weights_that_are_removed_are_missed_only_at_the_next_load(tmp_pat
 
 @slow
 async def test_a_full_disk_costs_the_keeping_of_answers_and_not_the_answers(tmp_path: Path):
-    kept = tmp_path / "responses.db"
-    asked = {"input": "Hello! " * 800, "temperature": 0, "max_output_tokens": 2}
-    small = no_larger_file_than(60)
-    async with served(tmp_path / "log", *small, response_store=kept, log_level="error") as http:
-        async with Crowd(http, 30) as crowd:
-            answers = [(await http.post("/v1/responses", json=asked)) for _ in range(12)]
-            streamed = await http.post("/v1/responses", json=asked | {"stream": True})
-        assert all(answer.status_code == 200 for answer in answers)
-        lost = [answer.json() for answer in answers if answer.json().get("store") is False]
-        saved = [answer.json() for answer in answers if "store" not in answer.json()]
-        assert lost
-        assert saved
-        assert '"store":false' in streamed.text.replace(" ", "")
-        assert all(told.well for told in crowd.told)
-        again = await http.get(f"/v1/responses/{saved[0]['id']}")
-        assert again.json()["output"] == saved[0]["output"]
-        missing = await http.get(f"/v1/responses/{lost[0]['id']}")
-        assert missing.status_code == 404
+    asked = {"input": "Hello!", "temperature": 0, "max_output_tokens": 2}
+    with small_disk(tmp_path / "disk", 256) as disk:
+        settings = {"response_store": disk.folder / "responses.db", "log_level": "error"}
+        async with served(tmp_path / "log", *disk.command, **settings) as http:
+            async with Crowd(http, 30) as crowd:
+                saved = await http.post("/v1/responses", json=asked)
+                with disk.full():
+                    lost = await http.post("/v1/responses", json=asked)
+                    streamed = await http.post("/v1/responses", json=asked | {"stream": True})
+                after = await http.post("/v1/responses", json=asked)
+            assert all(told.well for told in crowd.told)
+            answers = [saved, lost, after]
+            assert [answer.status_code for answer in answers] == [200] * 3
+            assert [answer.json().get("store") for answer in answers] == [None, False, None]
+            assert '"store":false' in streamed.text.replace(" ", "")
+            for answer, status in zip(answers, (200, 404, 200), strict=True):
+                again = await http.get(f"/v1/responses/{answer.json()['id']}")
+                assert again.status_code == status
+        kept = tmp_path / "responses.db"
+        kept.write_bytes((disk.outside / "responses.db").read_bytes())
     with sqlite3.connect(kept) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 @slow
 async def test_a_download_that_fills_the_disk_is_told_and_the_others_go_on(tmp_path: Path):
-    with fake_hub(DEMO) as hub:
+    asked = question(1, model="owner/demo", stream=False)
+    with fake_hub(DEMO) as hub, small_disk(tmp_path / "disk", 16_000) as disk:
+        hub.held = threading.Event()
         settings = {"allow_download": True, "available_models": "owner/demo", "log_level": "error"}
-        environment = ("env", "HF_HUB_OFFLINE=0", f"HF_ENDPOINT={hub.url}", f"HF_HOME={tmp_path}")
-        small = no_larger_file_than(2000)
-        async with served(tmp_path / "log", *environment, *small, **settings) as http:
+        named = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HOME": disk.folder}
+        environment = ("env", *(f"{name}={value}" for name, value in named.items()))
+        async with served(tmp_path / "log", *environment, *disk.command, **settings) as http:
             async with Crowd(http, 30) as crowd:
-                asked = question(1, model="owner/demo", stream=False)
-                failed = await http.post(CHAT, json=asked)
-            assert failed.status_code in (503, 507)
-            assert failed.json()["error"]["code"] in ("model_load_failed", "disk_full")
+                call = asyncio.create_task(http.post(CHAT, json=asked))
+                while "model.safetensors" not in hub.fetched:
+                    assert (await http.get("/readyz")).status_code == 200
+                with disk.full():
+                    hub.held.set()
+                    failed = await call
+            assert (failed.status_code, failed.json()["error"]["code"]) == (507, "disk_full")
             assert "owner/demo" in failed.json()["error"]["message"]
             assert all(told.well for told in crowd.told)
-            await asyncio.sleep(0)
+            hub.held = None
             assert (await http.get("/readyz")).status_code == 200
+            assert (await http.post(CHAT, json=asked)).status_code == 200

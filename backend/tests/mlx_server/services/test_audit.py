@@ -10,6 +10,7 @@ import pytest
 from live import PROGRAM, live_server
 from observability.test_metrics import Scrape
 from scripted import ScriptedBackend, ScriptedPool, says
+from small_disk import small_disk
 
 from mlx_manager.mlx_server.config import AuditLimits, MLXServerSettings
 from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Started, Text, Usage
@@ -144,24 +145,40 @@ def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
-    # No file may grow beyond 24 KiB, most of which an empty audit log takes.
-    command = ("bash", "-c", f"ulimit -f 24; exec {PROGRAM} serve")
-    path = tmp_path / "audit.db"
-    with (
-        live_server(tmp_path / "log.txt", command, audit_log=path, log_level="warning") as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        metrics = Scrape("")
-        while not (lost := metrics.get("audit_records_lost_total")):
-            for _ in range(10):
-                client.post(CHAT, json=HELLO).raise_for_status()
+    log = tmp_path / "log.txt"
+    with small_disk(tmp_path / "disk", 256) as disk:
+        path = disk.folder / "audit.db"
+        command = (*disk.command, str(PROGRAM), "serve")
+        with (
+            live_server(log, command, audit_log=path, log_level="warning") as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+
+            def ask(*names: str) -> None:
+                for name in names:
+                    headers = {"x-request-id": name}
+                    client.post(CHAT, json=HELLO, headers=headers).raise_for_status()
+
+            def kept() -> list[str]:
+                entries = client.get("/v1/admin/audit").raise_for_status().json()["data"]
+                return [entry["request_id"] for entry in entries]
+
+            ask("first", "second")
+            assert kept() == ["second", "first"]
+            with disk.full():
+                ask("lost", "lost-too")
+                assert kept() == ["second", "first"]
+            ask("third")
+            assert kept() == ["third", "second", "first"]
             metrics = Scrape(client.get("/metrics").text)
-        client.post(CHAT, json=HELLO).raise_for_status()
-    assert lost >= 1
-    assert (tmp_path / "log.txt").read_text().count("can't be written to the audit log") >= 1
-    with closing(sqlite3.connect(path)) as kept:
-        assert kept.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert kept.execute("SELECT COUNT(*) FROM calls").fetchone()[0] > 0
+            assert metrics.get("audit_records_lost_total") == 2
+        copy = tmp_path / "audit.db"
+        copy.write_bytes((disk.outside / "audit.db").read_bytes())
+    said = log.read_text()
+    assert "can't be written to the audit log, and are lost" in said
+    assert "the audit log works again; it lacks 2 calls" in said
+    with closing(sqlite3.connect(copy)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
