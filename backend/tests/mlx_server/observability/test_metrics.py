@@ -215,7 +215,9 @@ def test_gauges_say_what_is_loaded_and_held(client: httpx.Client) -> None:
 def test_rows_in_flight_are_running_or_waiting(client: httpx.Client) -> None:
     body = HELLO | {"stream": True, "ignore_eos": True, "max_tokens": 3000, "n": 7}
     with client.stream("POST", CHAT, json=body) as answer:
-        next(answer.iter_lines())
+        # Its end would close the connection.
+        lines = answer.iter_lines()
+        next(lines)
         while (found := scrape(client)).of_model("num_requests_waiting") != 3:
             pass
         assert found.of_model("num_requests_running") == 4
