@@ -178,7 +178,9 @@ class StepPlan:
         slots = _slots(spans, places, page_size)
         self.positions = mx.array(places)
         first = int(slots[0])
-        neighbours = int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+        neighbours = len(slots) == 1 or (
+            int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+        )
         self.numbers = Numbers(slots)
         self.slots: Numbers | slice = (
             slice(first, first + len(slots)) if neighbours else self.numbers

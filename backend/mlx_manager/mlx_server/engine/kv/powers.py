@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 # With fewer scores, what is saved is less than what more operations cost.
-LEAST_SCORES = 1 << 13
+LEAST_SCORES = 1 << 12
 # Scores that a core's second cache holds beside their powers.
 CACHED_SCORES = 1 << 18
 LEAST_BLOCK = 16
