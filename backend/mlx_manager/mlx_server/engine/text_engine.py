@@ -1,9 +1,9 @@
 """The step loop of one text model: admit, step, route, deliver. Runs on the MLX thread.
 
-A step's tokens are read (`_read`), the next step is queued on the device (`_launch`), and only
-then are the tokens parsed and handed to their readers (`_route`), so that the device hides the
-work of the host. On a GPU the next step is queued even before the last one's tokens are read; on a
-CPU it is put together before, and computed after, so that pages are written in place.
+On a GPU a step's tokens are read (`_read`) when the next step has been queued, and only then parsed
+and handed to their readers (`_deliver`), so that the device hides the work of the host. On a CPU
+the next step is put together before they are read, and queued after, so that pages are written in
+place. It holds up whoever queues it for most of its time, so tokens are handed on before that.
 """
 
 from __future__ import annotations
@@ -314,12 +314,13 @@ class TextEngine:
             # Masks and penalties are found while the device computes the logits they apply to.
             mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
             self._read(last)
+        if not self._looks_ahead:
+            self._deliver()
         self._under_way = self._draw(self._undrawn)
         self._undrawn = None
         if last is not None and not last.read:
             self._read(last)
-        self._route()
-        self._outbox.flush()
+        self._deliver()
         self._meter.host.add(self._clock() - began - self._waited)
         if self._under_way is None:
             self._last_read = None
@@ -471,6 +472,10 @@ class TextEngine:
         if self._last_read is not None:
             self._pace.observe(now - self._last_read, step.load)
         self._last_read = now
+
+    def _deliver(self) -> None:
+        self._route()
+        self._outbox.flush()
 
     def _route(self) -> None:
         while self._unrouted:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from engine.rig import GREEDY, HandRig, Rig, alone, prompt
 from tiny_models import make_tiny_model
@@ -209,6 +210,19 @@ async def test_a_step_that_fails_fails_its_rows_and_the_next_request_is_answered
         await good.finished()
         assert good.tokens == await reference(rig, prompt(12), 20)
         await nothing_left(rig)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU is given its next step first")
+async def test_a_token_is_delivered_before_the_next_step_is_computed(llama: Path) -> None:
+    async with HandRig(llama) as rig:
+        row = rig.submit(prompt(12), 20, Sampling(temperature=1.0))
+        rig.step()
+        # From now on nothing can be drawn.
+        row.sequence.sampler.seed = None  # type: ignore[assignment]
+        rig.step()
+        assert (await row.started()).prompt_tokens == 12
+        with pytest.raises(GenerationFailed):
+            await row.events()
 
 
 async def test_memory_of_pages_is_what_the_ledger_says_and_goes_back_to_zero(llama: Path) -> None:
