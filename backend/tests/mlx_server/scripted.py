@@ -17,10 +17,13 @@ from mlx_manager.mlx_server.core import (
     Finished,
     GenerationRequest,
     Kind,
+    Prompt,
     RerankRequest,
     RowStatus,
     Started,
+    Text,
     TextDelta,
+    Tokens,
     Usage,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
@@ -40,6 +43,19 @@ def says(*pieces: str, reason: str = "stop", prompt_tokens: int = 3, cached: int
         *[[TextDelta(piece)] for piece in pieces],
         [Finished(reason, usage)],
     ]
+
+
+@dataclass
+class ScriptedTokens:
+    words: list[str]
+    context_length: int = 8192
+
+    @property
+    def ids(self) -> list[int]:
+        return list(range(len(self.words)))
+
+    def texts(self) -> list[str]:
+        return self.words
 
 
 @dataclass
@@ -90,12 +106,16 @@ class ScriptedBackend:
                         tokens = event.usage.prompt_tokens
         return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)
 
-    def count_tokens(self, request: GenerationRequest) -> int:
-        match request.prompt:
+    def tokenize(self, prompt: Prompt, special: bool = True) -> ScriptedTokens:
+        """A token for each word."""
+        match prompt:
             case Conversation(messages):
-                return sum(len(message.content.split()) for message in messages)
-            case prompt:
-                raise NotImplementedError(prompt)
+                words = [word for message in messages for word in message.content.split()]
+            case Text(text):
+                words = text.split()
+            case Tokens(ids):
+                words = [str(token) for token in ids]
+        return ScriptedTokens(words)
 
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
         async with self.changed:

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import Reloaded
 
 PROTOCOLS = {
+    "/apply-template": "tokens",
     "/chat/completions": "chat",
     "/completions": "completions",
+    "/detokenize": "tokens",
     "/embeddings": "embeddings",
     "/messages": "messages",
+    "/messages/count_tokens": "messages",
     "/rerank": "rerank",
     "/responses": "responses",
+    "/tokenize": "tokens",
+    "/tokenizer_info": "tokens",
 }
 
 

@@ -154,16 +154,10 @@ class TextBackend:
             if not stream.ended:
                 self._thread.post(partial(self._engine.cancel, sequence))
 
-    def count_tokens(self, request: GenerationRequest) -> int:
-        """Tokens that the request's prompt takes, even if they are too many for the model.
-
-        Raises:
-            InvalidRequest: the prompt can't be rendered, or has unknown token ids.
-        """
-        return len(self._tokenise(request.prompt)[0])
-
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
-        """A prompt's tokens. `special`: a text's begin with the model's BOS.
+        """A prompt's tokens, even if they are too many for the model.
+
+        special: a text's begin with the model's BOS.
 
         Raises:
             InvalidRequest: the prompt can't be rendered, or has unknown token ids.

@@ -113,11 +113,6 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
     )
 
 
-def counted(body: CountTokensRequest, model: str) -> GenerationRequest:
-    """The request whose prompt's tokens are to be counted. Raises as `request` does."""
-    return GenerationRequest(model=model, prompt=conversation(body))
-
-
 def conversation(body: CountTokensRequest) -> Conversation:
     """The prompt. An assistant's message at its end is what the answer goes on from.
 

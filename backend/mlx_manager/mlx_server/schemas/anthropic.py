@@ -176,7 +176,7 @@ class OutputConfig(Wire):
     format: OutputFormat | None = Field(None, description="JSON schema that the answer fits")
 
 
-class CountTokensRequest(Wire):
+class CountTokensRequest(Timed):
     """`POST /v1/messages/count_tokens`, and what a message's prompt is made of."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
@@ -192,7 +192,7 @@ class CountTokensRequest(Wire):
     speed: Any = Field(None, description="No effect")
 
 
-class MessagesRequest(CountTokensRequest, Timed):
+class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1, description="Most tokens generated, thinking included")

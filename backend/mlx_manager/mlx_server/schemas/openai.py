@@ -339,7 +339,7 @@ class CompletionRequest(GenerationParameters):
     suffix: str | None = Field(None, description="Text after the completion (fill in the middle)")
 
 
-class TemplateParameters(Wire):
+class TemplateParameters(Timed):
     """What goes into a conversation's prompt besides its messages."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
@@ -370,7 +370,7 @@ class TokenizeRequest(TemplateParameters):
     return_token_strs: bool | None = Field(None, description="Each token's text, too")
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(Timed):
     """`POST /v1/detokenize`."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")

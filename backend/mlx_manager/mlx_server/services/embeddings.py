@@ -15,7 +15,6 @@ from mlx_manager.mlx_server.core import (
     Progress,
     RerankRequest,
     Started,
-    Tokens,
     Usage,
 )
 from mlx_manager.mlx_server.services.inference import EncoderLease, Inference
@@ -27,27 +26,14 @@ async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
     Raises:
         MLXManagerError: see `core.Encoder`; or there is no such embedding model.
     """
-    shown = as_generation(inference, request)
+    shown = inference.reading(request.model, request.request_id)
     return await encode(inference, shown, "embedding", lambda encoder: encoder.embed(request))
 
 
 async def rank(inference: Inference, request: RerankRequest) -> Encoded:
     """A score for each document, in the order of the request; as `embed`."""
-    shown = as_generation(inference, request)
+    shown = inference.reading(request.model, request.request_id)
     return await encode(inference, shown, "reranker", lambda encoder: encoder.rank(request))
-
-
-def as_generation(
-    inference: Inference, request: EmbeddingRequest | RerankRequest
-) -> GenerationRequest:
-    """What those who watch the calls see: one that generates nothing."""
-    return GenerationRequest(
-        request.model,
-        Tokens(()),
-        max_tokens=0,
-        request_id=request.request_id,
-        caller=inference.caller,
-    )
 
 
 async def encode(

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from pydantic import BaseModel
@@ -27,6 +28,7 @@ from mlx_manager.mlx_server.core import (
     Prompt,
     RowStatus,
     TokenizerInfo,
+    Tokens,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.observer import Observer, observe_all
@@ -61,10 +63,6 @@ class TokenBackend(Backend, Protocol):
 
     They raise InvalidRequest: the prompt can't be rendered, or has unknown token ids.
     """
-
-    def count_tokens(self, request: GenerationRequest) -> int:
-        """The tokens that the request's prompt takes."""
-        ...
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
         """A prompt's tokens. `special`: a text's begin with the model's BOS."""
@@ -229,17 +227,36 @@ class Inference:
             RequestTimedOut: one of the limits has been reached.
             MLXManagerError: one row's failure ends them all.
         """
-        defaults = self.pool.sampling(requests[0].model)
-        requests = [
-            replace(request, caller=self.caller, sampling=request.sampling.filled(defaults))
-            for request in requests
-        ]
-        leasing = self.pool.lease(requests[0].model, "text")
+        own = self._own(requests)
+        leasing = self.pool.lease(own[0].model, "text")
         async with aclosing(
-            self.follow(requests, leasing, lambda lease: rows(lease.backend, requests))
+            self.follow(own, leasing, lambda lease: rows(lease.backend, own))
         ) as progress:
             async for step in progress:
                 yield step
+
+    async def generate_fitting(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Progress, None]:
+        """As `generate`, of the first of `requests` alone that leaves room for an answer.
+
+        Each is shorter than the one before. If none leaves room, the last is what is generated.
+        """
+        own = self._own(requests)
+        leasing = self.pool.lease(own[0].model, "text")
+        async with aclosing(
+            self.follow(own[:1], leasing, lambda lease: fitting(lease.backend, own))
+        ) as progress:
+            async for step in progress:
+                yield step
+
+    def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """With what the owner has set where they are silent, in the caller's name."""
+        defaults = self.pool.sampling(requests[0].model)
+        return [
+            replace(request, caller=self.caller, sampling=request.sampling.filled(defaults))
+            for request in requests
+        ]
 
     async def follow(
         self,
@@ -273,14 +290,6 @@ class Inference:
                         observation.add(step)
                     yield step
 
-    async def count_tokens(self, request: GenerationRequest) -> int:
-        """The tokens of the request's prompt, whether or not the model could take them.
-
-        Raises:
-            MLXManagerError: there is no such model, or it can't render the prompt.
-        """
-        return await self.ask(request.model, lambda backend: backend.count_tokens(request), "text")
-
     async def ask(
         self,
         model: str,
@@ -292,35 +301,41 @@ class Inference:
         kind: "text" if an embedding model has no answer to it.
 
         Raises:
+            RequestTimedOut: one of the limits has been reached.
             MLXManagerError: there is no such model, or it has no answer.
         """
-        async with self.pool.lease(model, kind) as lease:
-            return await asyncio.to_thread(question, lease.backend)
+        shown = self.reading(model, self.caller.request_id)
+        leasing = self.pool.lease(model, kind)
+        with self.calls.enter([shown], self.limits) as call:
+            async with AsyncExitStack() as held:
+                call.enter("load")
+                lease = await call.wait(held.enter_async_context(leasing))
+                call.enter("prompt")
+                return await call.wait(asyncio.to_thread(question, lease.backend))
 
-    async def fitted(self, requests: Sequence[GenerationRequest]) -> GenerationRequest:
-        """The first of `requests`, each shorter than the one before, that leaves room to answer.
+    def reading(self, model: str, request_id: str) -> GenerationRequest:
+        """What those who watch the calls see of one that generates nothing."""
+        return GenerationRequest(
+            model, Tokens(()), max_tokens=0, request_id=request_id, caller=self.caller
+        )
 
-        If none does, the last.
 
-        Raises:
-            RequestTimedOut: the limits have been reached before it was known.
-            MLXManagerError: there is no such model, or it can't render the prompt.
-        """
-        with self.calls.enter(requests[:1], self.limits) as call:
-            call.enter("load")
-            return await call.wait(self._fitted(requests))
+async def fitting(
+    backend: TokenBackend, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[Progress, None]:
+    """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
+    fits = partial(leaves_room, backend)
+    request = await asyncio.to_thread(first_fitting, requests, fits)
+    async with aclosing(rows(backend, [request])) as progress:
+        async for step in progress:
+            yield step
 
-    async def _fitted(self, requests: Sequence[GenerationRequest]) -> GenerationRequest:
-        model = requests[0].model
-        contexts = {status.id: status.context_length for status in await self.pool.models()}
-        async with self.pool.lease(model, "text") as lease:
-            context = contexts[model]
-            wanted = min(requests[0].max_tokens or 1, context // 2)
 
-            def fits(request: GenerationRequest) -> bool:
-                return lease.backend.count_tokens(request) + wanted <= context
-
-            return await asyncio.to_thread(first_fitting, requests, fits)
+def leaves_room(backend: TokenBackend, request: GenerationRequest) -> bool:
+    """Whether an answer as long as is asked for, or half the context long, can follow."""
+    prompt = backend.tokenize(request.prompt)
+    wanted = min(request.max_tokens or 1, prompt.context_length // 2)
+    return len(prompt.ids) + wanted <= prompt.context_length
 
 
 def first_fitting(

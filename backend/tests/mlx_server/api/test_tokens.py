@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 import pytest_asyncio
 from demo import Demo, demo
+from scripted import ScriptedBackend, ScriptedPool
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
@@ -93,3 +95,42 @@ async def test_what_is_wrong_is_named(
 async def test_another_model_is_unknown(client: httpx.AsyncClient):
     answer = await client.post("/v1/tokenize", json={"prompt": "a", "model": "gpt-9"})
     assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("ask", ["body", "header", "setting"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/tokenize", {"prompt": "x"}),
+        ("/v1/detokenize", {"tokens": [1]}),
+        ("/v1/apply-template", {"messages": HELLO}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+    ],
+)
+async def test_a_model_that_takes_long_to_load_is_waited_for_within_the_limits(
+    serve, path: str, body: dict[str, object], ask: str
+):
+    pool = ScriptedPool(ScriptedBackend(lambda _: []))
+    settings = {"timeout_seconds": 0.02} if ask == "setting" else {}
+    headers = {"x-request-timeout": "0.02"} if ask == "header" else {}
+    fields = {"timeout": 0.02} if ask == "body" else {}
+    async with serve(pool=pool, **settings) as client:
+        pool.loading = asyncio.Event()
+        answer = await client.post(path, json=body | fields, headers=headers)
+    assert answer.status_code == 504
+    assert "x-unknown-fields" not in answer.headers
+    message = answer.json()["error"]["message"]
+    assert "`timeout` of 0.02 s: its model was still being loaded" in message
+
+
+async def test_the_owner_sees_and_ends_a_question_about_tokens(serve):
+    pool = ScriptedPool(ScriptedBackend(lambda _: []))
+    token = {"authorization": "Bearer of the house"}
+    async with serve(pool=pool, admin_token="of the house") as client:
+        pool.loading = asyncio.Event()
+        asking = asyncio.create_task(client.get("/tokenizer_info"))
+        await asyncio.sleep(0)
+        (call,) = (await client.get("/v1/admin/requests", headers=token)).json()["data"]
+        assert (call["protocol"], call["phase"]) == ("tokens", "load")
+        await client.post(f"/v1/admin/requests/{call['id']}/cancel", headers=token)
+        assert (await asking).json()["error"]["code"] == "request_cancelled"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
@@ -64,11 +65,47 @@ async def test_loading_counts_for_the_first_token_and_not_for_the_queue():
         await read(pool, TimeLimits(queue=SOON / 100, first_token=SOON))
 
 
-async def test_a_conversation_is_shortened_within_the_limits():
-    pool = endless()
+async def test_a_conversation_is_shortened_and_answered_as_one_call():
+    calls, pool = Calls(), endless(STARTED)
+    pool.loading = asyncio.Event()
+    longer = GenerationRequest(MODEL, Text("word " * 9000))
+    answer = Inference(pool, calls=calls).generate_fitting([longer, REQUEST])
+    reading = asyncio.create_task(anext(answer))
+    await asyncio.sleep(0)
+    (arrived,) = calls
+    pool.loading.set()
+    await reading
+    assert list(calls) == [arrived]
+    assert pool.backend.requests == [REQUEST]
+    await answer.aclose()
+
+
+async def test_a_conversation_is_shortened_and_answered_within_the_limits():
+    pool = endless(STARTED)
+    limited = Inference(pool, limits=TimeLimits(total=SOON))
+    with pytest.raises(RequestTimedOut, match="ran into its `timeout`"):
+        async for _ in limited.generate_fitting([REQUEST, REQUEST]):
+            pass
     pool.loading = asyncio.Event()
     with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
-        await Inference(pool, limits=TimeLimits(total=SOON)).fitted([REQUEST])
+        await anext(limited.generate_fitting([REQUEST, REQUEST]))
+
+
+async def test_a_question_about_tokens_is_a_call_with_limits():
+    calls, pool = Calls(), endless()
+    limited = Inference(pool, calls=calls, limits=TimeLimits(total=SOON))
+    assert await limited.ask(MODEL, lambda model: model.tokenize(Text("a b")).ids) == [0, 1]
+    pool.loading = asyncio.Event()
+    with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
+        await limited.ask(MODEL, lambda model: model.tokenize(Text("a b")).ids)
+    pool.loading = None
+    answered = threading.Event()
+    try:
+        with pytest.raises(RequestTimedOut, match="its prompt was still being processed"):
+            await limited.ask(MODEL, lambda _: answered.wait())
+    finally:
+        answered.set()
+    assert (len(calls), pool.leases) == (0, 0)
 
 
 async def test_a_call_that_is_on_time_is_left_alone():

@@ -48,7 +48,8 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     server = server_of(request)
     body = await read(request, CountTokensRequest, server.settings.api)
     response.headers.update(unknown_header(body))
-    asked = messages.counted(body, server.pool.resolve(body.model))
+    prompt, model = messages.conversation(body), server.pool.resolve(body.model)
+    inference = server.inference(request, body)
     async with UntilHangup(request.receive):
-        count = await server.inference(request).count_tokens(asked)
-    return TokenCount(input_tokens=count)
+        found = await inference.ask(model, lambda backend: backend.tokenize(prompt), "text")
+    return TokenCount(input_tokens=len(found.ids))

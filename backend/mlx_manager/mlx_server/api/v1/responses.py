@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, read
+from mlx_manager.mlx_server.api.connection import read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
@@ -42,9 +42,9 @@ async def create_response(request: Request) -> Response:
     stream = responses.ResponseStream(head)
     inference = server.inference(request, body)
     if body.truncation == "auto":
-        async with UntilHangup(request.receive):
-            asked = await inference.fitted(responses.shortened(asked))
-    progress = inference.generate([asked])
+        progress = inference.generate_fitting(responses.shortened(asked))
+    else:
+        progress = inference.generate([asked])
     if body.store is not False:
         items = responses.listed(responses.input_items(body))
 

@@ -6,9 +6,12 @@ without the `/v1`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import read, unknown_header
+from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols.tokens import rendered, tokenizing
@@ -20,60 +23,69 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizeResponse,
     TokenizerInfoResponse,
 )
+from mlx_manager.mlx_server.schemas.wire import Timed
+from mlx_manager.mlx_server.services.inference import TokenBackend
 
+T = TypeVar("T")
 router = APIRouter(tags=["tokens"])
+
+
+async def ask(
+    request: Request,
+    model: str | None,
+    question: Callable[[TokenBackend], T],
+    body: Timed | None = None,
+    kind: Literal["text"] | None = None,
+) -> T:
+    """What the model's tokenizer knows, unless the caller hangs up; see `Inference.ask`."""
+    server = server_of(request)
+    inference = server.inference(request, body)
+    async with UntilHangup(request.receive):
+        return await inference.ask(server.pool.resolve(model), question, kind)
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest), response_model_exclude_unset=True)
 async def tokenize(request: Request, response: Response) -> TokenizeResponse:
     """The token ids of a text or a conversation."""
-    server = server_of(request)
-    body = await read(request, TokenizeRequest, server.settings.api)
+    body = await read(request, TokenizeRequest, server_of(request).settings.api)
     response.headers.update(unknown_header(body))
     asked = tokenizing(body)
-    found = await server.inference(request).ask(
-        server.pool.resolve(body.model), lambda model: model.tokenize(asked.prompt, asked.special)
-    )
-    answer = TokenizeResponse(
-        count=len(found.ids), max_model_len=found.context_length, tokens=found.ids
-    )
-    if body.return_token_strs:
-        answer.token_strs = found.texts()
-    return answer
+
+    def answer(model: TokenBackend) -> TokenizeResponse:
+        found = model.tokenize(asked.prompt, asked.special)
+        answer = TokenizeResponse(
+            count=len(found.ids), max_model_len=found.context_length, tokens=found.ids
+        )
+        if body.return_token_strs:
+            answer.token_strs = found.texts()
+        return answer
+
+    return await ask(request, body.model, answer, body)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request, response: Response) -> TextResponse:
     """The text of token ids, special tokens included."""
-    server = server_of(request)
-    body = await read(request, DetokenizeRequest, server.settings.api)
+    body = await read(request, DetokenizeRequest, server_of(request).settings.api)
     response.headers.update(unknown_header(body))
-    text = await server.inference(request).ask(
-        server.pool.resolve(body.model), lambda model: model.detokenize(body.tokens)
-    )
+    text = await ask(request, body.model, lambda model: model.detokenize(body.tokens), body)
     return TextResponse(prompt=text, content=text)
 
 
 @router.post("/apply-template", openapi_extra=takes(PromptRequest))
 async def apply_template(request: Request, response: Response) -> TextResponse:
     """A conversation as the text that the model gets to see."""
-    server = server_of(request)
-    body = await read(request, PromptRequest, server.settings.api)
+    body = await read(request, PromptRequest, server_of(request).settings.api)
     response.headers.update(unknown_header(body))
     asked = rendered(body.messages, body)
-    text = await server.inference(request).ask(
-        server.pool.resolve(body.model), lambda model: model.render(asked), "text"
-    )
+    text = await ask(request, body.model, lambda model: model.render(asked), body, "text")
     return TextResponse(prompt=text, content=text)
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfoResponse:
     """A model's special tokens and chat template, for clients that make prompts themselves."""
-    server = server_of(request)
-    info = await server.inference(request).ask(
-        server.pool.resolve(model), lambda backend: backend.tokenizer_info()
-    )
+    info = await ask(request, model, lambda backend: backend.tokenizer_info())
     return TokenizerInfoResponse(
         bos_token=info.bos_token,
         eos_token=info.eos_token,
