@@ -12,7 +12,6 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.models.weights import (
-    PIECE,
     Device,
     Form,
     activation_dtype,
@@ -31,8 +30,9 @@ SAMPLE_ELEMENTS = 2**20
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
 SMALLEST_LAID_OUT = 2**16
-LAYERS_AT_ONCE = 8
-"""At most, of a kind: a layer of a step finds nothing of its weight in a core's caches."""
+COLD = 2**22
+"""Bytes of weights that are multiplied in turn, more than a core's caches keep: in a step no layer
+finds its weight there."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
@@ -83,7 +83,7 @@ def faster_by_columns(layers: Sequence[nn.Linear]) -> Steps[bool]:
     crawls where the stride is a large power of two, which for one layout is the number of inputs
     and for the other that of outputs.
     """
-    stored = layers[: max(1, min(LAYERS_AT_ONCE, PIECE // layers[0].weight.nbytes))]
+    stored = layers[: -(-COLD // layers[0].weight.nbytes)]
     turned = [copy.copy(layer) for layer in stored]
     for layer in turned:
         layer.weight = by_columns(layer.weight)
