@@ -394,7 +394,8 @@ async def announce(server: Server, listener: Listener) -> None:
         )
         print(text, flush=True)
     else:
-        print(f"{server.settings.model}: {server.failure.message}", file=sys.stderr)
+        reason = server.failure.message
+        print(f"mlx-manager: the default model can't be served: {reason}", file=sys.stderr)
         listener.should_exit = True
 
 

@@ -7,6 +7,7 @@ Retry-After instead of meeting a closed port; it closes when the last call has e
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.errors import HeadersTooLarge
+from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
 from mlx_manager.mlx_server.protocols.answer import error_body
 
 BACKLOG = 2048
@@ -174,11 +175,31 @@ class Listener(uvicorn.Server):
         self.url: asyncio.Future[str] = self._loop.create_future()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Listen.
+
+        Raises:
+            MLXManagerError: it can't be listened there; says why.
+        """
+        try:
+            await super().startup(sockets)
+        except SystemExit as ending:
+            # What uvicorn makes of it, and of a lifespan that fails, once it has logged why.
+            match ending.__context__:
+                case OSError() as error:
+                    raise self._no_address(error) from None
+            raise
         if self.should_exit:
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         self.url.set_result(url_of(host, port))
+
+    def _no_address(self, error: OSError) -> MLXManagerError:
+        taken = error.errno == errno.EADDRINUSE
+        reason = "another program listens there" if taken else error.strerror or str(error)
+        return MLXManagerError(
+            f"The server can't listen on {self.config.host}, port {self.config.port}: {reason}. "
+            "Choose another with --host and --port; `mlx-manager doctor` says more."
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come; runs between any two lines of the main thread."""
