@@ -41,6 +41,9 @@ ANTHROPIC_PATH = "/v1/messages"
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's SDKs read the first, Anthropic's the second."""
 
+RULE = re.compile("(?:Input|String|List|Dictionary|Value) (should .*)", re.DOTALL)
+"""Pydantic's sentences begin with what kind of value it is; ours with the field."""
+
 REQUEST_ID = re.compile(rb"[\w.:@/+=-]{1,128}")
 
 
@@ -69,7 +72,9 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return await answer(request, invalid(error.errors()))
+    # Where a parameter stands (query, path) is the first part of its place; it is not its name.
+    errors = [found | {"loc": found["loc"][1:]} for found in error.errors()]
+    return await answer(request, invalid(errors))
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
@@ -77,7 +82,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     status = HTTPStatus(error.status_code)
     match status:
         case HTTPStatus.NOT_FOUND:
-            message = f"There is nothing at {request.url.path}."
+            message = f"There is nothing at {request.url.path}. What there is stands at /docs."
         case HTTPStatus.METHOD_NOT_ALLOWED:
             message = f"{request.url.path} does not take {request.method}."
         case _:
@@ -121,9 +126,9 @@ def _sentence(error: ErrorDetails | Mapping[str, Any]) -> str:
         return f"`{path}` is required"
     found = error.get("input")
     got = f", not {found!r}" if isinstance(found, int | float) else ""
-    rule = error["msg"].rstrip(".")
-    rule = rule.removeprefix("Input") if rule.startswith("Input ") else f": {rule}"
-    return f"`{path}`{rule}{got}"
+    rule = error["msg"].rstrip(".").replace(" after validation", "")
+    match = RULE.match(rule)
+    return f"`{path}`: {rule}{got}" if match is None else f"`{path}` {match[1]}{got}"
 
 
 def _path(location: Iterable[int | str]) -> str:

@@ -63,7 +63,7 @@ async def test_an_unknown_model_is_not_found(serve):
         ({"messages": [{"role": "bot", "content": ""}]}, "messages[0].role", "'assistant'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "content parts"),
         ({"stop": 5}, "stop", "a list of at most 16 strings"),
-        ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"stop": ["a", ""]}, "stop[1]", "`stop[1]` should have at least 1 character."),
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
         ({"prediction": {}}, "prediction", "not supported"),
@@ -158,6 +158,15 @@ async def test_paths_and_methods_that_do_not_exist(
     assert response.status_code == status
     check("ErrorResponse", response.json())
     assert response.json()["error"]["code"] == code
+
+
+async def test_a_bad_value_of_the_query_is_named_as_the_client_named_it(serve):
+    async with serve() as client:
+        response = await client.get("/v1/responses/resp_1/input_items?limit=0")
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["param"] == "limit"
+    assert error["message"] == "`limit` should be greater than or equal to 1."
 
 
 async def test_what_nobody_expected_is_a_500_with_the_requests_id_and_a_traceback_in_the_log(
