@@ -52,7 +52,7 @@ def test_the_version_is_printed() -> None:
 def test_a_value_out_of_range_is_a_usage_error_that_names_option_and_variable() -> None:
     result = run.invoke(app, ["serve", "--port", "99999"])
     assert result.exit_code == 2
-    assert "--port (MLX_SERVER_PORT)" in result.output
+    assert "--port (MLX_SERVER_PORT) should be less than or equal to 65535" in result.output
 
 
 def test_a_wrong_variable_is_named_too() -> None:

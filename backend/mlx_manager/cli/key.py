@@ -26,13 +26,18 @@ key = typer.Typer(
 
 
 def limit(text: str) -> Any:
-    return typer.Option(min=1, help=f"{text}; default: the server's own limit")
+    return typer.Option(min=1, metavar="N", help=f"{text}; default: the server's own limit")
 
 
-Name = Annotated[str, typer.Argument(help="Whose key it is; the log and the metrics name it so")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Whose key it is; the log and the metrics name it so")
+]
 File = Annotated[
     Path | None,
-    typer.Option(help=f"The keys' file; default: ${FILE_VARIABLE}, or one in your home folder"),
+    typer.Option(
+        metavar="FILE",
+        help=f"The keys' file; default: ${FILE_VARIABLE}, or one in your home folder",
+    ),
 ]
 
 
@@ -45,10 +50,12 @@ def add(
     tokens_per_minute: Annotated[int | None, limit("Tokens of prompts and answers")] = None,
     max_concurrent: Annotated[int | None, limit("Requests under way at once")] = None,
     max_queued: Annotated[
-        int | None, typer.Option(min=0, help="Requests that may wait beyond these; default 64")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Requests that may wait beyond these; default 64"),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Most urgent `priority` of its requests; default: any")
+        int | None,
+        typer.Option(metavar="N", help="Most urgent `priority` of its requests; default: any"),
     ] = None,
 ) -> None:
     """Make a key and print it, once: only its hash is kept.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from mlx_manager.cli import app
 from mlx_manager.cli.terminal import MEANINGS
 
 PROGRAM = "mlx-manager"
-RANGE = re.compile(r"<(int|float)( range)?>")
 INTRODUCTION = """# The command line
 
 <!-- Written by `python -m mlx_manager.cli.reference`; a test compares. -->
@@ -68,7 +66,7 @@ def row(parameter: Any, context: Any) -> str | None:
     if shown is None or parameter.name == "help":
         return None
     names, text = shown
-    return f"| `{cell(RANGE.sub('N', names))}` | {cell(text)} |"
+    return f"| `{cell(names)}` | {cell(text)} |"
 
 
 def cell(text: str) -> str:

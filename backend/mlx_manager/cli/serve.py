@@ -19,6 +19,10 @@ def option(text: str, default: str | None = None, metavar: str | None = None) ->
     return typer.Option(help=shown, metavar=metavar)
 
 
+def number(text: str, default: str | None = None) -> Any:
+    return option(text, default, "N")
+
+
 # The settings, one alias each. A test holds names, texts and defaults against
 # `MLXServerSettings`, which is too slow to import for `--help`.
 Model = Annotated[
@@ -54,7 +58,7 @@ TrustRemoteCode = Annotated[
     bool | None, option("Run Python code that a model repository ships", "off")
 ]
 Host = Annotated[str | None, option("Address to listen on", "127.0.0.1", "ADDRESS")]
-Port = Annotated[int | None, option("Port to listen on; 0 picks a free one", "8000")]
+Port = Annotated[int | None, number("Port to listen on; 0 picks a free one", "8000")]
 ApiKey = Annotated[
     str | None,
     option("A key that requests must bring; best set as a variable, out of sight", None, "KEY"),
@@ -86,44 +90,44 @@ CorsOrigins = Annotated[
     ),
 ]
 KeyRequestsPerMinute = Annotated[
-    int | None, option("Requests a minute of a key that has no limit of its own")
+    int | None, number("Requests a minute of a key that has no limit of its own")
 ]
 KeyTokensPerMinute = Annotated[
-    int | None, option("Tokens a minute, of prompts and answers, likewise")
+    int | None, number("Tokens a minute, of prompts and answers, likewise")
 ]
 KeyMaxConcurrent = Annotated[
-    int | None, option("Requests of one key under way at once; more wait for their turn")
+    int | None, number("Requests of one key under way at once; more wait for their turn")
 ]
-KeyMaxQueued = Annotated[int | None, option("Requests of one key that may wait so", "64")]
-MaxHeadersKb = Annotated[float | None, option("Largest request headers accepted", "64")]
-MaxMessages = Annotated[int | None, option("Messages or items of one conversation", "4096")]
-MaxParts = Annotated[int | None, option("Content parts of all of them together", "16384")]
-MaxImages = Annotated[int | None, option("Images among these", "64")]
-MaxBodyMb = Annotated[float | None, option("Largest request body accepted", "32")]
+KeyMaxQueued = Annotated[int | None, number("Requests of one key that may wait so", "64")]
+MaxHeadersKb = Annotated[float | None, number("Largest request headers accepted", "64")]
+MaxMessages = Annotated[int | None, number("Messages or items of one conversation", "4096")]
+MaxParts = Annotated[int | None, number("Content parts of all of them together", "16384")]
+MaxImages = Annotated[int | None, number("Images among these", "64")]
+MaxBodyMb = Annotated[float | None, number("Largest request body accepted", "32")]
 KeepaliveSeconds = Annotated[
     float | None,
-    option("Silence on a stream after which a keep-alive comment is sent", "10"),
+    number("Silence on a stream after which a keep-alive comment is sent", "10"),
 ]
 TimeoutSeconds = Annotated[
-    float | None, option("Time for a whole answer; requests can ask for less")
+    float | None, number("Time for a whole answer; requests can ask for less")
 ]
 FirstTokenTimeoutSeconds = Annotated[
-    float | None, option("Time until an answer begins; requests can ask for less")
+    float | None, number("Time until an answer begins; requests can ask for less")
 ]
 QueueTimeoutSeconds = Annotated[
-    float | None, option("Time in the queue of a loaded model; requests can ask for less")
+    float | None, number("Time in the queue of a loaded model; requests can ask for less")
 ]
 ClientTimeoutSeconds = Annotated[
     float | None,
-    option("Time a client may take to send its headers, or send or take nothing", "60"),
+    number("Time a client may take to send its headers, or send or take nothing", "60"),
 ]
 DrainSeconds = Annotated[
     float | None,
-    option("Time running requests get to finish when the server is to stop", "25"),
+    number("Time running requests get to finish when the server is to stop", "25"),
 ]
 WatchdogSeconds = Annotated[
     float | None,
-    option("Time without a step, while work waits, before recovery; 0 is off", "300"),
+    number("Time without a step, while work waits, before recovery; 0 is off", "300"),
 ]
 StrictFields = Annotated[
     bool | None,
@@ -138,12 +142,12 @@ ReasoningField = Annotated[
     ),
 ]
 MemoryLimitGb = Annotated[
-    float | None, option("Memory for weights and KV pages; default 0.9 of the device's")
+    float | None, number("Memory for weights and KV pages; default 0.9 of the device's")
 ]
-MaxModels = Annotated[int | None, option("Models kept loaded at once", "4")]
+MaxModels = Annotated[int | None, number("Models kept loaded at once", "4")]
 ModelTtlSeconds = Annotated[
     float | None,
-    option("Time without use after which a model is unloaded; default: never"),
+    number("Time without use after which a model is unloaded; default: never"),
 ]
 Weights = Annotated[
     str | None,
@@ -153,11 +157,11 @@ Weights = Annotated[
         "auto|keep|dequantize",
     ),
 ]
-MaxRows = Annotated[int | None, option("Sequences decoded together, per model", "128")]
-MaxWaiting = Annotated[int | None, option("Requests waiting, per model, before 429", "1024")]
-PageSize = Annotated[int | None, option("Tokens in a KV page", "16")]
+MaxRows = Annotated[int | None, number("Sequences decoded together, per model", "128")]
+MaxWaiting = Annotated[int | None, number("Requests waiting, per model, before 429", "1024")]
+PageSize = Annotated[int | None, number("Tokens in a KV page", "16")]
 PrefillChunk = Annotated[
-    int | None, option("Most prompt tokens in one step; default 512, on a GPU 2048")
+    int | None, number("Most prompt tokens in one step; default 512, on a GPU 2048, or less")
 ]
 PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
 ResponseStore = Annotated[
@@ -166,14 +170,14 @@ ResponseStore = Annotated[
         "File that keeps answers of /v1/responses; default: memory, until the end", None, "FILE"
     ),
 ]
-ResponseStoreMb = Annotated[float | None, option("Room for them; the oldest make place", "64")]
-ResponseStoreDays = Annotated[float | None, option("Days without use after which they go", "30")]
+ResponseStoreMb = Annotated[float | None, number("Room for them; the oldest make place", "64")]
+ResponseStoreDays = Annotated[float | None, number("Days without use after which they go", "30")]
 AuditLog = Annotated[
     Path | None,
     option("File that keeps who called what when; default: memory, until the end", None, "FILE"),
 ]
-AuditLogMb = Annotated[float | None, option("Room for calls; the oldest make place", "64")]
-AuditLogDays = Annotated[float | None, option("Days after which a call is forgotten", "90")]
+AuditLogMb = Annotated[float | None, number("Room for calls; the oldest make place", "64")]
+AuditLogDays = Annotated[float | None, number("Days after which a call is forgotten", "90")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
 LogFormat = Annotated[
     str | None, option("Lines for a reader, or one JSON object a line", "pretty", "pretty|json")
@@ -285,7 +289,10 @@ def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
     except ValidationError as error:
         for problem in error.errors():
             name = str(problem["loc"][0])
-            complain(f"--{name.replace('_', '-')} (MLX_SERVER_{name.upper()}): {problem['msg']}")
+            setting = f"--{name.replace('_', '-')} (MLX_SERVER_{name.upper()})"
+            rule = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
+            kind, should, _ = rule.partition(" should ")
+            complain(f"{setting}{rule[len(kind) :]}" if should else f"{setting}: {rule}")
         raise typer.Exit(ExitCode.USAGE) from None
 
 

@@ -248,7 +248,9 @@ class MLXServerSettings(BaseSettings):
     max_waiting: int = Field(1024, ge=0, description="Requests waiting, per model, before 429")
     page_size: int = Field(16, ge=1, le=256, description="Tokens in a KV page")
     prefill_chunk: int | None = Field(
-        None, ge=16, description="Most prompt tokens in one step; default 512, on a GPU 2048"
+        None,
+        ge=16,
+        description="Most prompt tokens in one step; default 512, on a GPU 2048, or less",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
     max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
