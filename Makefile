@@ -1,4 +1,4 @@
-.PHONY: help setup clients serve test lint types check bench clean
+.PHONY: help setup clients serve test lint types check audit bench clean
 .DEFAULT_GOAL := help
 
 BIN := $(CURDIR)/.venv/bin

@@ -1,9 +1,9 @@
 """The one thread that owns every mlx call: load, step, free.
 
 MLX's streams are thread-local, so an array made here can only be computed here (`models/streams.py`
-has the one exception, for loads). Everybody else
-sends messages: `call` (awaits the result), `post` (does not wait). Between messages the thread
-steps the engines that have work; with neither it blocks in the queue and never polls.
+has the one exception, for loads). Everybody else sends messages: `call` (awaits the result), `post`
+(does not wait). Between messages the thread steps the engines that have work; with neither it
+blocks in the queue and never polls.
 
 This is one of the two places that catch every exception (the other is `api/errors.py`): whatever
 a step raises fails the rows of that engine alone, and the thread lives on. What ends the thread
