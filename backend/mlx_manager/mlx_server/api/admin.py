@@ -61,7 +61,7 @@ async def only_the_owner(request: Request) -> None:
     if scheme.lower() != "bearer" or not right:
         raise WrongAdminToken(
             "The admin token is needed: send it as `Authorization: Bearer TOKEN` "
-            "(MLX_SERVER_ADMIN_TOKEN; API keys are none)."
+            "(MLX_SERVER_ADMIN_TOKEN; API keys do not count)."
         )
 
 

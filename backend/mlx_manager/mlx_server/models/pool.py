@@ -512,7 +512,12 @@ class ModelPoolManager:
         gc.collect()
         clear_cache()
         gone = Unloaded(model_id, nbytes, before, get_memory_usage()["active"])
-        log.info("%s is unloaded: %s bytes before, %s after", model_id, gone.before, gone.after)
+        log.info(
+            "%s is unloaded: MLX held %s bytes, and holds %s now",
+            model_id,
+            f"{gone.before:,}",
+            f"{gone.after:,}",
+        )
         # What another load reads meanwhile, or a caller that is cut off holds on to, is no leak.
         quiet = not self._loads and not leases
         if quiet and gone.before - gone.after < nbytes:
