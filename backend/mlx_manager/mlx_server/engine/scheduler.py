@@ -335,8 +335,10 @@ class Scheduler:
         self.pool.retain(known)
         state = self.pool.attachment(known[-1]) if known else None
         count = self.pool.pages_for(len(sequence.tokens) + 1) - len(known)
-        # A page for each running row stays free, or this one would be paused again at once.
-        pages = self._take(count) if self._room(count + len(self.running)) else None
+        # A page for each running row stays free, or this one would be paused again at once. Not who
+        # is owed a row: others are paused for it, and it need not wait until pages are added.
+        spare = 0 if self._owed(sequence) else len(self.running)
+        pages = self._take(count) if self._room(count + spare) else None
         if pages is None:
             self.pool.release(known)
             return Admission.NO_ROOM

@@ -42,9 +42,13 @@ class Shares:
     def enter(self, sequence: Sequence) -> None:
         owner = sequence.owner
         if owner not in self._present:
-            least = min((self._served[name] for name in self._present), default=self._last)
-            # One less: who comes goes before those who are served already.
-            self._served[owner] = max(self._served.get(owner, least - 1), least - 1)
+            if self._present:
+                # One less: who comes goes before those who are served already.
+                start = min(self._served[name] for name in self._present) - 1
+            else:
+                # One more: who comes next may have been served as little, and goes before it.
+                start = max(self._served.get(owner, 0), self._last) + 1
+            self._served[owner] = max(self._served.get(owner, start), start)
             self._present[owner] = set()
         self._present[owner].add(sequence.key)
 

@@ -336,6 +336,30 @@ def test_who_comes_late_goes_before_the_queue_of_another_key() -> None:
     assert [p.sequence for p in world.step(budget=40).prefills] == [single]
 
 
+def test_who_comes_goes_first_also_where_nobody_has_been_counted_yet() -> None:
+    world = World(most=1000, max_rows=4)
+    for key in ("single", "flood", "single"):
+        world.submit(distinct(8, 90), owner=key)
+        world.run()
+    for n in range(20):
+        world.submit(distinct(8, n), 100, "flood")
+    world.step()
+    single = world.submit(distinct(8, 99), 100, "single")
+    assert [p.sequence for p in world.step().prefills] == [single]
+
+
+def test_a_keys_first_prompt_does_not_wait_until_pages_are_added() -> None:
+    world = World(most=1000, max_rows=4, reuse=False)
+    for n in range(20):
+        world.submit(distinct(8, n), 100, "flood")
+    for _ in range(5):
+        world.step()
+    size = world.pool.size
+    single = world.submit(distinct(4, 99), 100, "single")
+    assert [p.sequence for p in world.step().prefills] == [single]
+    assert world.pool.size == size
+
+
 def test_the_rows_of_others_wait_one_step_for_a_keys_first_prompt_and_never_two() -> None:
     world = World(most=1000, max_rows=100)
     flood = [world.submit(distinct(8, n), 100, "flood") for n in range(4)]
