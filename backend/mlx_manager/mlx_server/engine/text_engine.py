@@ -314,8 +314,6 @@ class TextEngine:
             # Masks and penalties are found while the device computes the logits they apply to.
             mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
             self._read(last)
-        if not self._looks_ahead:
-            self._deliver()
         self._under_way = self._draw(self._undrawn)
         self._undrawn = None
         if last is not None and not last.read:
@@ -391,7 +389,7 @@ class TextEngine:
         """Wait for the step's tokens; rows that they end give up their pages before the next.
 
         Rows that had ended already (cancelled, or run one step too far by the lookahead) are
-        left out.
+        left out. Where steps do not overlap with the host's work, the tokens are delivered at once.
         """
         asked = self._clock()
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
@@ -414,6 +412,8 @@ class TextEngine:
         self._generated_tokens += len(before)
         self._meter.read(now, before)
         self._settle()
+        if not self._looks_ahead:
+            self._deliver()
 
     def _settle(self) -> None:
         """Find out which rows go on; the others give up their pages."""
