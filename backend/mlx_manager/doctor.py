@@ -55,14 +55,14 @@ def mlx_findings() -> Iterator[Finding]:
         yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
     from mlx_manager.mlx_server.engine.kv.kernels.report import kernel_report
-    from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, blas_report
+    from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, load_fast_blas
 
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
     yield Finding("device", memory.device_name())
     total = memory.device_memory() / 2**30
     limit = memory.default_limit() / 2**30
     yield Finding("memory", f"{total:.1f} GiB; models and KV pages may take {limit:.1f} GiB")
-    blas = blas_report()
+    blas = load_fast_blas()
     slow = blas.name.startswith("reference")
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
     kernels = kernel_report()

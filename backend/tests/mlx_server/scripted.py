@@ -154,7 +154,7 @@ class ScriptedPool:
         return [ModelStatus(MODEL, state, "embedded", "llama", "llama", 8192, 1000)]
 
     def figures(self) -> dict[str, Any]:
-        engine = {"running": self.backend.running, "waiting": 0}
+        engine = {"running": self.backend.running, "waiting": 0, "host_time": {}}
         ledger = {"limit": 1, "available": 1}
         return {
             "ledger": ledger,

@@ -82,7 +82,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     status = HTTPStatus(error.status_code)
     match status:
         case HTTPStatus.NOT_FOUND:
-            message = f"There is nothing at {request.url.path}. What there is stands at /docs."
+            message = f"There is nothing at {request.url.path}. /docs lists what there is."
         case HTTPStatus.METHOD_NOT_ALLOWED:
             message = f"{request.url.path} does not take {request.method}."
         case _:

@@ -103,8 +103,7 @@ def loading(
         ModelTooLarge: the weights exceed the memory limit, whatever else is unloaded.
         OutOfMemory: they would fit if models in use were not.
     """
-    blas = load_fast_blas()
-    log.info("CPU products by %s (%s)", blas.name, blas.reason)
+    load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
     folder = checked_folder(source, limits)
     context = allowed_context(source.id, folder.context_length, recipe)

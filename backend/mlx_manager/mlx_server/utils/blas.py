@@ -14,6 +14,7 @@ import ctypes
 import ctypes.util
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ from functools import cache
 from pathlib import Path
 
 from mlx_manager.mlx_server.utils.elf import imported_slots
+
+log = logging.getLogger(__name__)
 
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 PREFIXES = ("", "scipy_")
@@ -137,6 +140,12 @@ def load_fast_blas() -> BlasReport:
 
     May run before or after `mlx.core` is imported, but before other threads compute.
     """
+    report = _fastest()
+    log.info("CPU products by %s (%s)", report.name, report.reason)
+    return report
+
+
+def _fastest() -> BlasReport:
     libmlx = _libmlx_with_reference_blas()
     choice = os.environ.get("MLX_SERVER_BLAS", "")
     if libmlx is None:
@@ -156,11 +165,6 @@ def load_fast_blas() -> BlasReport:
     return BlasReport(
         "reference BLAS", str(libmlx), "; ".join(rejected or [f"no other found: {HOW_TO_GET_ONE}"])
     )
-
-
-def blas_report() -> BlasReport:
-    """What `load_fast_blas` chose; it is loaded now if it was not yet."""
-    return load_fast_blas()
 
 
 def _install(blas: BlasLibrary, libmlx: Path) -> BlasReport:

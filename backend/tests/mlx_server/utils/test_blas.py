@@ -18,8 +18,8 @@ needs_reference_blas = pytest.mark.skipif(LIBMLX is None, reason="needs the mlx-
 
 REPORT = """
 import dataclasses, json
-from mlx_manager.mlx_server.utils.blas import blas_report
-report = blas_report()
+from mlx_manager.mlx_server.utils.blas import load_fast_blas
+report = load_fast_blas()
 import mlx.core as mx
 x, w = mx.arange(12.0).reshape(3, 4), mx.arange(20.0).reshape(5, 4)
 print(json.dumps(dataclasses.asdict(report) | {"sum": (x @ w.T).sum().item()}))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+FOR_METRICS = frozenset({"host_time", "token_gaps"})
+"""Distributions, which `/metrics` shows as histograms."""
+
 
 @router.get("/models", response_model_exclude_none=True)
 async def list_models(request: Request) -> ModelList:
@@ -41,8 +44,14 @@ async def cards(pool: ModelPool, created: int) -> list[ModelCard]:
     return [card(status, engines, created) for status in await pool.models()]
 
 
+def engine_card(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Its state and its counters."""
+    return {name: figure for name, figure in figures.items() if name not in FOR_METRICS}
+
+
 def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: int) -> ModelCard:
     owner, slash, _ = status.id.partition("/")
+    figures = engines.get(status.id)
     return ModelCard(
         id=status.id,
         created=created,
@@ -54,7 +63,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         context_length=status.context_length,
         bytes=status.nbytes,
         weights=weights_of(status),
-        engine=engines.get(status.id),
+        engine=None if figures is None else engine_card(figures),
     )
 
 
