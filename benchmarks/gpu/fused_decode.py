@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from loads import lengths_of
+from loads import LOADS, lengths_of
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
@@ -24,16 +24,6 @@ from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 
 PAGE = 16
-LOADS = [
-    "1 x 128",
-    "8 x 128",
-    "32 x 128",
-    "64 x 128",
-    "128 x 128",
-    "32 x 4096",
-    "8192 + 31 x 64",
-    "1 x 8192",
-]
 STEPS, WARM = 64, 12
 REPLAN = 16
 COPY_BANDWIDTH = 4.3e12
@@ -119,7 +109,7 @@ def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["1b", "8b"])
-    parser.add_argument("--loads", nargs="*", default=LOADS)
+    parser.add_argument("--loads", nargs="*", default=[*LOADS, "1 x 8192"])
     options = parser.parse_args()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)

@@ -3,6 +3,18 @@ of 64."""
 
 from __future__ import annotations
 
+LOADS = [
+    # First, while no pages are kept: its memory is looked at.
+    "8192 + 31 x 64",
+    "1 x 128",
+    "8 x 128",
+    "32 x 128",
+    "64 x 128",
+    "128 x 128",
+    "32 x 4096",
+]
+"""What steps are raced and timed on."""
+
 
 def lengths_of(load: str) -> list[int]:
     """Each row's tokens."""

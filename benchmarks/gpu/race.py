@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
 
-from loads import lengths_of  # noqa: E402
+from loads import LOADS, lengths_of  # noqa: E402
 from side import prompts_of  # noqa: E402
 
 from harness import percentile, print_report, ratio  # noqa: E402
@@ -39,16 +39,6 @@ from servers import (  # noqa: E402
     tokens_per_second,
 )
 
-LOADS = [
-    # First, while no pages are kept: its memory is looked at.
-    "8192 + 31 x 64",
-    "1 x 128",
-    "8 x 128",
-    "32 x 128",
-    "64 x 128",
-    "128 x 128",
-    "32 x 4096",
-]
 TOKENS = 96
 Answers = dict[str, list[dict[str, Any]]]
 

@@ -176,15 +176,36 @@ class NotApplicable(Exception):
     """This way of running cannot serve this model; the message says why."""
 
 
-class RaggedForward:
+class OnPages:
+    """What forwards have in common whose rows' state is on pages, all of it."""
+
+    prefixes: Prefixes = "pages"
+    puts_together_ahead: bool = True
+    stores: list[LayerStore]
+
+    def forget(self, key: int) -> None:
+        pass
+
+    def state(self) -> list[mx.array]:
+        return [array for store in self.stores for array in (store.keys, store.values)]
+
+    def tokens_at_once(self, tokens: int) -> int:
+        return tokens
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        return None
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        pass
+
+
+class RaggedForward(OnPages):
     """All tokens of a step in one pass, (tokens, 1).
 
     kernels: what writes to the pages and reads them for running rows, on a GPU.
     """
 
     kind: ClassVar[str] = "ragged"
-    prefixes: Prefixes = "pages"
-    puts_together_ahead: bool = True
     horizon: int = 0
 
     def __init__(
@@ -225,21 +246,6 @@ class RaggedForward:
         tokens, wanted = step.tokens[:, None], step.wanted
         hidden = (lambda h: h) if wanted is None else (lambda h: h[wanted])
         return self._selection.run(lambda: self._model(tokens, cache=self._caches), hidden)
-
-    def forget(self, key: int) -> None:
-        pass
-
-    def state(self) -> list[mx.array]:
-        return [array for store in self.stores for array in (store.keys, store.values)]
-
-    def tokens_at_once(self, tokens: int) -> int:
-        return tokens
-
-    def snapshot(self, key: int) -> Snapshot | None:
-        return None
-
-    def restore(self, key: int, snapshot: Snapshot) -> None:
-        pass
 
 
 def shortest_first(lengths: Sequence[int]) -> list[int]:

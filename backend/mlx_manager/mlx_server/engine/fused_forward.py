@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
-    Prefixes,
+    OnPages,
     RaggedStep,
-    Snapshot,
     order_after,
 )
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
@@ -60,13 +59,11 @@ class Batch:
     age: int = 0
 
 
-class FusedForward:
+class FusedForward(OnPages):
     """Steps of running rows alone, in few shapes, and ragged steps with prompts in them."""
 
     kind: ClassVar[str] = "fused"
-    prefixes: Prefixes = "pages"
     looks_ahead: bool = True
-    puts_together_ahead: bool = True
     horizon: int = HORIZON
 
     def __init__(self, stores: Sequence[LayerStore], decoder: FusedDecoder, page_size: int) -> None:
@@ -81,32 +78,23 @@ class FusedForward:
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
-            step = RaggedStep.of(decode, chunks, self._page_size)
-            return self._decoder.run_ragged(step, self.stores)
+            ragged = RaggedStep.of(decode, chunks, self._page_size)
+            return self._decoder.run_ragged(ragged, self.stores)
         rows = len(decode.keys)
         batch = self._batch = self._next(decode)
         tokens, padded = decode.tokens.astype(mx.uint32), len(batch.lengths)
         if rows < padded:
             tokens = mx.pad(tokens, (0, padded - rows))
-        pools = [(store.keys, store.values) for store in self.stores]
-        logits = self._decoder.run(Step(tokens, batch.on_device, batch.table, pools, batch.splits))
+        step = Step(tokens, batch.on_device, batch.table, self._pools(), batch.splits)
+        logits = self._decoder.run(step)
         return logits[:rows] if rows < padded else logits
 
-    def forget(self, key: int) -> None:
-        pass
-
     def state(self) -> list[mx.array]:
-        pools = [array for store in self.stores for array in (store.keys, store.values)]
+        pools = super().state()
         return pools if self._batch is None else [*pools, self._batch.on_device]
 
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
-
-    def snapshot(self, key: int) -> Snapshot | None:
-        return None
-
-    def restore(self, key: int, snapshot: Snapshot) -> None:
-        pass
 
     def warm(self) -> None:
         """Compile what long contexts and prompts take, which would hold up whoever comes first.
@@ -115,11 +103,9 @@ class FusedForward:
         """
         size = self._page_size
         table = mx.zeros((1, LONG // size), mx.int32)
-        pools = [(store.keys, store.values) for store in self.stores]
         lengths = np.array([LONG], np.int32)
-        step = Step(
-            mx.zeros((1,), mx.uint32), mx.array(lengths), table, pools, self._decoder.plan(lengths)
-        )
+        splits = self._decoder.plan(lengths)
+        step = Step(mx.zeros((1,), mx.uint32), mx.array(lengths), table, self._pools(), splits)
         mx.eval(self._decoder.run(step))
         mx.eval(self._decoder.run_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
@@ -129,6 +115,9 @@ class FusedForward:
             chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
             ragged = RaggedStep.of(decode, [chunk], size)
             mx.eval(self._decoder.run_ragged(ragged, self.stores))
+
+    def _pools(self) -> list[tuple[mx.array, mx.array]]:
+        return [(store.keys, store.values) for store in self.stores]
 
     def _next(self, decode: Decode) -> Batch:
         last, spans = self._batch, decode.spans

@@ -19,9 +19,8 @@ from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
     NotApplicable,
-    Prefixes,
+    OnPages,
     RaggedStep,
-    Snapshot,
     shortest_first,
 )
 from mlx_manager.mlx_server.engine.fused import Anatomy, Block, Common, NotFusable, Rotation
@@ -158,13 +157,11 @@ class JoinedLayer:
         return self.block.after(hidden, attended.reshape(tokens, -1))
 
 
-class JoinedForward:
+class JoinedForward(OnPages):
     """All tokens of a step in one pass, by joined products; made by `joining`."""
 
     kind: ClassVar[str] = "fused"
-    prefixes: Prefixes = "pages"
     looks_ahead: bool = False
-    puts_together_ahead: bool = True
     horizon: int = 0
 
     def __init__(self, common: Common, layers: Sequence[JoinedLayer], page_size: int) -> None:
@@ -187,21 +184,6 @@ class JoinedForward:
             hidden = layer(hidden, turns, store, step.plan)
         hidden = hidden if step.wanted is None else hidden[step.wanted]
         return self._vocabulary(self._norm(hidden))
-
-    def forget(self, key: int) -> None:
-        pass
-
-    def state(self) -> list[mx.array]:
-        return [array for store in self.stores for array in (store.keys, store.values)]
-
-    def tokens_at_once(self, tokens: int) -> int:
-        return tokens
-
-    def snapshot(self, key: int) -> Snapshot | None:
-        return None
-
-    def restore(self, key: int, snapshot: Snapshot) -> None:
-        pass
 
 
 def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:

@@ -281,11 +281,7 @@ def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
         mx.array(problem.table),
         mx.array(problem.lengths),
         mx.zeros((1,), mx.int32),
-        scale=problem.scale,
-        splits=kernels.plan(problem.lengths, window=features.window),
-        window=features.window,
-        softcap=features.softcap,
-        sinks=None if problem.sinks is None else mx.array(problem.sinks),
+        **_how(kernels, problem, features),
     )
     off = difference(_numbers(out)[:, :, 0], problem.expected())
     return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
@@ -300,9 +296,8 @@ def _check_rotated(kernels: PagedKernels, rotary: Rotary) -> str | None:
     off = difference(_numbers(out)[:, :, 0], problem.ready.q)
     if off > TOLERANCE:
         return f"rotated queries differ from the reference by {off:.3g}"
-    for pool, expected in zip(pools, (problem.ready.k_pool, problem.ready.v_pool), strict=True):
-        if not as_written(_numbers(pool), expected):
-            return "rotated keys or their values did not arrive in their pages, or others did"
+    if not _arrived(pools, problem.ready):
+        return "rotated keys or their values did not arrive in their pages, or others did"
     return None
 
 
@@ -316,20 +311,31 @@ def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> s
         mx.array(unwritten.table),
         mx.array(unwritten.lengths),
         rotary=rotary,
-        scale=unwritten.scale,
-        splits=kernels.plan(unwritten.lengths, window=features.window),
-        window=features.window,
-        softcap=features.softcap,
-        sinks=None if unwritten.sinks is None else mx.array(unwritten.sinks),
+        **_how(kernels, unwritten, features),
     )
     found = _numbers(out).reshape(unwritten.q.shape)
     off = difference(found, problem.ready.expected())
     if off > TOLERANCE:
         return f"fused attention differs from the reference by {off:.3g}"
-    for pool, expected in zip(pools, (problem.ready.k_pool, problem.ready.v_pool), strict=True):
-        if not as_written(_numbers(pool), expected):
-            return "the newest tokens did not arrive in their pages, or something else did"
+    if not _arrived(pools, problem.ready):
+        return "the newest tokens did not arrive in their pages, or something else did"
     return None
+
+
+def _how(kernels: PagedKernels, problem: Problem, features: Features) -> dict[str, Any]:
+    """What attention over pages is told by name."""
+    return {
+        "scale": problem.scale,
+        "splits": kernels.plan(problem.lengths, window=features.window),
+        "window": features.window,
+        "softcap": features.softcap,
+        "sinks": None if problem.sinks is None else mx.array(problem.sinks),
+    }
+
+
+def _arrived(pools: tuple[mx.array, mx.array], written: Problem) -> bool:
+    keys, values = map(_numbers, pools)
+    return as_written(keys, written.k_pool) and as_written(values, written.v_pool)
 
 
 def _pools(problem: Problem) -> tuple[mx.array, mx.array]:
