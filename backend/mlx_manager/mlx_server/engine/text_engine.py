@@ -47,7 +47,7 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
+from mlx_manager.mlx_server.utils.memory import WORKING, Ledger, Relief, clear_cache
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ WORTHWHILE = 1 / 8
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
-STEPS_BETWEEN_CLEARS = 512
+STEPS_BETWEEN_TRIMS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class TextEngine:
         self._prefix_hits = 0
         self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
         self._start_over()
-        self._working_line = f"prefill:{name}"
+        self._working_line = f"{WORKING}{name}"
         if not ledger.reserve(self._working_line, working_bytes):
             raise OutOfMemory(
                 f"A step of {name} works on up to {working_bytes:,} bytes, and "
@@ -456,7 +456,7 @@ class TextEngine:
         if len(self._pool.attachments) >= MOST_SNAPSHOTS:
             self._pool.detach_oldest()
             self._record_snapshots()
-        if self._spare(snapshot.nbytes):
+        if self._ledger.spare(snapshot.nbytes):
             self._pool.attach(page, snapshot)
             self._record_snapshots()
 
@@ -525,8 +525,8 @@ class TextEngine:
 
     def _count(self, schedule: Schedule) -> None:
         self._steps += 1
-        if self._steps % STEPS_BETWEEN_CLEARS == 0:
-            clear_cache()
+        if self._steps % STEPS_BETWEEN_TRIMS == 0:
+            self._ledger.trim()
         for prefill in schedule.prefills:
             row = prefill.sequence
             if not row.admitted_at:
@@ -600,7 +600,7 @@ class TextEngine:
 
     def _grow_by(self, pages: int, *, urgent: bool) -> bool:
         nbytes = pages * self.page_bytes
-        if not (urgent or self._spare(nbytes)) or not self._reserve(nbytes):
+        if not (urgent or self._ledger.spare(nbytes)) or not self._reserve(nbytes):
             return False
         self._resize(self._pool.size + pages)
         self._pool.grow(pages)
@@ -619,11 +619,6 @@ class TextEngine:
             return self._ledger.reserve(self._line, nbytes)
         finally:
             self._growing = False
-
-    def _spare(self, nbytes: int) -> bool:
-        if self._ledger.available() < nbytes:
-            clear_cache()
-        return self._ledger.available() >= nbytes
 
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""

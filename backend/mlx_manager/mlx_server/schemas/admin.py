@@ -51,7 +51,7 @@ class AdminModel(Wire):
 
 class AdminMemory(Wire):
     """limit: what may be used; available: what nobody has been promised; active, peak: MLX's own
-    figures; buffer_cache: freed buffers that it keeps."""
+    figures; buffer_cache: freed buffers that it keeps, beyond what steps work on."""
 
     limit: int
     available: int

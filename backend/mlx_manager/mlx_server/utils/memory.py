@@ -95,10 +95,15 @@ class Relief(IntEnum):
     IDLE_MODELS = 3
 
 
+WORKING = "prefill:"
+
+
 class Ledger:
     """What the memory limit is promised to, by line: `lines + MLX's buffer cache <= limit`.
 
-    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `prefill:<model>`.
+    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `prefill:<model>`. The
+    last are what steps work on, which is in the buffer cache between them: of the cache only what
+    is beyond those lines counts.
     The MLX thread owns it: only there may `reserve`, `record` and relief run, since relief frees
     arrays. `available` and `figures` may be read from any thread.
     """
@@ -111,6 +116,7 @@ class Ledger:
     ) -> None:
         self.limit = limit
         self._cache_bytes = cache_bytes
+        self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
         self._lock = threading.Lock()
         self._relief: list[tuple[Relief, Callable[[int], None]]] = []
@@ -119,7 +125,23 @@ class Ledger:
     def available(self) -> int:
         """Bytes that can be reserved with nothing being freed first; negative when overdrawn."""
         with self._lock:
-            return self.limit - sum(self._lines.values()) - self._cache_bytes()
+            return self.limit - sum(self._lines.values()) - self._excess()
+
+    def _excess(self) -> int:
+        """What is in the buffer cache beyond what steps work on."""
+        working = sum(n for line, n in self._lines.items() if line.startswith(WORKING))
+        return max(0, self._cache_bytes() - working)
+
+    def spare(self, nbytes: int) -> bool:
+        """Whether `nbytes` can be had at nobody's cost; the buffer cache goes if that helps."""
+        if self.available() < nbytes <= self.available() + self._excess():
+            self._drop_cache()
+        return self.available() >= nbytes
+
+    def trim(self) -> None:
+        """Give the buffer cache back to the system if it is larger than steps need."""
+        if self._excess():
+            self._drop_cache()
 
     def reserve(self, line: str, nbytes: int) -> bool:
         """Promise `nbytes` more to `line`; relief is called until they are there.
@@ -137,7 +159,7 @@ class Ledger:
     def _promise(self, line: str, nbytes: int) -> int:
         """Enter `nbytes` if there is room; returns how many bytes lack (0 or less: entered)."""
         with self._lock:
-            lacking = sum(self._lines.values()) + self._cache_bytes() + nbytes - self.limit
+            lacking = sum(self._lines.values()) + self._excess() + nbytes - self.limit
             if lacking <= 0:
                 self._lines[line] = self._lines.get(line, 0) + nbytes
             return lacking
@@ -172,8 +194,8 @@ class Ledger:
         self._relief = [entry for entry in self._relief if entry[1] != free]
 
     def figures(self) -> dict[str, int]:
-        """Every line, with `buffer_cache`, `limit` and `available`."""
+        """Every line, with `buffer_cache` (beyond what steps work on), `limit` and `available`."""
         with self._lock:
-            lines, cache = dict(self._lines), self._cache_bytes()
+            lines, cache = dict(self._lines), self._excess()
         rest = self.limit - sum(lines.values()) - cache
         return {**lines, "buffer_cache": cache, "limit": self.limit, "available": rest}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -107,6 +108,40 @@ def test_buffer_cache_counts_and_is_dropped_for_room():
     assert ledger.reserve("weights:a", 90)
     assert cache == [0]
     assert ledger.available() == 10
+
+
+def kept_in_cache(nbytes: int) -> tuple[Ledger, list[int]]:
+    cache = [nbytes]
+    drop = partial(cache.__setitem__, 0, 0)
+    return Ledger(100, cache_bytes=lambda: cache[0], drop_cache=drop), cache
+
+
+def test_what_steps_work_on_is_not_counted_again_in_the_buffer_cache():
+    ledger, cache = kept_in_cache(30)
+    assert ledger.reserve("prefill:a", 25)
+    assert ledger.available() == 70
+    assert ledger.figures()["buffer_cache"] == 5
+    assert ledger.reserve("pages:a", 70)
+    assert cache == [30]
+
+
+def test_buffer_cache_is_kept_where_dropping_it_would_not_make_room():
+    ledger, cache = kept_in_cache(30)
+    assert ledger.reserve("weights:a", 50)
+    assert not ledger.spare(51)
+    assert cache == [30]
+    assert ledger.spare(50)
+    assert cache == [0]
+
+
+def test_only_a_buffer_cache_larger_than_steps_need_is_trimmed():
+    ledger, cache = kept_in_cache(30)
+    assert ledger.reserve("prefill:a", 30)
+    ledger.trim()
+    assert cache == [30]
+    ledger.release("prefill:a", 1)
+    ledger.trim()
+    assert cache == [0]
 
 
 def test_measured_figures_replace_the_promise_even_when_they_overdraw():
