@@ -1,4 +1,4 @@
-// What attention.cu needs of CUDA, on a CPU.
+// What the kernels need of CUDA, on a CPU.
 //
 // Matrix instructions follow the fragment layouts of the PTX ISA (warp-level matrix instructions).
 // Asynchronous copies take place when they are waited for and not before, so that a missing wait
@@ -51,16 +51,27 @@ using Shape = std::array<int32_t, 8>;
 
 namespace kernels {
 
-alignas(16) inline unsigned char shared[256 * 1024];
+alignas(1024) inline unsigned char shared[256 * 1024];
+
+inline unsigned shared_address(const void* pointer) {
+  return unsigned(static_cast<const unsigned char*>(pointer) - shared);
+}
 
 struct Copy { void* to; const void* from; int bytes; };
 using Copies = std::vector<Copy>;
 inline std::deque<Copies> committed[1024];
 inline Copies pending[1024];
 
+// 16-byte pieces of shared memory that copies have written and no fence has shown to the group
+// products yet (hopper.h), and those of each thread.
+inline bool hidden[sizeof shared / 16];
+inline std::vector<unsigned> unshown[1024];
+
 inline void forget_copies() {
   for (auto& copies : committed) copies.clear();
   for (auto& copies : pending) copies.clear();
+  for (auto& pieces : unshown) pieces.clear();
+  std::memset(hidden, 0, sizeof hidden);
 }
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
@@ -77,6 +88,9 @@ inline void wait_copies() {
     for (auto& copy : groups.front()) {
       std::memset(copy.to, 0, 16);
       std::memcpy(copy.to, copy.from, copy.bytes);
+      unsigned piece = shared_address(copy.to) / 16;
+      hidden[piece] = true;
+      unshown[group::current].push_back(piece);
     }
 }
 
@@ -170,6 +184,8 @@ inline void write_global(uint4* p, uint4 x) { *p = x; }
 
 }  // namespace kernels
 
+#include "hopper.h"
+
 template <typename Kernel>
 void launch(Index grid, Index block, Kernel kernel) {
   gridDim = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
@@ -180,6 +196,7 @@ void launch(Index grid, Index block, Kernel kernel) {
       // Not a number in every format: what is read before it is written shows.
       std::memset(kernels::shared, 0xff, sizeof kernels::shared);
       kernels::forget_copies();
+      kernels::forget_products();
       group::run(block.x, kernel);
     }
 }
