@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.steps import Steps
 
+Prepare = Callable[[LoadedModel, MLXThread, EngineLimits, Ledger], Steps[TextBackend]]
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -43,9 +45,10 @@ async def open_pool(
     aliases: str = "",
     models_file: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
+    prepare: Prepare = preparing,
     **limits: object,
 ) -> AsyncIterator[ModelPoolManager]:
-    """A pool as `main` composes it: an MLX thread, text backends."""
+    """A pool as `main` composes it: an MLX thread, text backends, made by `prepare`."""
     thread = MLXThread()
     thread.start()
     named = MLXServerSettings(model_aliases=aliases).catalog.model_aliases
@@ -57,8 +60,8 @@ async def open_pool(
         model_aliases=named,
     )
 
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Generator[None, None, TextBackend]:
-        return preparing(loaded, thread, EngineLimits(), ledger)
+    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Steps[TextBackend]:
+        return prepare(loaded, thread, EngineLimits(), ledger)
 
     build = partial(
         ModelPoolManager,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
     Chunk,
@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.engine.forward import (
     SeparateForward,
     kept_in,
 )
-from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, check
+from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, checking
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
@@ -29,7 +29,7 @@ from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Spa
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.utils.steps import Steps, beside, finish
+from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 log = logging.getLogger(__name__)
 
@@ -134,18 +134,19 @@ def _fused(
 ) -> Steps[Forward]:
     """The fused decoder over `ragged`'s pages, if there is one and it is right."""
     name = type(model).__module__
-    decoder = FusedDecoder.build(model, reference.page_size, kernels.find, compile=compile)
+    decoder = yield from FusedDecoder.building(
+        model, reference.page_size, kernels.find, compile=compile
+    )
     if isinstance(decoder, Unsupported):
         log.info("%s: steps are not fused: %s", name, decoder.reason)
         return ragged
     fused = FusedForward(ragged.stores, decoder, reference.page_size)
     try:
-        wrong = check(decoder, model, reference.page_size)
-        yield None
+        wrong = yield from checking(decoder, model, reference.page_size)
         if wrong is None:
             wrong = yield from reference.disagreement(fused)
         if wrong is None:
-            fused.warm()
+            yield from fused.warming()
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
@@ -178,7 +179,7 @@ def run_both(
     half = max(1, page_size // 2)
     first = Chunk(0, Span(tables[0], half, half), texts[0][:half], False)
     logits = forward.run(None, [first])
-    yield from _computed([*forward.state(), logits])
+    yield from computed([*forward.state(), logits])
     last = [
         Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
         Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
@@ -187,7 +188,7 @@ def run_both(
     runs = [[chunk] for chunk in last] if forward.kind == "separate" else [last]
     for chunks in runs:
         logits = forward.run(None, chunks)
-        yield from _computed([*forward.state(), logits])
+        yield from computed([*forward.state(), logits])
         for i, chunk in enumerate(chunks):
             got[chunk.key].append(logits[i])
     for step in range(3):
@@ -197,7 +198,7 @@ def run_both(
         tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
         spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
         logits = forward.run(Decode(keys, spans, tokens), [])
-        yield from _computed([*forward.state(), logits])
+        yield from computed([*forward.state(), logits])
         for i, k in enumerate(keys):
             got[k].append(logits[i])
         if step == 1:
@@ -211,26 +212,8 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.arra
     logits: list[mx.array] = []
     for tokens in (text[:prompt], *([token] for token in text[prompt:])):
         logits.append(model(mx.array([tokens], mx.int32), cache=caches)[0, -1])
-        yield from _computed([*kept_in(caches), logits[-1]])
+        yield from computed([*kept_in(caches), logits[-1]])
     return logits
-
-
-def _computed(arrays: Sequence[mx.array]) -> Steps[None]:
-    """Compute what a pass through the model leaves.
-
-    arrays: each after those that it is made from, so that there are about as many as layers.
-    """
-    if mx.default_device() != mx.cpu:
-        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-    yield from beside(partial(_evaluate, arrays))
-
-
-def _evaluate(arrays: Sequence[mx.array]) -> None:
-    """A layer at a time: MLX holds up whoever evaluates anything, on whatever stream, while a
-    hundred operations are under way.
-    """
-    for start in range(0, len(arrays), 2):
-        mx.eval(arrays[start : start + 2])
 
 
 def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +33,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.forward import RaggedStep
+from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
+from mlx_manager.mlx_server.engine.forward import RaggedStep, kept_in
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import (
@@ -47,9 +49,12 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKernels
+from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
-Compile = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Cuts = Sequence[tuple[int | None, bool]]
+"""Of a step's splits, what is no array: the window of each, and whether some context is divided."""
 
 STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still
@@ -374,11 +379,18 @@ class Rotation:
 
     def __call__(self, positions: mx.array) -> mx.array:
         """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0)."""
-        angles = positions.astype(mx.float32)[:, None] * self.frequencies
+        return self.launches(positions)[-1]
+
+    def launches(self, positions: mx.array) -> tuple[mx.array, ...]:
+        """The rotation, after what it is made from: a kernel each when they are compiled."""
+        places = positions.astype(mx.float32)
+        angles = places[:, None] * self.frequencies
         parts = [mx.cos(angles) * self.amplitude, mx.sin(angles) * self.amplitude]
         if self.traditional:
-            return mx.stack(parts, axis=-1).reshape(positions.size, -1)
-        return mx.concatenate(parts, axis=-1)
+            rotation = mx.stack(parts, axis=-1).reshape(positions.size, -1)
+        else:
+            rotation = mx.concatenate(parts, axis=-1)
+        return places, angles, *parts, rotation
 
     def _expect_as_of(self, rope: nn.Module) -> None:
         """Raise unless the module's own rotation of one row agrees."""
@@ -428,8 +440,20 @@ class Block:
 
     def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
         """The layer's result. attended: (tokens, heads * dim)."""
+        return self.launches_after(hidden, attended)[-1]
+
+    def launches_after(self, hidden: mx.array, attended: mx.array) -> tuple[mx.array, ...]:
+        """The layer's result, after what it is made from."""
         hidden = self.output.added_to(hidden, attended)
-        return self.down.added_to(hidden, self.gate_up.gated(hidden, self.mlp_norm))
+        gated = self.gate_up.gated(hidden, self.mlp_norm)
+        return hidden, gated, self.down.added_to(hidden, gated)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose products are by the same kernels."""
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        shapes = [(type(x), x.weight.shape, x.bias is None) for x in products]
+        return (self.norm.eps, self.mlp_norm.eps, *shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,8 +475,19 @@ class Layer:
         pool: tuple[mx.array, mx.array],
         step: Step,
     ) -> mx.array:
+        return self.launches(hidden, rotations, pool, step)[-1]
+
+    def launches(
+        self,
+        hidden: mx.array,
+        rotations: Sequence[mx.array],
+        pool: tuple[mx.array, mx.array],
+        step: Step,
+    ) -> tuple[mx.array, ...]:
+        """The layer's result, after what it is made from."""
+        heads = self.block.heads(hidden)
         attended = self.kernels.attend_fused(
-            self.block.heads(hidden),
+            heads,
             rotations[self.rotation],
             self.head_norms,
             *pool,
@@ -463,7 +498,12 @@ class Layer:
             splits=step.splits[self.window],
             window=self.window,
         )
-        return self.block.after(hidden, attended)
+        return heads, attended, *self.block.launches_after(hidden, attended)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose launches are of the same kernels."""
+        return (self.kernels.shape, self.window, self.scale, self.rotary, *self.block.kind)
 
     def ragged(
         self,
@@ -521,13 +561,24 @@ class FusedDecoder:
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
     ) -> FusedDecoder | Unsupported:
+        """`building` in one go."""
+        return finish(FusedDecoder.building(model, page_size, kernels, products, compile))
+
+    @staticmethod
+    def building(
+        model: nn.Module,
+        page_size: int,
+        kernels: BuildKernels = gpu.build,
+        products: BuildProducts = products.build,
+        compile: Compile = mx.compile,
+    ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
         From here on the module's projections of q, k and v, and of gate and up, share memory with
-        the joined ones. Nothing has been compared yet: see `check`.
+        the joined ones, a layer at a time. Nothing has been compared yet: see `checking`.
         """
         try:
-            return _build(model, page_size, kernels, products, compile)
+            return (yield from _building(model, page_size, kernels, products, compile))
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -554,14 +605,22 @@ class FusedDecoder:
             run = self._compiled[kind] = self._compile(run)
         return run(*_arrays(step))
 
-    def run_compiled(self, step: Step) -> mx.array:
-        """As `run`, but compiled now. The first time on a machine that takes MLX 17 s on an H200,
-        for kernels that it keeps on disk and that all kinds of steps share."""
-        return self._compile(self._runner(step))(*_arrays(step))
+    def launches(self, step: Step) -> list[mx.array]:
+        """What `run` launches, in that order and not evaluated, in one layer of each kind.
+
+        The first launch of a kernel compiles it, and MLX keeps it on disk. Writes to the pages what
+        `run` writes there, or would with other layers before.
+        """
+        return self._all_launches(_cuts(step), *_arrays(step))
+
+    def launches_compiled(self, step: Step) -> list[mx.array]:
+        """As `launches`, but of a compiled step; all kinds of steps share their kernels."""
+        compiled = self._compile(partial(self._all_launches, _cuts(step)))
+        found: list[mx.array] = compiled(*_arrays(step))
+        return found
 
     def _runner(self, step: Step) -> Callable[..., mx.array]:
-        cuts = [(window, cut.divided) for window, cut in step.splits.items()]
-        return partial(self._run, cuts)
+        return partial(self._run, _cuts(step))
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not.
@@ -588,18 +647,14 @@ class FusedDecoder:
 
     def _run(  # noqa: PLR0917
         self,
-        cuts: Sequence[tuple[int | None, bool]],
+        cuts: Cuts,
         tokens: mx.array,
         lengths: mx.array,
         table: mx.array,
         pools: Sequence[tuple[mx.array, mx.array]],
         items: Sequence[mx.array],
     ) -> mx.array:
-        splits = {
-            window: Splits(array, divided)
-            for (window, divided), array in zip(cuts, items, strict=True)
-        }
-        step = Step(tokens, lengths, table, pools, splits)
+        step = _step(cuts, tokens, lengths, table, pools, items)
         positions = lengths - 1
         rotations = [rotation(positions) for rotation in self._rotations]
         hidden = self._embed(tokens)
@@ -607,10 +662,42 @@ class FusedDecoder:
             hidden = layer(hidden, rotations, pool, step)
         return self._head(hidden)
 
+    def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
+        step = _step(cuts, *arrays)
+        positions = step.lengths - 1
+        turned = [rotation.launches(positions) for rotation in self._rotations]
+        rotations = [launches[-1] for launches in turned]
+        hidden = self._embed(step.tokens)
+        found = [*chain.from_iterable(turned), hidden]
+        kinds = set()
+        for layer, pool in zip(self._layers, step.pools, strict=True):
+            if layer.kind not in kinds:
+                kinds.add(layer.kind)
+                found += layer.launches(found[-1], rotations, pool, step)
+        return [*found, self._head(found[-1])]
+
+
+def _cuts(step: Step) -> Cuts:
+    return [(window, cut.divided) for window, cut in step.splits.items()]
+
 
 def _arrays(step: Step) -> tuple[Any, ...]:
     items = [cut.items for cut in step.splits.values()]
     return step.tokens, step.lengths, step.table, step.pools, items
+
+
+def _step(  # noqa: PLR0917
+    cuts: Cuts,
+    tokens: mx.array,
+    lengths: mx.array,
+    table: mx.array,
+    pools: Sequence[tuple[mx.array, mx.array]],
+    items: Sequence[mx.array],
+) -> Step:
+    splits = {
+        window: Splits(array, divided) for (window, divided), array in zip(cuts, items, strict=True)
+    }
+    return Step(tokens, lengths, table, pools, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -656,13 +743,13 @@ class Common:
         )
 
 
-def _build(
+def _building(
     model: nn.Module,
     page_size: int,
     kernels: BuildKernels,
     products: BuildProducts,
     compile: Compile,
-) -> FusedDecoder:
+) -> Steps[FusedDecoder]:
     common = Common.of(model, page_size)
     built = {shape: kernels(shape) for shape in {anatomy.shape for anatomy in common.layers}}
     multiplier = products(common.layers[0].shape.dtype)
@@ -673,7 +760,8 @@ def _build(
         if isinstance(of_shape, Unsupported):
             raise NotFusable(of_shape.reason)
         norms, block = anatomy.head_norms, Block.of(anatomy, few)
-        mx.eval(anatomy.weights())
+        # Before the next layer is joined, so that one alone is there twice.
+        yield from computed(anatomy.weights())
         layers.append(
             Layer(
                 block=block,
@@ -711,7 +799,15 @@ _CHECKED_ROWS = (3, 12, 20, MOST_ROWS + 4)
 
 
 def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None:
+    """`checking` in one go."""
+    return finish(checking(decoder, model, page_size))
+
+
+def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[str | None]:
     """Compare steps of two rows and padding with `model`'s own logits; None if right.
+
+    Pauses after each pass through the model, and before that after each kind of launch, whose
+    kernel may have to be compiled.
 
     Half precision rounds differently in products of different shapes, and depth multiplies it: so
     the yardstick is by how much the module differs from itself, between a step and a prompt.
@@ -720,22 +816,27 @@ def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None
     texts = [[3 + (7 * i + 13 * j) % 50 for j in range(n + 2)] for i, n in enumerate(lengths)]
     caches = [make_prompt_cache(model) for _ in texts]
     for text, cache, n in zip(texts, caches, lengths, strict=True):
-        mx.eval(model(mx.array([text[:n]]), cache=cache))
+        yield from _passed(model, text[:n], cache)
     counts = [-(-len(text) // page_size) for text in texts]
     pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
     pools = _filled(caches, pages, page_size)
+    yield from computed([array for pool in pools for array in pool])
     worst, noise = 0.0, 0.0
     for i in range(2):
         tokens = [text[n + i] for text, n in zip(texts, lengths, strict=True)]
         seen = [n + i + 1 for n in lengths]
-        own = [
-            model(mx.array([[token]]), cache=cache)[0, -1]
-            for token, cache in zip(tokens, caches, strict=True)
-        ]
+        own = []
+        for token, cache in zip(tokens, caches, strict=True):
+            own.append((yield from _passed(model, [token], cache)))
         for text, n, logits in zip(texts, seen, own, strict=True):
-            noise = max(noise, _distance(model(mx.array([text[:n]]))[0, -1], logits))
+            again = yield from _passed(model, text[:n], make_prompt_cache(model))
+            noise = max(noise, _distance(again, logits))
         for rows in _CHECKED_ROWS:
-            out = decoder.run(_Sample(tokens, seen, pages, pools).padded(decoder, rows))
+            step = _Sample(tokens, seen, pages, pools).padded(decoder, rows)
+            if i == 0:
+                yield from one_by_one(decoder.launches(step))
+            out = decoder.run(step)
+            yield from computed([out])
             for logits, mine in zip(own, out, strict=False):
                 worst = max(worst, _distance(mine, logits))
     allowed = max(2e-3, 3 * noise)
@@ -745,6 +846,13 @@ def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None
         f"its logits differ from the module's by {worst:.2g}, and the module's from its own by "
         f"{noise:.2g} (relative; allowed {allowed:.2g})"
     )
+
+
+def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> Steps[mx.array]:
+    """The last token's logits, computed."""
+    logits: mx.array = model(mx.array([tokens]), cache=cache)[0, -1]
+    yield from computed([*kept_in(cache), logits])
+    return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -774,7 +882,7 @@ class _Sample:
 def _filled(
     caches: Sequence[Sequence[Any]], pages: Sequence[np.ndarray[Any, Any]], page_size: int
 ) -> list[tuple[mx.array, mx.array]]:
-    """Each layer's pools with the content of each row's caches in its pages."""
+    """Each layer's pools with the content of each row's caches in its pages; not evaluated."""
     slots = sum(len(own) for own in pages) * page_size
     pools = []
     for layer in zip(*caches, strict=True):
@@ -789,7 +897,6 @@ def _filled(
                     content
                 )
             pair.append(pool)
-        mx.eval(pair)
         pools.append((pair[0], pair[1]))
     return pools
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
@@ -27,6 +28,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.utils.steps import Steps
 
 # Steps after which the attention's work is divided anew, and for which rows get pages ahead.
 HORIZON = 16
@@ -96,8 +98,10 @@ class FusedForward(OnPages):
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
 
-    def warm(self) -> None:
-        """Compile what long contexts and prompts take, which would hold up whoever comes first.
+    def warming(self) -> Steps[None]:
+        """Compile what long contexts and prompts take, which would hold up whoever comes first; and
+        what steps that are compiled take, which are four kernels of MLX's, of 4 s each the first
+        time on a machine (H200).
 
         Writes to the first page; call before there is anything in it.
         """
@@ -106,15 +110,15 @@ class FusedForward(OnPages):
         lengths = np.array([LONG], np.int32)
         splits = self._decoder.plan(lengths)
         step = Step(mx.zeros((1,), mx.uint32), mx.array(lengths), table, self._pools(), splits)
-        mx.eval(self._decoder.run(step))
-        mx.eval(self._decoder.run_compiled(step))
+        yield from one_by_one(self._decoder.launches(step))
+        yield from one_by_one(self._decoder.launches_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         for length in (size, LONG):
             row = Span(PageTable([0] * (length // size)), length)
             decode = Decode([0], [row], mx.zeros((1,), mx.int32))
             chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
             ragged = RaggedStep.of(decode, [chunk], size)
-            mx.eval(self._decoder.run_ragged(ragged, self.stores))
+            yield from computed([self._decoder.run_ragged(ragged, self.stores)])
 
     def _pools(self) -> list[tuple[mx.array, mx.array]]:
         return [(store.keys, store.values) for store in self.stores]

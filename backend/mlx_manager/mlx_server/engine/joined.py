@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.engine.fused import Anatomy, Block, Common, NotFusab
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.utils.steps import Steps, beside
+from mlx_manager.mlx_server.utils.steps import Steps
 
 
 class MeanByProduct(nn.RMSNorm):  # type: ignore[misc] # mlx is not typed
@@ -210,7 +210,7 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         number = list(rotations).index((kind, anatomy.shape))
         layers.append(JoinedLayer.of(anatomy, number, rotations[kind, anatomy.shape]))
         # Before the next layer is joined, so that one alone is there twice.
-        yield from beside(partial(mx.eval, anatomy.weights()))
+        yield from computed(anatomy.weights())
     return JoinedForward(common, layers, page_size)
 
 

@@ -54,11 +54,13 @@ from mlx_manager.mlx_server.utils.memory import (
     get_memory_usage,
     set_memory_limit,
 )
-from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance
+from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, whereabouts
 
 T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a load waits for models in use to be given back."""
+SLOW_PIECE = 0.02
+"""Seconds of a load in one go, on the MLX thread, that the log tells of: others waited for it."""
 log = logging.getLogger(__name__)
 
 
@@ -423,7 +425,7 @@ class ModelPoolManager:
             steps = self._beside_on_mlx(source, self._policy.of(source.id).recipe)
             try:
                 while True:
-                    match await self._thread.call(partial(advance, steps)):
+                    match await self._thread.call(partial(_next_piece, source.id, steps)):
                         case Done():
                             return
                         case Aside() as aside:
@@ -553,6 +555,15 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+def _next_piece(model_id: str, steps: Steps[None]) -> Done[None] | Aside[Any] | None:
+    begun = time.perf_counter()
+    piece = advance(steps)
+    taken = time.perf_counter() - begun
+    if taken > SLOW_PIECE:
+        log.debug("loading %s: %.0f ms up to %s", model_id, 1e3 * taken, whereabouts(steps))
+    return piece
 
 
 class Returns:

@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.models.weights import (
     converted,
     elements,
 )
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.steps import TURN, Steps
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)
@@ -37,8 +37,6 @@ GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
-TURN = 0.005
-"""Seconds of products after which other models get their turn."""
 
 
 def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tuple[Form, str]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from threading import Lock
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Y = TypeVar("Y")
+
+TURN = 0.005
+"""Seconds of work on the MLX thread after which other models get their turn."""
 
 # What mlx-lm, transformers and MLX raise over files that are not as they expect.
 BROKEN = (
@@ -80,12 +84,31 @@ def beside(work: Callable[[], T]) -> Steps[T]:
     return aside.result()
 
 
+def in_turns(work: Iterable[object], clock: Callable[[], float] = perf_counter) -> Steps[None]:
+    """Go through `work`, with a pause whenever `TURN` seconds have gone into it."""
+    begun = clock()
+    for _ in work:
+        if clock() - begun >= TURN:
+            yield None
+            begun = clock()
+
+
 def advance(steps: Generator[Y, None, T]) -> Done[T] | Y:
     """The next piece."""
     try:
         return next(steps)
     except StopIteration as end:
         return Done(end.value)
+
+
+def whereabouts(steps: Generator[object, None, object]) -> str:
+    """The functions that a job has paused in, from the outermost on."""
+    names = []
+    inner: Any = steps
+    while inner is not None:
+        names.append(inner.gi_code.co_name)
+        inner = inner.gi_yieldfrom
+    return " > ".join(names)
 
 
 def finish(steps: Generator[object, None, T]) -> T:

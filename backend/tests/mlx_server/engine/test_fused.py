@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -142,6 +144,72 @@ def test_compiled_steps_give_what_plain_ones_do():
         np.testing.assert_allclose(
             np.array(compiled.run(step)), np.array(plain.run(step)), rtol=1e-4, atol=1e-4
         )
+
+
+def step_of(decoder: FusedDecoder, model: nn.Module, length: int) -> fused.Step:
+    """One row, over the pages of every layer."""
+    dim = model.model.layers[0].self_attn.k_proj.weight.shape[0] // 2
+    lengths = np.array([length], np.int32)
+    pages = -(-length // PAGE)
+    return fused.Step(
+        tokens=mx.array([5]),
+        lengths=mx.array(lengths),
+        table=mx.arange(pages)[None],
+        pools=[
+            (mx.random.normal((2, pages * PAGE, dim)), mx.random.normal((2, pages * PAGE, dim)))
+            for _ in model.model.layers
+        ],
+        splits=decoder.plan(lengths),
+    )
+
+
+def test_launches_are_those_of_a_step_in_one_layer_of_each_kind():
+    windows = MODELS["windows"][1]
+    for changes, kinds in (({"num_hidden_layers": 1}, 1), ({}, 1), (windows, 2)):
+        model = make("llama", changes)
+        decoder = built(model)
+        step = step_of(decoder, model, 40)
+        launches = decoder.launches(step)
+        # A rotation and what it is made from, the embedding, five a layer, the head.
+        assert len(launches) == 5 + 1 + 5 * kinds + 1
+        if len(model.model.layers) == 1:
+            mx.eval(launches)
+            assert mx.allclose(launches[-1], decoder.run(step), atol=1e-5)
+
+
+class Opaque(Passing):
+    """Attention that `mx.compile` joins with nothing, like a kernel."""
+
+    def attend_fused(self, qkv, rotation, norms, k_pool, v_pool, table, lengths, **options):
+        width = self.shape.q_heads * self.shape.head_dim
+        seen = mx.concatenate([qkv, rotation], axis=1)
+        return seen @ mx.ones((seen.shape[1], width))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", ["llama", "traditional", "biases", "windows", "yarn"])
+def test_launches_take_every_kernel_that_a_compiled_step_takes(name, quantised, tmp_path):
+    def joined(outputs: list[mx.array]) -> set[str]:
+        """What `mx.compile` has made kernels of."""
+        graph = tmp_path / "graph.dot"
+        mx.export_to_dot(str(graph), *outputs)
+        return set(re.findall(r'label ="(Compiled\w*)', graph.read_text()))
+
+    model = make(*MODELS[name])
+    if quantised:
+        nn.quantize(model, group_size=32, bits=4)
+    whole = []
+
+    def compile(function):
+        compiled = mx.compile(function)
+        return lambda *arrays: whole.append(compiled(*arrays)) or whole[-1]
+
+    decoder = FusedDecoder.build(model, PAGE, Opaque, lambda _: PortableProducts(), compile)
+    step = step_of(decoder, model, 40)
+    for _ in range(fused.STEPS_BEFORE_COMPILING + 1):
+        decoder.run(step)
+    assert len(whole) == 1
+    assert joined(whole) <= joined(decoder.launches_compiled(step))
 
 
 def test_steps_that_keep_coming_are_compiled_once_and_few_kinds_are_kept():

@@ -101,7 +101,12 @@ class WrongPrompts(Portable):
         return super().rotate_and_write(*args, **how) * 1.5
 
 
-@pytest.mark.parametrize("wrong", [WrongRows, WrongPrompts])
+class NotCompiled(Portable):
+    def attend_fused(self, *args, **how):
+        raise RuntimeError("Failed to compile kernel")
+
+
+@pytest.mark.parametrize("wrong", [WrongRows, WrongPrompts, NotCompiled])
 async def test_a_kernel_that_is_wrong_is_not_used(
     wrong: type[Portable], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

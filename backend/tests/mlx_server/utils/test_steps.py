@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, beside, finish
+from mlx_manager.mlx_server.utils.steps import (
+    TURN,
+    Aside,
+    Done,
+    Steps,
+    advance,
+    beside,
+    finish,
+    in_turns,
+    whereabouts,
+)
 
 
 def reading(work: Any) -> Steps[str]:
@@ -76,3 +87,37 @@ def test_what_has_not_begun_when_its_steps_are_closed_never_does():
     steps.close()
     aside.run()
     assert not done
+
+
+def test_work_pauses_after_what_takes_long_and_after_as_much_that_does_not():
+    now = 0.0
+    done: list[float] = []
+
+    def work() -> Iterator[None]:
+        nonlocal now
+        for seconds in (400 * TURN, 0.3 * TURN, 0.3 * TURN, 0.5 * TURN, 0.3 * TURN):
+            now += seconds
+            done.append(seconds)
+            yield
+
+    steps = in_turns(work(), lambda: now)
+    pauses = []
+    while advance(steps) is None:
+        pauses.append(len(done))
+        # What others do meanwhile does not count.
+        now += 1000.0
+    assert pauses == [1, 4]
+    assert len(done) == 5
+
+
+def test_a_paused_job_tells_where_it_is():
+    def outer() -> Steps[str]:
+        return (yield from reading(lambda: "text"))
+
+    steps = outer()
+    advance(steps)
+    assert whereabouts(steps) == "outer > reading"
+    advance(steps)
+    assert whereabouts(steps) == "outer > reading > beside"
+    advance(steps)
+    assert whereabouts(steps) == "outer"
