@@ -32,7 +32,7 @@ from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.loading import LoadedModel, load
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
-from mlx_manager.mlx_server.utils.memory import Ledger, default_limit
+from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
 from workload import Row
 
 load_fast_blas()
@@ -93,6 +93,7 @@ class OurEngine:
 
     def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
         ledger = Ledger(self._limits.memory_limit or default_limit())
+        set_memory_limit(ledger.limit)
         loaded = load(ModelSource(str(model), model, "configured"), self._limits, ledger)
         return loaded, TextBackend(loaded, self.thread, EngineLimits(), ledger)
 

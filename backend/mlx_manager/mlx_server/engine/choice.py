@@ -195,7 +195,7 @@ def run_both(
         # The second row leaves before the last step.
         rows = [0, 1] if step < 2 else [0]
         keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
-        tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.int32)
+        tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.uint32)
         spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
         logits = forward.run(Decode(keys, spans, tokens), [])
         yield from computed([*forward.state(), logits])

@@ -64,7 +64,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The running rows of a step: one span of one query each, and (rows,) tokens, in order."""
+    """The running rows of a step: one span of one query each, and (rows,) uint32 tokens, in
+    order."""
 
     keys: list[int]
     spans: list[Span]
@@ -75,7 +76,7 @@ class Decode:
 class RaggedStep:
     """All tokens of a step one after another, those of running rows first.
 
-    tokens: (tokens,) int32, in the order of the plan's spans. wanted: (n,) int32, the tokens that
+    tokens: (tokens,) uint32, in the order of the plan's spans. wanted: (n,) int32, the tokens that
     logits are wanted for; None for all of them.
     """
 
@@ -87,7 +88,7 @@ class RaggedStep:
     def of(cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int) -> RaggedStep:
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens] if decode else []
-        parts += [mx.array(chunk.tokens, mx.int32) for chunk in chunks]
+        parts += [mx.array(chunk.tokens, mx.uint32) for chunk in chunks]
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         rows = list(range(len(decode.keys) if decode else 0))
         end = len(rows)

@@ -84,7 +84,7 @@ class FusedForward(OnPages):
             return self._decoder.run_ragged(ragged, self.stores)
         rows = len(decode.keys)
         batch = self._batch = self._next(decode)
-        tokens, padded = decode.tokens.astype(mx.uint32), len(batch.lengths)
+        tokens, padded = decode.tokens, len(batch.lengths)
         if rows < padded:
             tokens = mx.pad(tokens, (0, padded - rows))
         step = Step(tokens, batch.on_device, batch.table, self._pools(), batch.splits)
@@ -115,7 +115,7 @@ class FusedForward(OnPages):
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         for length in (size, LONG):
             row = Span(PageTable([0] * (length // size)), length)
-            decode = Decode([0], [row], mx.zeros((1,), mx.int32))
+            decode = Decode([0], [row], mx.zeros((1,), mx.uint32))
             chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
             ragged = RaggedStep.of(decode, [chunk], size)
             yield from computed([self._decoder.run_ragged(ragged, self.stores)])

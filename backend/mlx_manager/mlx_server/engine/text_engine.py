@@ -382,7 +382,7 @@ class TextEngine:
             same = places == list(range(len(last.rows)))
             tokens = last.tokens if same else last.tokens[mx.array(places)]
         else:
-            tokens = mx.array([row.tokens[-1] for row in rows], mx.int32)
+            tokens = mx.array([row.tokens[-1] for row in rows], mx.uint32)
         return Decode([r.key for r in rows], [r.span() for r in rows], tokens), rows
 
     def _read(self, step: Step) -> None:
