@@ -1,23 +1,42 @@
-"""What running streams notice when a second, bigger model is loaded beside theirs.
+"""What running streams notice when a second model is loaded beside theirs.
 
 Streams of one model generate in a pool as the server has it; then a model is asked for that is not
 loaded. The gaps are those between the pieces of text that a stream's reader gets: before the load,
-and from its first moment to its last. A gap that spans a border counts as the load's.
+and from its first moment to its last. A gap that spans a border counts as the load's. Each round is
+a process of its own.
+
+    python benchmarks/load_pause.py
+    python benchmarks/load_pause.py --shapes 1b 8b --rounds 3      (on a GPU; tiny tiny anywhere)
+
+With `--shapes` both models are synthetic (gpu/synthetic.py). The first round then begins with no
+kernel compiled, as on a new machine, and the others find them on disk.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import logging
+import os
+import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
+
+from synthetic import SHAPES, write
 
 from checks import check_engine
 from harness import find_model, parser, percentile, print_report, ratio, write_random_llama
@@ -27,20 +46,61 @@ from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 LAYERS = 16
+LONGEST_PIECES = 12
 WARM, REST = 0.5, 1.0
 """Seconds until the streams have settled, and for which they are watched undisturbed."""
 
 
+class Piece(NamedTuple):
+    """Of a load, on the MLX thread: those of 20 ms and more. place: where it ended."""
+
+    milliseconds: float
+    place: str
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds: the streams' gaps before and during the load, and how long it took."""
+    """Seconds: the streams' gaps before and during the load, and how long it took.
+
+    forwards: how the two models are run. pieces: those of the load that took longest.
+    """
 
     idle: list[float]
     during: list[float]
     load: float
+    forwards: tuple[str, str]
+    pieces: list[Piece]
 
 
-# --- The model that arrives ---------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What streams and what arrives, in words and as folders."""
+
+    title: str
+    streaming: Path
+    arriving: Path
+
+
+# --- The models ---------------------------------------------------------------------------------
+
+
+def bundled(chosen: argparse.Namespace, folder: Path) -> Models:
+    """The embedded model, or what `--model` says, and a llama under its special tokens."""
+    arriving = arriving_model(folder, chosen.form, chosen.parameters, chosen.vocabulary)
+    nbytes = (arriving / "model.safetensors").stat().st_size
+    title = (
+        f"{chosen.streams} streams of {chosen.model} while a model of {nbytes / 1e6:,.0f} MB "
+        f"({chosen.form}, {chosen.vocabulary:,} tokens) is loaded"
+    )
+    return Models(title, find_model(chosen.model, folder), arriving)
+
+
+def synthetic(chosen: argparse.Namespace, folder: Path) -> Models:
+    first, second = chosen.shapes
+    streaming, arriving = write(first, folder / first), folder / f"arriving-{second}"
+    shutil.copytree(write(second, folder / second), arriving, copy_function=os.link)
+    title = f"{chosen.streams} streams of {first} while {second} is loaded"
+    return Models(title, streaming, arriving)
 
 
 def arriving_model(folder: Path, form: str, parameters: float, vocabulary: int) -> Path:
@@ -108,7 +168,20 @@ def gaps(moments: Sequence[Sequence[float]], begin: float, end: float) -> list[f
     return [b - a for times in moments for a, b in pairwise(times) if b > begin and a < end]
 
 
-async def one_run(settings: MLXServerSettings, arriving: str, streams: int) -> Run:
+class Pieces(logging.Handler):
+    """Collects what the pool's log says of a load's long pieces."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[Piece] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        match record.args:
+            case (_, float(milliseconds), str(place)):
+                self.found.append(Piece(milliseconds, place))
+
+
+async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int) -> Run:
     async with open_pool(settings) as pool:
         async with pool.lease(settings.model):
             pass
@@ -118,11 +191,18 @@ async def one_run(settings: MLXServerSettings, arriving: str, streams: int) -> R
             for number, times in enumerate(moments)
         ]
         await asyncio.sleep(WARM)
+        pieces = Pieces()
+        pool_log = logging.getLogger("mlx_manager.mlx_server.models.pool")
+        pool_log.setLevel(logging.DEBUG)
+        pool_log.addHandler(pieces)
         rested = time.perf_counter()
         await asyncio.sleep(REST)
         begin = time.perf_counter()
-        async with pool.lease(arriving):
+        async with pool.lease(arriving) as lease:
             end = time.perf_counter()
+            arrived = lease.backend.stats().forward
+        async with pool.lease(settings.model) as lease:
+            forwards = lease.backend.stats().forward, arrived
         await asyncio.sleep(WARM)
         for task in running:
             if task.done():
@@ -130,7 +210,25 @@ async def one_run(settings: MLXServerSettings, arriving: str, streams: int) -> R
                 raise SystemExit("no figures: a stream ended before the load did")
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    return Run(gaps(moments, rested, begin - 1e-9), gaps(moments, begin, end), end - begin)
+    idle, during = gaps(moments, rested, begin - 1e-9), gaps(moments, begin, end)
+    return Run(idle, during, end - begin, forwards, sorted(pieces.found, reverse=True))
+
+
+def one_round(models: Models, streams: int) -> Run:
+    """In a process of its own."""
+    settings = MLXServerSettings(
+        model=str(models.streaming), available_models=(str(models.arriving),), hf_cache=False
+    )
+    return asyncio.run(loaded_beside(settings, str(models.arriving), streams))
+
+
+def rounds_of(models: Models, streams: int, count: int) -> list[Run]:
+    workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with workers:
+        return [workers.submit(one_round, models, streams).result() for _ in range(count)]
+
+
+# --- The report ---------------------------------------------------------------------------------
 
 
 def line(name: str, runs: Sequence[Run], values: Sequence[Sequence[float]]) -> list[str]:
@@ -146,43 +244,50 @@ def line(name: str, runs: Sequence[Run], values: Sequence[Sequence[float]]) -> l
     ]
 
 
+def during(what: str, runs: Sequence[Run]) -> list[str]:
+    took = statistics.median(run.load for run in runs)
+    return line(f"during the load of {took:.1f} s{what}", runs, [run.during for run in runs])
+
+
 def main() -> None:
     arguments = parser(__doc__, rounds=3)
     arguments.add_argument("--streams", type=int, default=4, help="streams that are running")
     arguments.add_argument("--form", default="bf16", help="of the model that arrives: f32, 4bit")
     arguments.add_argument("--parameters", type=float, default=4e8, help="it has about so many")
     arguments.add_argument("--vocabulary", type=int, default=128_000, help="tokens that it knows")
+    arguments.add_argument(
+        "--shapes",
+        nargs=2,
+        choices=SHAPES,
+        metavar=("STREAMING", "ARRIVING"),
+        help=f"synthetic models instead: {', '.join(SHAPES)}",
+    )
     chosen = arguments.parse_args()
-    check_engine()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = find_model(chosen.model, folder)
-        arriving = arriving_model(folder, chosen.form, chosen.parameters, chosen.vocabulary)
-        nbytes = (arriving / "model.safetensors").stat().st_size
-        settings = MLXServerSettings(
-            model=str(model), available_models=(str(arriving),), hf_cache=False
-        )
-        runs = [
-            asyncio.run(one_run(settings, str(arriving), chosen.streams))
-            for _ in range(chosen.rounds)
-        ]
-        print_report(
-            f"{chosen.streams} streams of {chosen.model} while a model of {nbytes / 1e6:,.0f} MB "
-            f"({chosen.form}, {chosen.vocabulary:,} tokens) is loaded",
-            ["gaps, ms: median of the rounds (largest)", "gaps a round", "median", "p99", "max"],
-            [
-                line("before", runs, [run.idle for run in runs]),
-                line(
-                    f"during the load of {statistics.median(run.load for run in runs):.1f} s",
-                    runs,
-                    [run.during for run in runs],
-                ),
-            ],
-        )
-        worst = ratio(
-            [max(run.during) for run in runs], [statistics.median(run.idle) for run in runs]
-        )
-        print(f"\nThe longest gap of a load is {worst} a step.")
+        if chosen.shapes is None:
+            check_engine()
+            models = bundled(chosen, folder)
+        else:
+            # Where MLX's CUDA build keeps what it has compiled.
+            os.environ["MLX_PTX_CACHE_DIR"] = str(folder / "kernels")
+            models = synthetic(chosen, folder)
+        runs = rounds_of(models, chosen.streams, chosen.rounds)
+    loads = [during("", runs)]
+    if chosen.shapes is not None and len(runs) > 1:
+        loads = [during(", first round", runs[:1]), during(", the others", runs[1:])]
+    print_report(
+        models.title,
+        ["gaps, ms: median of the rounds (largest)", "gaps a round", "median", "p99", "max"],
+        [line("before", runs, [run.idle for run in runs]), *loads],
+    )
+    worst = ratio([max(run.during) for run in runs], [statistics.median(run.idle) for run in runs])
+    print(f"\nThe longest gap of a load is {worst} a step.")
+    print(f"The models are run so: {' and '.join(runs[0].forwards)}.")
+    for number, run in enumerate(runs, 1):
+        print(f"\nPieces of round {number} on the MLX thread over 20 ms: {len(run.pieces)}")
+        for milliseconds, place in run.pieces[:LONGEST_PIECES]:
+            print(f"{milliseconds:8.0f} ms  {place}")
 
 
 if __name__ == "__main__":

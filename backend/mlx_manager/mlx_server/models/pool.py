@@ -422,10 +422,11 @@ class ModelPoolManager:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
             await self._thread.call(self._make_place_on_mlx)
-            steps = self._beside_on_mlx(source, self._policy.of(source.id).recipe)
+            load = self._bring_on_mlx(source, self._policy.of(source.id).recipe)
+            steps = self._beside_on_mlx(load)
             try:
                 while True:
-                    match await self._thread.call(partial(_next_piece, source.id, steps)):
+                    match await self._thread.call(partial(_next_piece, source.id, steps, load)):
                         case Done():
                             return
                         case Aside() as aside:
@@ -459,10 +460,10 @@ class ModelPoolManager:
             case _:
                 return loading(source, self._limits, self.ledger, recipe)
 
-    def _beside_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+    def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
         if self._beside is None:
             self._beside = side_stream()
-        return (yield from on_stream(self._beside, self._bring_on_mlx(source, recipe)))
+        return (yield from on_stream(self._beside, load))
 
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Load a model, make its backend, and take it among the residents."""
@@ -557,12 +558,15 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(outcome)
 
 
-def _next_piece(model_id: str, steps: Steps[None]) -> Done[None] | Aside[Any] | None:
+def _next_piece(
+    model_id: str, steps: Steps[None], load: Steps[None]
+) -> Done[None] | Aside[Any] | None:
+    """The next of `steps`, which are those of `load` on a stream."""
     begun = time.perf_counter()
     piece = advance(steps)
     taken = time.perf_counter() - begun
     if taken > SLOW_PIECE:
-        log.debug("loading %s: %.0f ms up to %s", model_id, 1e3 * taken, whereabouts(steps))
+        log.debug("loading %s: %.0f ms up to %s", model_id, 1e3 * taken, whereabouts(load))
     return piece
 
 
