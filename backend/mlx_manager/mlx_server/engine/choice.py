@@ -196,8 +196,9 @@ def run_both(
         rows = [0, 1] if step < 2 else [0]
         keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
         tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.uint32)
-        spans = [Span(tables[k], lengths[k] + step + 1) for k in keys]
-        logits = forward.run(Decode(keys, spans, tokens), [])
+        ends = [lengths[k] + step + 1 for k in keys]
+        decode = Decode(keys, [tables[k] for k in keys], ends, tokens)
+        logits = forward.run(decode, [])
         yield from computed([*forward.state(), logits])
         for i, k in enumerate(keys):
             got[k].append(logits[i])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from mlx_lm.tokenizer_utils import (
@@ -76,10 +77,14 @@ class TokenTexts:
 
 
 class _Pieces(dict[int, bytes]):
-    """Token id to bytes, filled as tokens turn up. Ids outside of the vocabulary have none."""
+    """Token id to bytes, filled as tokens turn up. Ids outside of the vocabulary have none.
+
+    texts: of those that are whole characters.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper, to_bytes: Callable[[str], bytes]) -> None:
         super().__init__()
+        self.texts = _Texts(self)
         self._tokenizer = tokenizer
         self._to_bytes = to_bytes
 
@@ -89,6 +94,21 @@ class _Pieces(dict[int, bytes]):
             token = self._tokenizer.convert_ids_to_tokens(token_id)
         piece = self[token_id] = b"" if token is None else self._to_bytes(token)
         return piece
+
+
+class _Texts(dict[int, str | None]):
+    """Token id to text, filled as tokens turn up; None for those that are no whole characters."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = None
+        with suppress(UnicodeDecodeError):
+            text = self._pieces[token_id].decode()
+        self[token_id] = text
+        return text
 
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -114,19 +134,24 @@ class _ByteDetokenizer:
         self._pieces = pieces
         self._hidden = hidden
         self._strip = strip_first_space
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Whether bytes of an incomplete character have been seen.
+        self._within = False
 
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
-        text = self._decode(self._pieces[token_id])
+        text = None if self._within else self._pieces.texts[token_id]
+        if text is None:
+            text = self._decoder.decode(self._pieces[token_id])
+            self._within = self._decoder.getstate()[0] != b""
         if self._strip and text:
             self._strip = False
             return text.removeprefix(" ")
         return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 # ---------------------------------------------------------------------------------------------

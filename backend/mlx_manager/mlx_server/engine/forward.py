@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     route,
 )
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.rotary import share_rotations
 
@@ -64,12 +65,20 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The running rows of a step: one span of one query each, and (rows,) uint32 tokens, in
-    order."""
+    """The running rows of a step, each with one query.
+
+    keys, tables: the rows' own, in order. lengths: of each row, its newest token included. tokens:
+    (rows,) uint32, those newest.
+    """
 
     keys: list[int]
-    spans: list[Span]
+    tables: list[PageTable]
+    lengths: list[int]
     tokens: mx.array
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(map(Span, self.tables, self.lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,14 @@ class Batch:
     """The rows of the last step, as they are on the device.
 
     Attributes:
-        keys: of the rows, in order. lengths: (padded rows,) of the last step; 0 for padding.
+        keys: of the rows, in order. lengths: of theirs in the last step.
         pages: how many the rows had in all when `table` was made.
-        table: (padded rows, n). on_device: `lengths`. splits: by window; `age` steps old.
+        table: (padded rows, n). on_device: (padded rows,) the lengths, 0 for padding. splits: by
+            window; `age` steps old.
     """
 
     keys: list[int]
-    lengths: NDArray[np.int32]
+    lengths: list[int]
     pages: int
     table: mx.array
     on_device: mx.array
@@ -84,7 +85,7 @@ class FusedForward(OnPages):
             return self._decoder.run_ragged(ragged, self.stores)
         rows = len(decode.keys)
         batch = self._batch = self._next(decode)
-        tokens, padded = decode.tokens, len(batch.lengths)
+        tokens, padded = decode.tokens, batch.on_device.size
         if rows < padded:
             tokens = mx.pad(tokens, (0, padded - rows))
         step = Step(tokens, batch.on_device, batch.table, self._pools(), batch.splits)
@@ -114,8 +115,8 @@ class FusedForward(OnPages):
         yield from one_by_one(self._decoder.launches_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         for length in (size, LONG):
-            row = Span(PageTable([0] * (length // size)), length)
-            decode = Decode([0], [row], mx.zeros((1,), mx.uint32))
+            pages = PageTable([0] * (length // size))
+            decode = Decode([0], [pages], [length], mx.zeros((1,), mx.uint32))
             chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
             ragged = RaggedStep.of(decode, [chunk], size)
             yield from computed([self._decoder.run_ragged(ragged, self.stores)])
@@ -124,48 +125,53 @@ class FusedForward(OnPages):
         return [(store.keys, store.values) for store in self.stores]
 
     def _next(self, decode: Decode) -> Batch:
-        last, spans = self._batch, decode.spans
-        rows = len(spans)
-        lengths = np.zeros(_padded(rows), np.int32)
-        lengths[:rows] = [span.length for span in spans]
+        last, lengths = self._batch, decode.lengths
         if (
             last is None
             or last.keys != decode.keys
-            or not np.array_equal(lengths[:rows], last.lengths[:rows] + 1)
+            or lengths != [length + 1 for length in last.lengths]
         ):
-            return self._begin(decode, lengths)
-        pages = sum(len(span.table) for span in spans)
+            return self._begin(decode)
+        pages = sum(map(len, decode.tables))
         if pages != last.pages:
-            last.pages, last.table = pages, self._table(spans, len(lengths))
+            last.pages, last.table = pages, self._table(decode.tables)
         if last.age >= HORIZON:
-            last.age, last.splits = 0, self._decoder.plan(lengths)
+            last.age, last.splits = 0, self._decoder.plan(_padded(lengths))
         last.age += 1
         last.lengths = lengths
         # Padding stays at 0: it must not write anywhere.
         last.on_device = mx.where(last.on_device > 0, last.on_device + 1, 0)
         return last
 
-    def _begin(self, decode: Decode, lengths: NDArray[np.int32]) -> Batch:
+    def _begin(self, decode: Decode) -> Batch:
+        lengths = _padded(decode.lengths)
         return Batch(
-            list(decode.keys),
-            lengths,
-            sum(len(span.table) for span in decode.spans),
-            self._table(decode.spans, len(lengths)),
+            decode.keys,
+            decode.lengths,
+            sum(map(len, decode.tables)),
+            self._table(decode.tables),
             # The result of an operation lies in the device's memory, an array from the host in
             # memory that the device has to fetch.
             mx.array(lengths) + 0,
             self._decoder.plan(lengths),
         )
 
-    def _table(self, spans: Sequence[Span], rows: int) -> mx.array:
+    def _table(self, tables: Sequence[PageTable]) -> mx.array:
         """All the pages that the rows have, also those that they will grow into."""
-        longest = max(len(span.table) for span in spans)
+        longest = max(map(len, tables))
         width = next(width for width in WIDTHS if width >= longest)
-        table = np.zeros((rows, width), np.int32)
-        for row, span in enumerate(spans):
-            table[row, : len(span.table)] = span.table.pages
+        table = np.zeros((_size(len(tables)), width), np.int32)
+        for row, own in enumerate(tables):
+            table[row, : len(own)] = own.pages
         return mx.array(table) + 0
 
 
-def _padded(rows: int) -> int:
+def _padded(lengths: Sequence[int]) -> NDArray[np.int32]:
+    padded = np.zeros(_size(len(lengths)), np.int32)
+    padded[: len(lengths)] = lengths
+    return padded
+
+
+def _size(rows: int) -> int:
+    """What so many rows are padded to."""
     return next((size for size in ROWS if size >= rows), -(-rows // ROWS[-1]) * ROWS[-1])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 HOST_BOUNDS = (
@@ -54,11 +53,11 @@ class Meter:
         self.host = Durations(HOST_BOUNDS)
         self.gaps = Durations(GAP_BOUNDS)
 
-    def read(self, now: float, before: Iterable[float]) -> None:
+    def read(self, now: float, before: Sequence[float]) -> None:
         """A token was read of each row, whose last one was read at that time; 0: it is its first.
 
         All rows that were in the last step share one time, and are counted at once.
         """
-        for earlier, rows in Counter(before).items():
+        for earlier in set(before):
             if earlier:
-                self.gaps.add(now - earlier, rows)
+                self.gaps.add(now - earlier, before.count(earlier))

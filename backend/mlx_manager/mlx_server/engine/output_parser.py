@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
 )
 from mlx_manager.mlx_server.engine.detokenizer import Detokenizer
-from mlx_manager.mlx_server.engine.markup import Markup
+from mlx_manager.mlx_server.engine.markup import Markup, text_delta
 from mlx_manager.mlx_server.formats import OutputFormat, Region
 
 
@@ -35,6 +35,8 @@ class OutputParser:
         self._detokenizer = detokenizer
         marked = output.edges or output.calls or output.header or stop_strings
         self._markup = Markup(output, stop_strings) if marked else None
+        # Nothing can follow: a stop string matched, or the only call allowed has been made.
+        self.complete = False
         self._logprobs: list[TokenLogprob] = []
         self._reasoning_tokens = 0
 
@@ -47,11 +49,6 @@ class OutputParser:
     def calls(self) -> int:
         """Tool calls begun so far. If there are any, an answer that stops does so to make them."""
         return self._markup.calls if self._markup else 0
-
-    @property
-    def complete(self) -> bool:
-        """Nothing can follow: a stop string matched, or the only call allowed has been made."""
-        return self._markup is not None and self._markup.complete
 
     @property
     def region(self) -> Region:
@@ -68,13 +65,14 @@ class OutputParser:
 
         `logprob` goes with the text or thinking that the token becomes part of.
         """
+        text = self._detokenizer.add(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
-        text = self._detokenizer.add(token_id)
         if self._markup is None:
-            return self._with_logprobs([TextDelta(text)]) if text else []
+            return self._with_logprobs([text_delta(text)]) if text else []
         before = self._markup.region
         events = self._markup.feed(text)
+        self.complete = self._markup.complete
         if before == self._markup.region:
             self._reasoning_tokens += before == "reasoning"
         elif not events:
@@ -86,7 +84,7 @@ class OutputParser:
         """Whatever was held back. `reason` "length" means that the output was cut off."""
         text = self._detokenizer.finish()
         if self._markup is None:
-            return self._with_logprobs([TextDelta(text)]) if text or self._logprobs else []
+            return self._with_logprobs([text_delta(text)]) if text or self._logprobs else []
         if self._markup.complete:
             return []
         return self._with_logprobs(self._markup.feed(text) + self._markup.finish(reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from math import sqrt
 
@@ -14,6 +15,9 @@ STRETCH = 2.5
 # What has been seen of steps of so many prompt tokens is trusted for so many times as many.
 BOLDNESS = 2
 LESS_BOLD = 0.98
+# Steps without prompts come by the thousand, and are learnt from when a prompt comes: from the last
+# of them, which outweigh all others (`cost.FORGETTING`).
+MEMORY = 64
 # Amounts are counted in these, to be of the order of one.
 ROWS, TOKENS, CONTEXT = 8, 64, 1024
 
@@ -33,15 +37,23 @@ class Pace:
         self._rows = Cost(2)
         self._prompts = Cost(4)
         self._tried = 0.0
+        # Steps without prompts, which nothing has been learnt from yet.
+        self._seen: deque[tuple[Load, float]] = deque(maxlen=MEMORY)
 
     def observe(self, seconds: float, load: Load) -> None:
         """A step took so long."""
         if load.tokens == 0:
-            self._rows.learn(_of_rows(load), seconds)
+            self._seen.append((load, seconds))
             return
+        self._catch_up()
         rows = self._rows.of(_of_rows(load)) if load.rows else 0.0
         self._prompts.learn(_of_prompts(load), max(seconds - rows, seconds * 0.1))
         self._tried = max(float(load.tokens), self._tried * LESS_BOLD)
+
+    def _catch_up(self) -> None:
+        while self._seen:
+            load, seconds = self._seen.popleft()
+            self._rows.learn(_of_rows(load), seconds)
 
     def budget(self, prompts: int) -> Budget:
         """What a step may do for so many prompts besides its rows.
@@ -61,6 +73,7 @@ class Pace:
 
     def _affordable(self, load: Load, before: int) -> int:
         """How many tokens of a prompt, each seeing those before it, take what time is left."""
+        self._catch_up()
         token, seen, _, _ = self._prompts.prices
         token, seen = token / TOKENS, seen / (TOKENS * CONTEXT)
         # A row costs what a prompt token costs at least; what was last seen may be older.

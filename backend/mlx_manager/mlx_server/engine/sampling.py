@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from secrets import randbits
 from typing import ClassVar
 
@@ -44,6 +45,13 @@ class SamplerState:
     drawn: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     seed: int = 0
+    penalised: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.sampling
+        self.penalised = bool(
+            s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
+        )
 
     @classmethod
     def of(cls, sampling: Sampling, prompt: Sequence[int]) -> SamplerState:
@@ -61,11 +69,6 @@ class SamplerState:
         return not self.greedy and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
 
     @property
-    def penalised(self) -> bool:
-        s = self.sampling
-        return bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0)
-
-    @property
     def adjusted(self) -> bool:
         """Whether the logits must be changed, which takes the tokens drawn so far."""
         biased = bool(self.sampling.logit_bias) or bool(self.banned)
@@ -76,93 +79,104 @@ class SamplerState:
         if self.penalised:
             self.counts[token] += 1
 
-    def uniform(self, ahead: int = 0) -> float:
-        """The number in [0, 1) that decides the token `ahead` places after the next one.
 
-        23 bits, so that its product with a float32 sum stays below that sum.
-        """
-        return (_mix(self.seed + (self.drawn + ahead + 1) * 0x9E3779B97F4A7C15) >> 41) / 2**23
-
-
-def _mix(x: int) -> int:
-    """SplitMix64's output function (Steele, Lea, Flood 2014)."""
-    x &= _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
-
-
-def sample(
-    logits: mx.array, rows: Sequence[SamplerState], ahead: Sequence[int] | None = None
-) -> mx.array:
-    """Draw a token for each row.
-
-    Args:
-        logits: (rows, vocabulary), any float dtype.
-        rows: one state a row, in order.
-        ahead: tokens drawn for each row that its state does not know of yet (lookahead).
-
-    Returns:
-        (rows,) uint32 token ids, not evaluated.
-    """
-    if any(row.adjusted for row in rows):
-        logits = _adjust(logits.astype(mx.float32), rows)
-    best = mx.argmax(logits, axis=-1)
-    if all(row.greedy for row in rows):
-        return best
-    asked = Asked.of(rows, ahead or [0] * len(rows))
-    scaled = logits.astype(mx.float32) / asked.column(Asked.HEAT)
-    scaled = scaled - scaled.max(axis=-1, keepdims=True)
-    if any(row.filtered for row in rows):
-        scaled = _filter(scaled, rows, asked)
-    drawn = _draw(mx.exp(scaled), asked.column(Asked.CHANCE)[:, 0])
-    if not any(row.greedy for row in rows):
-        return drawn
-    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, drawn)
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
-    """What the rows ask for, as numbers: (rows, 6) float32 on the host and on the device.
+    """What rows ask for, found out once for as long as the same ones draw together.
 
-    One array, since a GPU fetches each that comes from the host by itself. FLOOR is the logarithm
-    of min_p, and KEEP how many of the best tokens top_k leaves (0: all).
+    Attributes:
+        rows: one state a row, in order.
+        greedy: the numbers of those that want the best token.
+        filtered: the numbers of those that exclude unlikely ones.
     """
 
     HEAT: ClassVar[int] = 0
-    CHANCE: ClassVar[int] = 1
-    GREEDY: ClassVar[int] = 2
-    FLOOR: ClassVar[int] = 3
-    KEEP: ClassVar[int] = 4
-    MASS: ClassVar[int] = 5
+    GREEDY: ClassVar[int] = 1
+    FLOOR: ClassVar[int] = 2
+    KEEP: ClassVar[int] = 3
+    MASS: ClassVar[int] = 4
 
-    host: NDArray[np.float32]
-    device: mx.array
+    def __init__(self, rows: Sequence[SamplerState]) -> None:
+        self.rows = rows
+        self.greedy = [i for i, row in enumerate(rows) if row.greedy]
+        self.filtered = [i for i, row in enumerate(rows) if row.filtered]
 
-    @classmethod
-    def of(cls, rows: Sequence[SamplerState], ahead: Sequence[int]) -> Asked:
-        numbers = np.array(
+    @cached_property
+    def host(self) -> NDArray[np.float32]:
+        """(rows, 5). FLOOR is the logarithm of min_p, and KEEP how many of the best tokens top_k
+        leaves (0: all)."""
+        return np.array(
             [
                 (
                     row.sampling.temperature or 1.0,
-                    row.uniform(unknown),
                     row.greedy,
                     math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf,
                     row.sampling.top_k,
                     row.sampling.top_p,
                 )
-                for row, unknown in zip(rows, ahead, strict=True)
+                for row in self.rows
             ],
             np.float32,
-        )
-        return cls(numbers, mx.array(numbers))
+        ).reshape(-1, 5)
+
+    @cached_property
+    def device(self) -> mx.array:
+        """`host`, where a GPU need not fetch it."""
+        return mx.array(self.host) + 0
+
+    @cached_property
+    def _seeds(self) -> NDArray[np.uint64]:
+        return np.array([row.seed for row in self.rows], np.uint64)
+
+    def chances(self, ahead: Sequence[int]) -> NDArray[np.float32]:
+        """(rows,) numbers in [0, 1) that decide each row's token, `ahead` places after its next.
+
+        23 bits, so that their product with a float32 sum stays below that sum.
+        """
+        places = [row.drawn + unknown + 1 for row, unknown in zip(self.rows, ahead, strict=True)]
+        steps = np.array(places, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(self._seeds + steps) >> np.uint64(41)).astype(np.float32) / np.float32(2**23)
 
     def column(self, which: int) -> mx.array:
         """(rows, 1)."""
         return self.device[:, which : which + 1]
 
-    def only(self, chosen: list[int]) -> Asked:
-        return Asked(self.host[chosen], self.device[mx.array(chosen)])
+    @cached_property
+    def by_filtered(self) -> Asked:
+        """What the `filtered` rows alone ask for."""
+        return Asked([self.rows[i] for i in self.filtered])
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: mx.array, asked: Asked, ahead: Sequence[int]) -> mx.array:
+    """Draw a token for each row.
+
+    Args:
+        logits: (rows, vocabulary), any float dtype.
+        asked: what each row wants, in order.
+        ahead: tokens drawn for each row that its state does not know of yet (lookahead).
+
+    Returns:
+        (rows,) uint32 token ids, not evaluated.
+    """
+    if any(row.adjusted for row in asked.rows):
+        logits = _adjust(logits.astype(mx.float32), asked.rows)
+    best = mx.argmax(logits, axis=-1)
+    if len(asked.greedy) == len(asked.rows):
+        return best
+    scaled = logits.astype(mx.float32) / asked.column(Asked.HEAT)
+    scaled = scaled - scaled.max(axis=-1, keepdims=True)
+    if asked.filtered:
+        scaled = _filter(scaled, asked)
+    drawn = _draw(mx.exp(scaled), mx.array(asked.chances(ahead)))
+    if not asked.greedy:
+        return drawn
+    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, drawn)
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:
@@ -190,16 +204,16 @@ def _draw(weights: mx.array, chance: mx.array) -> mx.array:
     return block[:, 0] * BLOCK + within
 
 
-def _filter(scaled: mx.array, rows: Sequence[SamplerState], asked: Asked) -> mx.array:
+def _filter(scaled: mx.array, asked: Asked) -> mx.array:
     """Exclude (-inf) what top_k, top_p over what that leaves, and min_p exclude.
 
     On a CPU only rows that filter are sorted; tokens tied with the last one kept are kept.
     """
-    chosen = [i for i, row in enumerate(rows) if row.filtered]
-    if len(chosen) == len(rows) or mx.default_device() != mx.cpu:
+    chosen = asked.filtered
+    if len(chosen) == len(asked.rows) or mx.default_device() != mx.cpu:
         return _filtered(scaled, asked)
     at = mx.array(chosen)
-    scaled[at] = _filtered(scaled[at], asked.only(chosen))
+    scaled[at] = _filtered(scaled[at], asked.by_filtered)
     return scaled
 
 

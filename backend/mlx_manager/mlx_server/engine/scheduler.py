@@ -104,6 +104,8 @@ class Scheduler:
         self._refused: Sequence | None = None
         # Whether the running rows were left out of the last step.
         self._gave_way = False
+        # The first step that may find one of the running rows without the page it needs.
+        self._short_at = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -114,11 +116,8 @@ class Scheduler:
     def tight(self) -> bool:
         """Whether a row may be left out of a step or paused: the running ones need more pages than
         there are, or another key is owed its part."""
-        lacking = sum(
-            self.pool.pages_for(row.computed + 1) > len(row.table) for row in self.running
-        )
         return (
-            lacking > self.pool.available
+            (self._steps + 1 >= self._short_at and len(self._short()) > self.pool.available)
             or self._gave_way
             or any(map(self._owed, [*self.prefilling, *self.waiting]))
             or self._in_the_way() is not None
@@ -165,14 +164,9 @@ class Scheduler:
         if row is not None and not row.pending:
             self._pause(row)
         self._refused = None
-        chosen = Schedule()
-        if self._horizon:
-            self._reach_ahead()
-        for row in list(self.running):
-            if row in self.running and self._continue(row):
-                chosen.rows.append(row)
-        # A row that was paused for a later one's sake may have been chosen before.
-        chosen.rows = [row for row in chosen.rows if row in self.running]
+        if self._steps >= self._short_at:
+            self._make_room()
+        chosen = Schedule(list(self.running))
         self._prefill(chosen, budget)
         for row in chosen.rows:
             row.computed += 1
@@ -210,6 +204,7 @@ class Scheduler:
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
                 self._joining.append(sequence)
+                self._short_at = 0
         self._gave_way = gives_way
 
     def _owed(self, sequence: Sequence) -> bool:
@@ -243,16 +238,32 @@ class Scheduler:
 
     # -- pages ---------------------------------------------------------------------------------
 
-    def _reach_ahead(self) -> None:
-        """As soon as one running row needs a page, give all of them what they need shortly."""
+    def _make_room(self) -> None:
+        """See that every running row has a page for one more token; some may be paused for it."""
+        short = self._short()
+        if short and self._horizon:
+            self._reach_ahead()
+            short = self._short()
+        for row in short:
+            if row in self.running:
+                self._continue(row)
+        size = self.pool.page_size
+        room = [len(row.table) * size - row.computed for row in self.running]
+        self._short_at = self._steps + min(room, default=0)
 
-        def lacking(row: Sequence, tokens: int) -> int:
-            end = min(row.computed + tokens, row.prompt_length + row.limit)
+    def _short(self) -> list[Sequence]:
+        """The running rows that have no page for their next token."""
+        size = self.pool.page_size
+        return [row for row in self.running if row.computed >= len(row.table) * size]
+
+    def _reach_ahead(self) -> None:
+        """Give all running rows the pages that they need shortly, where there are plenty."""
+
+        def lacking(row: Sequence) -> int:
+            end = min(row.computed + 1 + self._horizon, row.prompt_length + row.limit)
             return max(self.pool.pages_for(end) - len(row.table), 0)
 
-        if not any(lacking(row, 1) for row in self.running):
-            return
-        wanted = {row.key: lacking(row, 1 + self._horizon) for row in self.running}
+        wanted = {row.key: lacking(row) for row in self.running}
         total = sum(wanted.values())
         if total > self.pool.free and not self._grow(total - self.pool.free, urgent=False):
             return
@@ -260,20 +271,14 @@ class Scheduler:
             if wanted[row.key]:
                 row.table.extend(self.pool.allocate(wanted[row.key]) or ())
 
-    def _continue(self, row: Sequence) -> bool:
-        """Make room for one more token of a running row, at the cost of the newest if need be."""
-        while True:
-            lacking = self.pool.pages_for(row.computed + 1) - len(row.table)
-            if lacking <= 0:
-                return True
-            pages = self._take(lacking)
-            if pages is not None:
-                row.table.extend(pages)
-                return True
+    def _continue(self, row: Sequence) -> None:
+        """Give a running row one more page, at the cost of the newest if need be."""
+        while (pages := self._take(1)) is None:
             last = self._last_in()
             self._pause(last)
             if last is row:
-                return False
+                return
+        row.table.extend(pages)
 
     def _last_in(self) -> Sequence:
         """The row that gives way to others: the newest, of whom has the most pages."""

@@ -109,23 +109,27 @@ class Sequence:
         """Whether the next draw depends on tokens that the host must have read."""
         return self.sampler.adjusted or self.guide is not None
 
-    def span(self, queries: int = 1) -> Span:
+    @property
+    def plain(self) -> bool:
+        """Whether each token is the likeliest, now and ever after, and nothing else is wanted."""
+        free = self.guide is None and self.scoring is None
+        return free and self.sampler.greedy and not self.sampler.adjusted
+
+    def span(self, queries: int) -> Span:
         """What a step that has just been counted into `computed` covers."""
         return Span(self.table, self.computed, queries)
 
     def append(self, token: int) -> None:
-        """Take in a token that was drawn."""
+        """Take in a token that was drawn, and find out whether it ends the row."""
         self.tokens.append(token)
         self.sampler.advance(token)
-        self._forbid_early_stop()
-
-    def finish_reason(self, token: int) -> FinishReason | None:
-        """Whether `token`, the last one appended, ends the row."""
+        if self.sampler.banned:
+            self._forbid_early_stop()
         if token in self.stop_ids:
-            return "stop"
+            self.outcome = "stop"
         # Tokens that are not read yet don't count: they come after this one.
-        known = len(self.tokens) - self.prompt_length
-        return "length" if known >= self.limit else None
+        elif len(self.tokens) - self.prompt_length >= self.limit:
+            self.outcome = "length"
 
     @property
     def scores_prompt(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 
 from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, TextDelta
@@ -83,23 +84,20 @@ class Outbox:
     """What a step has to tell its readers; `flush` costs one wake-up per event loop."""
 
     def __init__(self) -> None:
-        self._deliveries: list[Delivery] = []
+        self._by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
 
     def put(self, stream: EventStream, events: Sequence[Event]) -> None:
         if events:
-            self._deliveries.append((stream, events))
+            self._by_loop[stream.loop].append((stream, events))
 
     def fail(self, stream: EventStream, error: MLXManagerError) -> None:
-        self._deliveries.append((stream, error))
+        self._by_loop[stream.loop].append((stream, error))
 
     def flush(self) -> None:
-        deliveries, self._deliveries = self._deliveries, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
-        for delivery in deliveries:
-            by_loop.setdefault(delivery[0].loop, []).append(delivery)
-        for loop, batch in by_loop.items():
+        for loop, batch in self._by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_deliver, batch)
+        self._by_loop.clear()
 
 
 def _deliver(batch: list[Delivery]) -> None:

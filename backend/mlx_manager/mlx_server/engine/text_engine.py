@@ -29,6 +29,7 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
     Usage,
 )
+from mlx_manager.mlx_server.engine.crew import Crew
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot, working_bytes
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
@@ -104,9 +105,9 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Step:
-    """A step under way: which rows it draws for, and where their tokens will be."""
+    """A step under way: the crew that it draws for, and where their tokens will be."""
 
-    rows: list[Sequence]
+    crew: Crew
     tokens: mx.array
     load: Load
     scores: Scores
@@ -117,15 +118,10 @@ class Step:
 class Undrawn:
     """A step whose logits are under way: what its tokens are to be drawn from."""
 
-    rows: list[Sequence]
+    crew: Crew
     logits: mx.array
     load: Load
     scores: Scores
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the tokens of the step before must be read before these are drawn."""
-        return any(row.needs_host for row in self.rows)
 
 
 Read = tuple[Sequence, int, TokenLogprob | None]
@@ -212,6 +208,13 @@ class TextEngine:
         # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
         self._unsettled: deque[Read] = deque()
         self._unrouted: deque[Read] = deque()
+        # Guided rows whose next mask is not known yet.
+        self._unguided: list[Sequence] = []
+        # The rows of the last step, as they were scheduled and as they went through it.
+        self._given: list[Sequence] = []
+        self._crew = Crew(())
+        # The first step before which one of them may have drawn all its tokens.
+        self._full_at = 0
         # The row whose own output is being worked on, and whose failure is nobody else's.
         self._at_fault: Sequence | None = None
         self._last_read: float | None = None
@@ -310,7 +313,7 @@ class TextEngine:
             # What has been put together meanwhile is computed only now: pages are written in place
             # once nothing under way holds them.
             self._read(last)
-        if last is not None and not last.read and self._undrawn and self._undrawn.needs_host:
+        if last is not None and not last.read and self._undrawn and self._undrawn.crew.needs_host:
             # Masks and penalties are found while the device computes the logits they apply to.
             mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
             self._read(last)
@@ -331,59 +334,68 @@ class TextEngine:
 
     def _launch(self, last: Step | None) -> Undrawn | None:
         running = self._scheduler.running
-        full = [row for row in running if row.drawn >= row.limit]
+        checked = self._steps >= self._full_at
+        full = [row for row in running if row.drawn >= row.limit] if checked else []
         for row in full:
             running.remove(row)
         prompts = len(self._scheduler.prefilling) + len(self._scheduler.waiting)
         schedule = self._scheduler.schedule(self._pace.budget(prompts))
         running += full
         if not schedule:
+            self._given, self._crew = [], Crew(())
             self._refuse_stranded()
             return None
-        decode, rows = self._decode(schedule, last)
+        crew = self._crew_of(schedule.rows)
+        decode = self._decode(crew, last) if crew.rows else None
         chunks = [_chunk(prefill) for prefill in schedule.prefills]
-        rows = rows + [p.sequence for p in schedule.prefills if p.final]
         logits = self._forward.run(decode, chunks)
         scores = Scores()
-        places = Places.of(len(schedule.rows), chunks)
-        for number, start in places.chunks.items():
-            row, chunk = schedule.prefills[number].sequence, chunks[number]
-            scores.add_prompt(row, logits[start:], chunk)
+        if chunks:
+            places = Places.of(len(crew.rows), chunks)
+            for number, start in places.chunks.items():
+                row, chunk = schedule.prefills[number].sequence, chunks[number]
+                scores.add_prompt(row, logits[start:], chunk)
+            logits = places.drawn(logits)
+            joining = [p.sequence for p in schedule.prefills if p.final]
+            if joining:
+                crew, self._full_at = Crew([*crew.rows, *joining]), 0
         self._count(schedule)
-        return Undrawn(rows, places.drawn(logits), schedule.load, scores)
+        return Undrawn(crew, logits, schedule.load, scores)
 
     def _draw(self, undrawn: Undrawn | None) -> Step | None:
         if undrawn is None:
             return None
-        rows, logits, scores = undrawn.rows, undrawn.logits, undrawn.scores
-        # With nothing to draw, something must still be waited for.
-        tokens = (
-            sample(logits, [r.sampler for r in rows], [r.pending for r in rows])
-            if rows
-            else mx.argmax(logits, axis=-1)
-        )
-        scores.add_drawn(logits, rows, tokens)
-        mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
-        for row in rows:
-            row.pending += 1
-        return Step(rows, tokens, undrawn.load, scores)
-
-    def _decode(
-        self, schedule: Schedule, last: Step | None
-    ) -> tuple[Decode | None, list[Sequence]]:
-        if not schedule.rows:
-            return None, []
-        given = schedule.rows
-        order = self._forward.order([r.key for r in given], [r.computed for r in given])
-        rows = [given[i] for i in order]
-        if last is not None and not last.read:
-            place = {row.key: i for i, row in enumerate(last.rows)}
-            places = [place[row.key] for row in rows]
-            same = places == list(range(len(last.rows)))
-            tokens = last.tokens if same else last.tokens[mx.array(places)]
+        crew, logits, scores = undrawn.crew, undrawn.logits, undrawn.scores
+        if crew.plain:
+            # With nothing to draw, something must still be waited for.
+            tokens = mx.argmax(logits, axis=-1)
         else:
-            tokens = mx.array([row.tokens[-1] for row in rows], mx.uint32)
-        return Decode([r.key for r in rows], [r.span() for r in rows], tokens), rows
+            tokens = sample(logits, crew.asked, [row.pending for row in crew.rows])
+            scores.add_drawn(logits, crew.rows, tokens)
+        mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
+        for row in crew.rows:
+            row.pending += 1
+        return Step(crew, tokens, undrawn.load, scores)
+
+    def _crew_of(self, rows: list[Sequence]) -> Crew:
+        """`rows`, in the order that the forward wants."""
+        if rows != self._given:
+            order = self._forward.order([r.key for r in rows], [r.computed for r in rows])
+            self._given, self._crew = rows, Crew([rows[i] for i in order])
+            self._full_at = self._steps + min([r.limit - r.drawn for r in rows], default=0)
+        return self._crew
+
+    def _decode(self, crew: Crew, last: Step | None) -> Decode:
+        if last is None or last.read:
+            tokens = mx.array([row.tokens[-1] for row in crew.rows], mx.uint32)
+        elif last.crew is crew:
+            tokens = last.tokens
+        else:
+            place = {row.key: i for i, row in enumerate(last.crew.rows)}
+            places = [place[key] for key in crew.keys]
+            same = places == list(range(len(place)))
+            tokens = last.tokens if same else last.tokens[mx.array(places)]
+        return Decode(crew.keys, crew.tables, [row.computed for row in crew.rows], tokens)
 
     def _read(self, step: Step) -> None:
         """Wait for the step's tokens; rows that they end give up their pages before the next.
@@ -397,18 +409,26 @@ class TextEngine:
         self._waited += now - asked
         self._observe(step, now)
         self._take_snapshots()
-        scores = step.scores.read(step.rows, tokens)
+        rows = step.crew.rows
+        scores = step.scores.read(rows, tokens)
         step.read = True
         before: list[float] = []
-        for row, token in zip(step.rows, tokens, strict=bool(step.rows)):
+        # A page is full when its last token is known and computed, which is now or one later.
+        size = self._limits.page_size
+        for row, token in zip(rows, tokens, strict=bool(rows)):
             row.pending -= 1
             if row.ended or row.outcome is not None:
                 continue
             row.append(token)
             before.append(row.read_at)
             row.read_at = now
-            row.outcome = row.finish_reason(token)
-            self._unsettled.append((row, token, scores.get(row.key)))
+            read = row, token, scores.get(row.key) if scores else None
+            if row.guide is not None:
+                self._unsettled.append(read)
+                continue
+            if row.outcome is not None or len(row.tokens) % size <= 1:
+                self._leave_or_go_on(row)
+            self._unrouted.append(read)
         self._generated_tokens += len(before)
         self._meter.read(now, before)
         self._settle()
@@ -416,21 +436,28 @@ class TextEngine:
             self._deliver()
 
     def _settle(self) -> None:
-        """Find out which rows go on; the others give up their pages."""
+        """Find out which guided rows go on, and what may be drawn for them."""
         while self._unsettled:
             row, token, score = read = self._unsettled.popleft()
             if row.ended:
                 continue
             self._at_fault = row
-            if row.guide is not None and row.outcome != "stop":
+            if row.outcome != "stop":
                 row.parse_ahead(token, score)
             self._at_fault = None
-            if row.outcome is None:
-                self._scheduler.share(row)
-            else:
-                self._release(row)
+            self._leave_or_go_on(row)
             self._unrouted.append(read)
-        self._guide([row for row, *_ in self._unrouted if row.outcome is None and not row.ended])
+            self._unguided.append(row)
+        if self._unguided:
+            self._guide([r for r in self._unguided if r.outcome is None and not r.ended])
+            self._unguided = []
+
+    def _leave_or_go_on(self, row: Sequence) -> None:
+        """Share the pages that the row has filled, and give them up if it leaves."""
+        if row.outcome is None:
+            self._scheduler.share(row)
+        else:
+            self._release(row)
 
     def _guide(self, rows: list[Sequence]) -> None:
         """Find out what may be drawn next where that depends on what was drawn last."""
@@ -492,19 +519,17 @@ class TextEngine:
 
     def _events(self, row: Sequence, token: int, score: TokenLogprob | None) -> list[Event]:
         events: list[Event] = []
+        if row.guide is not None:
+            events, row.parsed = row.parsed, []
+        elif row.outcome != "stop":
+            events = row.parser.push(token, score)
+            if row.parser.complete:
+                row.outcome = "stop"
         if not row.started:
             row.started = True
             queued, prefill = row.admitted_at - row.queued_at, row.read_at - row.admitted_at
-            events.append(
-                Started(row.prompt_length, row.cached or 0, queued=queued, prefill=prefill)
-            )
-        if row.guide is not None:
-            events += row.parsed
-            row.parsed = []
-        elif row.outcome != "stop":
-            events += row.parser.push(token, score)
-            if row.parser.complete:
-                row.outcome = "stop"
+            started = Started(row.prompt_length, row.cached or 0, queued=queued, prefill=prefill)
+            events = [started, *events]
         if row.outcome is not None:
             events += row.parser.finish(row.outcome)
             if token in row.stop_ids and score is not None and row.scores_prompt:
@@ -556,7 +581,7 @@ class TextEngine:
             read = [*self._unsettled, *self._unrouted]
             lost |= {row.key: row for row, *_ in read if not row.ended}
             if self._under_way is not None:
-                lost |= {row.key: row for row in self._under_way.rows if not row.ended}
+                lost |= {row.key: row for row in self._under_way.crew.rows if not row.ended}
             for row in lost.values():
                 row.ended = True
                 self._forward.forget(row.key)

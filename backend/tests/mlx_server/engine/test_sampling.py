@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -13,16 +14,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Sampling
-from mlx_manager.mlx_server.engine.sampling import BLOCK, CANDIDATES, SamplerState, sample
+from mlx_manager.mlx_server.engine.sampling import BLOCK, CANDIDATES, Asked, SamplerState, sample
 
 # Below, above and at multiples of a block, and beyond the candidates that are tried first.
 VOCABULARIES = [2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 1000]
 
 
 def draw(logits: np.ndarray, states: list[SamplerState], ahead: list[int] | None = None) -> list:
-    return sample(mx.array(logits.astype(np.float32)), states, ahead).tolist()
+    return sampled(mx.array(logits.astype(np.float32)), states, ahead)
+
+
+def sampled(logits: mx.array, states: list[SamplerState], ahead: list[int] | None = None) -> list:
+    return sample(logits, Asked(states), ahead or [0] * len(states)).tolist()
 
 
 def state(seed: int = 0, prompt: tuple[int, ...] = (), **wishes: object) -> SamplerState:
@@ -115,8 +121,8 @@ def test_the_logits_given_are_not_changed() -> None:
     logits = mx.random.normal((2, 100), key=mx.random.key(0))
     before = np.array(logits)
     rows = [state(1, (3, 4), repetition_penalty=1.3, top_k=5, logit_bias=((7, 5.0),)), state(2)]
-    continue_with(rows, sample(logits, rows).tolist())
-    mx.eval(sample(logits, rows))
+    continue_with(rows, sampled(logits, rows))
+    sampled(logits, rows)
     assert np.array_equal(np.array(logits), before)
 
 
@@ -124,7 +130,7 @@ def test_the_logits_given_are_not_changed() -> None:
 def test_half_precision_logits_are_sampled_as_their_exact_values(dtype: mx.Dtype) -> None:
     rows = [state(i, top_p=0.8, temperature=0.9) for i in range(16)]
     half = (mx.random.normal((16, 500), key=mx.random.key(0)) * 3).astype(dtype)
-    assert sample(half, rows).tolist() == sample(half.astype(mx.float32), rows).tolist()
+    assert sampled(half, rows) == sampled(half.astype(mx.float32), rows)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -306,7 +312,8 @@ def chi_square_excess(observed: list[int], expected: np.ndarray) -> float:
 
 
 def test_the_deciding_numbers_are_uniform_in_the_half_open_unit_interval() -> None:
-    numbers = [state(seed).uniform(place) for seed in range(300) for place in range(30)]
+    asked = Asked([state(seed) for seed in range(300)])
+    numbers = [float(n) for place in range(30) for n in asked.chances([place] * 300)]
     assert all(0 <= number < 1 for number in numbers)
     assert all((number * 2**23).is_integer() for number in numbers)
     tenths = Counter(int(10 * number) for number in numbers)
@@ -326,19 +333,20 @@ def test_the_largest_deciding_number_stays_below_a_whole_in_single_precision() -
 # ---------------------------------------------------------------------------------------------
 
 
-class Decided(SamplerState):
-    """A state whose deciding number is given."""
+class Decided(Asked):
+    """What one row asks for whose deciding number is given."""
 
-    chance = 0.0
+    def __init__(self, chance: float, **wishes: object) -> None:
+        super().__init__([SamplerState(Sampling(**wishes))])  # type: ignore[arg-type]
+        self.chance = chance
 
-    def uniform(self, ahead: int = 0) -> float:
-        return self.chance
+    def chances(self, ahead: Sequence[int]) -> NDArray[np.float32]:
+        return np.full(1, self.chance, np.float32)
 
 
-def decided(chance: float, **wishes: object) -> Decided:
-    made = Decided(Sampling(**wishes))  # type: ignore[arg-type]
-    made.chance = chance
-    return made
+def draw_by(chance: float, logits: np.ndarray, **wishes: object) -> int:
+    given = mx.array(logits.astype(np.float32))
+    return sample(given, Decided(chance, **wishes), [0]).item()
 
 
 EXTREMES = [0.0, 2**-23, 0.5, 1 - 2**-22, 1 - 2**-23]
@@ -352,8 +360,8 @@ def test_the_only_token_that_is_left_is_drawn(vocabulary: int, chance: float) ->
         for other in (-np.inf, -200.0, -1e9):
             logits = np.full((1, vocabulary), other)
             logits[0, place] = 3.0
-            assert draw(logits, [decided(chance)]) == [place]
-            assert draw(logits, [decided(chance, top_p=0.9)]) == [place]
+            assert draw_by(chance, logits) == place
+            assert draw_by(chance, logits, top_p=0.9) == place
 
 
 @pytest.mark.parametrize("chance", EXTREMES)
@@ -370,17 +378,17 @@ def test_excluded_tokens_are_never_drawn_at_the_extremes(chance: float) -> None:
         for spread in (0.0, 1.0, 30.0):
             logits = np.full((1, vocabulary), -np.inf)
             logits[0, allowed] = spread * numbers.standard_normal(len(allowed))
-            assert draw(logits, [decided(chance)])[0] in allowed
-            assert draw(logits, [decided(chance, top_k=3)])[0] in allowed
-            assert draw(logits, [decided(chance, min_p=0.5, top_p=0.3)])[0] in allowed
+            assert draw_by(chance, logits) in allowed
+            assert draw_by(chance, logits, top_k=3) in allowed
+            assert draw_by(chance, logits, min_p=0.5, top_p=0.3) in allowed
 
 
 def test_the_first_and_last_of_equal_tokens_are_drawn_at_the_extremes() -> None:
     for vocabulary in VOCABULARIES:
         logits = np.zeros((1, vocabulary))
-        assert draw(logits, [decided(0.0)]) == [0]
-        assert draw(logits, [decided(1 - 2**-23)]) == [vocabulary - 1]
-        assert draw(logits, [decided(0.5)])[0] in (vocabulary // 2, (vocabulary - 1) // 2)
+        assert draw_by(0.0, logits) == 0
+        assert draw_by(1 - 2**-23, logits) == vocabulary - 1
+        assert draw_by(0.5, logits) in (vocabulary // 2, (vocabulary - 1) // 2)
 
 
 @pytest.mark.parametrize("wishes", [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}], ids=str)

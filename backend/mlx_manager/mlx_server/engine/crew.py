@@ -1,0 +1,40 @@
+"""Rows that go through steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.sampling import Asked
+from mlx_manager.mlx_server.engine.sequence import Sequence as Row
+
+
+class Crew:
+    """What is the same in all steps of the same rows, found out once.
+
+    Attributes:
+        rows: in the order of the step.
+        plain: whether each just draws its best token, now and ever after.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self.plain = all(row.plain for row in rows)
+
+    @cached_property
+    def keys(self) -> list[int]:
+        return [row.key for row in self.rows]
+
+    @cached_property
+    def tables(self) -> list[PageTable]:
+        return [row.table for row in self.rows]
+
+    @cached_property
+    def asked(self) -> Asked:
+        return Asked([row.sampler for row in self.rows])
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the tokens of the step before must be read before the next are drawn."""
+        return not self.plain and any(row.needs_host for row in self.rows)
