@@ -13,6 +13,9 @@
 
 namespace kernels {
 
+// Apart, since kernels have names like these.
+namespace emulated {
+
 struct Product {
   float* d;
   bool add;
@@ -86,8 +89,8 @@ void wait_products() {
   }
 }
 
-template <int N>
-void settle(float (&)[N]) {}
+template <typename T, int N>
+void settle(T (&)[N]) {}
 
 struct Tile {
   unsigned start, leading, stride;
@@ -210,5 +213,16 @@ void multiply_group_across(float (&d)[COUNT], const unsigned (&a)[4], unsigned l
                            bool add, const T*) {
   multiply_registers<T>(d, a, b, add, true);
 }
+
+}  // namespace emulated
+
+using emulated::begin_products;
+using emulated::commit_products;
+using emulated::forget_products;
+using emulated::multiply_group;
+using emulated::multiply_group_across;
+using emulated::settle;
+using emulated::show_to_products;
+using emulated::wait_products;
 
 }  // namespace kernels

@@ -50,11 +50,15 @@ def build(shape: AttentionShape) -> CudaKernels | Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """Shared memory in bytes that a block and a multiprocessor have."""
+    """Shared memory in bytes that a block and a multiprocessor have.
+
+    `multiplies_in_groups`: whether it has the instructions of hopper.py.
+    """
 
     multiprocessors: int
     block_memory: int
     multiprocessor_memory: int
+    multiplies_in_groups: bool = False
 
 
 def device_for(dtype: mx.Dtype) -> CudaDevice | Unsupported:
@@ -77,7 +81,7 @@ def cuda_device() -> CudaDevice | Unsupported:
         return Unsupported(f"{info['architecture']}: the CUDA kernels need sm_80 or later")
     large = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
     kib = large.get(capability, 100)
-    return CudaDevice(_multiprocessors(), (kib - 1) * 1024, kib * 1024)
+    return CudaDevice(_multiprocessors(), (kib - 1) * 1024, kib * 1024, capability == (9, 0))
 
 
 @cache

@@ -30,6 +30,12 @@ __device__ __forceinline__ void settle(float (&d)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int N>
+__device__ __forceinline__ void settle(unsigned (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 }  // namespace kernels
 #endif
 

@@ -15,6 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+HOPPER_SOURCE = Path(__file__).with_name("hopper.cu")
+TILE_ALIGNMENT = 1024
 
 
 @dataclass(frozen=True, slots=True)

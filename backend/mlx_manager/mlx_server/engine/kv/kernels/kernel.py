@@ -206,6 +206,19 @@ def source(*paths: Path) -> str:
     return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
 
 
+def bounded(threads: int) -> str:
+    """The end of a header that has the kernel compiled for blocks of `threads`.
+
+    More than 256 leave each thread fewer registers than the 255 that the compiler takes to be
+    there. MLX declares the kernel itself, hence the macro.
+    """
+    return (
+        "#ifndef EMULATED\n#undef __global__\n"
+        f"#define __global__ __attribute__((global)) __attribute__((launch_bounds({threads})))\n"
+        "#endif\n"
+    )
+
+
 def flag(value: bool) -> str:
     return "true" if value else "false"
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kv.kernels import build
-from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
+from mlx_manager.mlx_server.engine.kv.kernels import build, build_chunks
+from mlx_manager.mlx_server.engine.kv.kernels.check import check_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Unsupported
 
 PORTABLE = "portable: pages are gathered for MLX's own attention"
@@ -23,7 +23,8 @@ class KernelReport:
 
 def kernel_report() -> KernelReport:
     """Build the kernels for a usual shape and check them as a load does; takes seconds on a GPU."""
-    match build(AttentionShape(32, 8, 128, 16, mx.bfloat16)):
+    shape = AttentionShape(32, 8, 128, 16, mx.bfloat16)
+    match build(shape):
         case Unsupported(reason):
             return KernelReport(f"{PORTABLE} ({reason})")
         case kernels:
@@ -31,4 +32,11 @@ def kernel_report() -> KernelReport:
     if wrong is not None:
         return KernelReport(PORTABLE, wrong)
     platform = "Metal" if mx.metal.is_available() else "CUDA"
-    return KernelReport(f"{platform}, checked against the reference")
+    match build_chunks(shape):
+        case Unsupported():
+            return KernelReport(f"{platform}, checked against the reference")
+        case chunks:
+            name = f"{platform}, prompts by {chunks.tiles.name}"
+            return KernelReport(
+                f"{name}, checked against the reference", check_chunks(chunks) or ""
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -25,7 +27,14 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
     chunk_problem,
     difference,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import QueryRun, tiles_of
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import (
+    GroupTiles,
+    QueryRun,
+    Tiles,
+    WarpTiles,
+    tiles_for,
+    tiles_of,
+)
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Variant
 
 CASES = {
@@ -43,13 +52,30 @@ CASES = {
 RUNS = ((37, 37), (20, 90), (1, 130), (70, 200))
 
 
+# The forms of the kernel for compute capability 9.0 that the cases take in turn.
+GROUPS = (GroupTiles(1, 32), GroupTiles(2, 64), GroupTiles(1, 48, 3), GroupTiles(3, 32))
+
+
+class Kernels:
+    def __init__(self, compile_cuda, forms: list[Tiles]) -> None:
+        self.forms = dict(zip(CASES, forms, strict=True))
+        entries = []
+        for name, (of, features) in CASES.items():
+            source = chunks.chunk_source(of, self.forms[name], variant(of, features))
+            entries.append(
+                (source, (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32), (of.dtype,))
+            )
+        self.library = compile_cuda(entries)
+
+
 @pytest.fixture(scope="module")
-def library(compile_cuda):
-    entries = []
-    for of, features in CASES.values():
-        source = chunks.chunk_source(of, chunks.tokens_of(of, DEVICE), variant(of, features))
-        entries.append((source, (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32), (of.dtype,)))
-    return compile_cuda(entries)
+def in_warps(compile_cuda) -> Kernels:
+    return Kernels(compile_cuda, [tiles_for(of, DEVICE) for of, _ in CASES.values()])
+
+
+@pytest.fixture(scope="module")
+def in_groups(compile_cuda) -> Kernels:
+    return Kernels(compile_cuda, [form for form, _ in zip(cycle(GROUPS), CASES)])
 
 
 def variant(of, features: Features) -> Variant:
@@ -59,26 +85,29 @@ def variant(of, features: Features) -> Variant:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chunks_attend_to_what_each_query_may_see(library, name):
+@pytest.mark.parametrize("kernels", ["in_warps", "in_groups"])
+def test_chunks_attend_to_what_each_query_may_see(kernels, name, request):
+    kernels = request.getfixturevalue(kernels)
     of, features = CASES[name]
+    form = kernels.forms[name]
     problem, runs = chunk_problem(of, features, RUNS, unused_page=NOWHERE)
     out = poison(problem.q.shape, of.dtype)
-    tiles = tiles_of(of, runs)
+    tiles = tiles_of(of, form, runs)
     sinks = np.zeros(1, np.float32) if problem.sinks is None else problem.sinks
     pools = (stored(problem.k_pool, of.dtype), stored(problem.v_pool, of.dtype))
-    library.call(
+    kernels.library.call(
         list(CASES).index(name),
         [stored(problem.q, of.dtype), *pools, problem.table, tiles, sinks, np.zeros(1, np.int32)],
         [out],
-        (of.kv_heads * chunks.WARPS * 32, len(tiles), 1),
-        (chunks.WARPS * 32, 1, 1),
+        (of.kv_heads * form.threads, len(tiles), 1),
+        (form.threads, 1, 1),
     )
     assert difference(loaded(out, of.dtype), problem.expected()) <= TOLERANCE
 
 
 def test_every_query_is_in_one_tile_and_the_longest_come_first():
     runs = [QueryRun(0, 37, 0, 1), QueryRun(37, 100, 1, 300), QueryRun(140, 1, 2, 5)]
-    tiles = tiles_of(shape(12, 4, 64, mx.bfloat16), runs)
+    tiles = tiles_of(shape(12, 4, 64, mx.bfloat16), WarpTiles(4, 64), runs)
     queries = sorted(q for first, count, _, _ in tiles for q in range(first, first + count))
     assert queries == [*range(137), 140]
     assert (np.diff(tiles[:, 3]) <= 0).all()
