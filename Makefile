@@ -1,4 +1,4 @@
-.PHONY: help setup clients serve test lint types check audit bench clean
+.PHONY: help setup clients serve test lint types check audit dashboard bench clean
 .DEFAULT_GOAL := help
 
 BIN := $(CURDIR)/.venv/bin
@@ -12,6 +12,7 @@ help:
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
 	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
+	@echo 'make dashboard  draw docs/grafana over a server in use (npm, Chromium, Prometheus; 650 MB)'
 	@echo 'make bench   run every benchmark (minutes); one of them: see benchmarks/README.md'
 	@echo 'make clean   remove .venv and every cache'
 
@@ -40,9 +41,14 @@ audit: setup
 	cd backend && $(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlx_manager
 	$(BIN)/pip-audit --requirement constraints.txt --disable-pip --no-deps
 
+dashboard: setup
+	@scripts/prometheus.sh
+	@cd backend/tests/dashboard && npm install --silent --no-audit --no-fund
+	@$(BIN)/python backend/tests/dashboard/look.py $(ARGS)
+
 bench: setup
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 clean:
-	rm -rf .venv .venv-clients backend/tests/clients/*/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
+	rm -rf .venv .venv-clients build backend/tests/clients/*/node_modules backend/tests/dashboard/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
 	find backend benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

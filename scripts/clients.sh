@@ -1,11 +1,13 @@
 #!/bin/sh
 # Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
-# node_modules for those in JavaScript. Needs .venv. Quick when nothing has changed.
+# node_modules for those in JavaScript; and Prometheus. Needs .venv. Quick when nothing has changed.
 #
 # Each Python client has an environment of its own: they disagree on the versions of what they share.
 set -eu
 cd "$(dirname "$0")/.."
 clients=backend/tests/clients
+
+scripts/prometheus.sh
 
 for requirements in "$clients"/*/requirements.txt; do
     folder=${requirements%/*}

@@ -40,7 +40,5 @@ def check(server: Server) -> None:
     Raises:
         ServerNotReady: no requests are taken, or the default model is missing.
     """
-    if (refusal := server.refusal()) is not None:
-        raise refusal
-    if server.failure is not None:
-        raise ServerNotReady(f"The default model is not loaded: {server.failure.message}")
+    if (reason := server.unready()) is not None:
+        raise reason

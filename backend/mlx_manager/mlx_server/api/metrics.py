@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
@@ -11,7 +13,10 @@ router = APIRouter()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-def metrics(request: Request) -> Response:
+async def metrics(request: Request) -> Response:
     """The server's metrics in Prometheus's text format, or OpenMetrics if that is asked for."""
-    text, content_type = server_of(request).metrics.text(request.headers.get("accept", ""))
+    server = server_of(request)
+    ready, accept = server.unready() is None, request.headers.get("accept", "")
+    # Reading them waits for locks, and writing so many lines takes its time.
+    text, content_type = await asyncio.to_thread(server.metrics.text, accept, ready)
     return Response(text, media_type=content_type)

@@ -95,6 +95,14 @@ class Server:
             return ServerNotReady("The server is starting: its default model is being loaded.")
         return None
 
+    def unready(self) -> ServerNotReady | None:
+        """Why nobody should be sent here: no calls are taken, or the default model is missing."""
+        if (refusal := self.refusal()) is not None:
+            return refusal
+        if self.failure is not None:
+            return ServerNotReady(f"The default model is not loaded: {self.failure.message}")
+        return None
+
     def inference(self, request: Request, body: Timed | None = None) -> Inference:
         """The way to the models for who sent `request`, in the time that it allows.
 

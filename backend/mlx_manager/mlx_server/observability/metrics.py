@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -72,6 +72,9 @@ class Metrics:
 
     def __init__(self, figures: Figures, *, by_key: bool = False) -> None:
         self._registry = CollectorRegistry()
+        self._ready = Gauge(
+            f"{PREFIX}ready", "1 while /readyz answers 200, 0 otherwise", registry=self._registry
+        )
         self._registry.register(EngineCollector(figures))
         self._by_key = by_key
         self._success = self._counter(
@@ -113,8 +116,12 @@ class Metrics:
             registry=self._registry,
         )
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """All metrics, in the form of Prometheus's that `accept` prefers, and its content type."""
+    def text(self, accept: str, ready: bool) -> tuple[bytes, str]:
+        """All metrics, in the form of Prometheus's that `accept` prefers, and its content type.
+
+        ready: whether /readyz says so.
+        """
+        self._ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
