@@ -17,7 +17,7 @@ from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_manager.mlx_server.backends.text import TextBackend
+from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import (
     Constraint,
@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.loading import LoadedModel, load
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
+from mlx_manager.mlx_server.utils.steps import finish
 from workload import Row
 
 load_fast_blas()
@@ -95,7 +96,7 @@ class OurEngine:
         ledger = Ledger(self._limits.memory_limit or default_limit())
         set_memory_limit(ledger.limit)
         loaded = load(ModelSource(str(model), model, "configured"), self._limits, ledger)
-        return loaded, TextBackend(loaded, self.thread, EngineLimits(), ledger)
+        return loaded, finish(preparing(loaded, self.thread, EngineLimits(), ledger))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

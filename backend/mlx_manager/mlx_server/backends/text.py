@@ -25,7 +25,7 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
-from mlx_manager.mlx_server.engine.choice import choose, choosing
+from mlx_manager.mlx_server.engine.choice import Choice, choosing
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.guide import Guide
@@ -72,18 +72,33 @@ class Tokenized:
 
 
 def preparing(
-    loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    loaded: LoadedModel,
+    thread: MLXThread,
+    limits: EngineLimits,
+    ledger: Ledger,
+    choice: Choice = choosing,
 ) -> Steps[TextBackend]:
-    """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
-    forward = yield from choosing(loaded.model, limits.page_size)
+    """Make a backend on the MLX thread, pausing so that other models' steps fit in between.
+
+    choice: finds out how the model is run, in pages of so many tokens.
+    """
+    forward = yield from choice(loaded.model, limits.page_size)
     yield None
-    return TextBackend(loaded, thread, limits, ledger, forward)
+    backend = TextBackend(loaded, thread, limits, ledger, forward)
+    ready = False
+    try:
+        yield from backend.first_pages()
+        ready = True
+    finally:
+        if not ready:
+            backend.close()
+    return backend
 
 
 class TextBackend:
     """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio.
 
-    forward: how the model is run; None: as `choose` finds.
+    forward: how the model is run.
     """
 
     def __init__(
@@ -92,7 +107,7 @@ class TextBackend:
         thread: MLXThread,
         limits: EngineLimits,
         ledger: Ledger,
-        forward: Forward | None = None,
+        forward: Forward,
     ) -> None:
         self._loaded = loaded
         self._thread = thread
@@ -101,7 +116,6 @@ class TextBackend:
         self._vocabulary = Vocabulary(loaded.tokenizer, len(loaded.tokenizer))
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
-        forward = forward or choose(loaded.model, limits.page_size)
         limits, working = with_chunk(limits, loaded.model, forward, ledger)
         self._engine = TextEngine(
             loaded.id,
@@ -117,6 +131,10 @@ class TextBackend:
         """End every stream and free the pages. On the MLX thread."""
         self._thread.detach(self._engine)
         self._engine.close()
+
+    def first_pages(self) -> Steps[None]:
+        """Make pages before the first request; on the MLX thread."""
+        return self._engine.first_pages()
 
     def drop_prefixes(self) -> None:
         """Forget the prompts that are kept for reuse. On the MLX thread."""

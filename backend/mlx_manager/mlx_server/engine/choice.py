@@ -32,6 +32,8 @@ from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 log = logging.getLogger(__name__)
+Choice = Callable[[nn.Module, int], Steps[Forward]]
+"""Finds out how a model is run, in pages of so many tokens."""
 
 # What an architecture makes of caches it was not written for shows in many ways.
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)

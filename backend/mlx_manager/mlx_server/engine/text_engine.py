@@ -49,6 +49,7 @@ from mlx_manager.mlx_server.errors import (
     ServerNotReady,
 )
 from mlx_manager.mlx_server.utils.memory import WORKING, Ledger, Relief, clear_cache
+from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +184,6 @@ class TextEngine:
                 retry_after=10,
             )
         ledger.add_relief(Relief.PAGES, self._relieve)
-        if forward.horizon:
-            # Before somebody waits for them.
-            self._grow(1, urgent=False)
 
     def _start_over(self) -> None:
         reuse = self._limits.prefix_cache and self._forward.prefixes != "none"
@@ -607,13 +605,32 @@ class TextEngine:
         Only urgent growth may cost others something; the rest takes what is there. All that is
         there if it is little: each growth copies the pages.
         """
+        granted = self._granted(lacking, urgent=urgent)
+        if granted:
+            self._resize(self._pool.size + granted)
+            self._pool.grow(granted)
+        return granted > 0
+
+    def first_pages(self) -> Steps[None]:
+        """Make pages before somebody waits for them, where they are many: a layer at a time. For a
+        load, which submits no row before it is done."""
+        if self._forward.horizon:
+            self._pool.grow(self._granted(1, urgent=False))
+            for store in self._forward.stores:
+                # Others may have needed some of the pages meanwhile.
+                store.resize(self._pool.size)
+                yield None
+
+    def _granted(self, lacking: int, *, urgent: bool) -> int:
+        """How many pages to add, which the ledger has granted; 0 if it has not."""
         wanted = max(lacking, self._least_growth(), self._pool.size // 2)
-        if self._grow_by(wanted, urgent=urgent):
-            return True
+        if self._grants(wanted, urgent=urgent):
+            return wanted
         affordable = self._ledger.available() // max(self.page_bytes, 1)
         if not urgent and affordable < WORTHWHILE * self._pool.size:
-            return False
-        return self._grow_by(max(lacking, min(affordable, wanted)), urgent=urgent)
+            return 0
+        fewer = max(lacking, min(affordable, wanted))
+        return fewer if self._grants(fewer, urgent=urgent) else 0
 
     def _least_growth(self) -> int:
         if not self._forward.horizon:
@@ -623,13 +640,9 @@ class TextEngine:
         part = LEAST_PART_AHEAD * self._ledger.available() // self.page_bytes
         return max(LEAST_GROWTH_AHEAD, int(part))
 
-    def _grow_by(self, pages: int, *, urgent: bool) -> bool:
+    def _grants(self, pages: int, *, urgent: bool) -> bool:
         nbytes = pages * self.page_bytes
-        if not (urgent or self._ledger.spare(nbytes)) or not self._reserve(nbytes):
-            return False
-        self._resize(self._pool.size + pages)
-        self._pool.grow(pages)
-        return True
+        return (urgent or self._ledger.spare(nbytes)) and self._reserve(nbytes)
 
     def _give_back(self, pages: int) -> None:
         # Models without keys and values on pages have pages of no bytes, and no line.

@@ -7,6 +7,7 @@ import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -16,24 +17,18 @@ from engine.portable import Portable, plainly
 from pools import answer, open_pool, request, states
 
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
-from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.choice import choosing
-from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
-from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+from mlx_manager.mlx_server.utils.memory import clear_cache
 from mlx_manager.mlx_server.utils.steps import Done, Steps, advance, whereabouts
 
 A_FEW_BYTES = 1024
 
 
-def on_kernels(
-    loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-) -> Steps[TextBackend]:
-    """A backend as on a GPU."""
-    forward = yield from choosing(loaded.model, limits.page_size, Portable, plainly)
-    return TextBackend(loaded, thread, limits, ledger, forward)
+on_kernels = partial(preparing, choice=partial(choosing, kernels=Portable, compile=plainly))
+"""A backend as on a GPU."""
 
 
 @dataclass
@@ -107,9 +102,12 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     assert places.count("building > _building > computed > beside") == 2
     assert places.count("checking > _passed > computed > beside") == 2 + 2 * 4
     assert places.count("disagreement > run_both > computed > beside") == 5
+    assert [pause for pause in watch.pauses if "first_pages" in pause] == 2 * [
+        "preparing > first_pages"
+    ]
 
 
-@pytest.mark.parametrize("pieces", [1, 17, 40, 100])
+@pytest.mark.parametrize("pieces", [1, 17, 40, 100, 116])
 async def test_a_load_that_ends_between_two_pieces_leaves_nothing_behind(
     pieces: int, models_dir: Path
 ) -> None:

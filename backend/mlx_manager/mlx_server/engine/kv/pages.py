@@ -115,8 +115,8 @@ class PagePool:
 
     def grow(self, pages: int) -> None:
         """Add `pages` free pages at the end."""
-        for page in range(self.size, self.size + pages):
-            heapq.heappush(self._free, page)
+        # Larger than all that are in the heap, which therefore stays one.
+        self._free.extend(range(self.size, self.size + pages))
         self._references.extend([0] * pages)
         self.size += pages
 

@@ -155,9 +155,9 @@ def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
 
 def _resized(pool: mx.array, slots: int) -> mx.array:
     heads, have, dim = pool.shape
-    if not slots:
+    if not slots or not have:
         # Not cut from what there is: that may be what a failed step left, and never computable.
-        return mx.zeros((heads, 0, dim), pool.dtype)
+        return mx.zeros((heads, slots, dim), pool.dtype)
     if slots <= have:
         return mx.contiguous(pool[:, :slots])
     return mx.concatenate([pool, mx.zeros((heads, slots - have, dim), pool.dtype)], axis=1)
