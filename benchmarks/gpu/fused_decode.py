@@ -68,16 +68,17 @@ class Timing:
 
 
 def advance(decoder: FusedDecoder, step: Step) -> tuple[mx.array, mx.array]:
-    """The tokens that follow, and the lengths they make."""
-    return decoder.run(step).argmax(-1).astype(mx.int32), step.lengths + 1
+    """The tokens that follow, and the rows' lengths before them."""
+    logits, before = decoder.run(step)
+    return logits.argmax(-1), before
 
 
 def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
     rows = len(batch.lengths)
-    tokens = mx.full((rows,), 5, mx.int32)
-    lengths = mx.array((batch.lengths + 1).astype(np.int32)) * 1
-    mx.eval(tokens, lengths)
-    step = Step(tokens, lengths, batch.table, batch.pools, decoder.plan(batch.lengths + 1))
+    tokens = mx.full((rows,), 5, mx.uint32)
+    before = mx.array(batch.lengths.astype(np.int32)) * 1
+    mx.eval(tokens, before)
+    step = Step(tokens, before, batch.table, batch.pools, decoder.plan(batch.lengths + 1))
     mx.eval(decoder.run(step))
     mx.reset_peak_memory()
     used = mx.get_active_memory()
@@ -91,10 +92,10 @@ def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
         began = time.perf_counter()
         if i % REPLAN == 0:
             splits = decoder.plan(batch.lengths + 1 + i)
-        step = Step(tokens, lengths, batch.table, batch.pools, splits)
-        following, lengths = advance(decoder, step)
+        step = Step(tokens, before, batch.table, batch.pools, splits)
+        following, before = advance(decoder, step)
         made = time.perf_counter()
-        mx.async_eval(following, lengths)
+        mx.async_eval(following, before)
         queued = time.perf_counter()
         tokens.tolist()
         parts += (made - began, queued - made, time.perf_counter() - queued)

@@ -68,7 +68,7 @@ class Decode:
     """The running rows of a step, each with one query.
 
     keys, tables: the rows' own, in order. lengths: of each row, its newest token included. tokens:
-    (rows,) uint32, those newest.
+    uint32, those newest; what follows them means nothing.
     """
 
     keys: list[int]
@@ -96,7 +96,7 @@ class RaggedStep:
     @classmethod
     def of(cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int) -> RaggedStep:
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
-        parts = [decode.tokens] if decode else []
+        parts = [decode.tokens[: len(decode.keys)]] if decode else []
         parts += [mx.array(chunk.tokens, mx.uint32) for chunk in chunks]
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         rows = list(range(len(decode.keys) if decode else 0))
@@ -155,8 +155,8 @@ class Forward(Protocol):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         """Logits (rows + what chunks give, vocabulary), rows first; not evaluated.
 
-        Where there are none to give, at most one row that means nothing. The step has been done
-        when these and `state` have been evaluated.
+        Without chunks, rows that mean nothing may follow; where there are none to give, at most
+        one. The step has been done when these and `state` have been evaluated.
         """
         ...
 

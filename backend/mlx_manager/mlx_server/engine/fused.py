@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +53,7 @@ from mlx_manager.mlx_server.utils.steps import Steps, finish
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Cuts = Sequence[tuple[int | None, bool]]
+Stepped = tuple[mx.array, mx.array]
 """Of a step's splits, what is no array: the window of each, and whether some context is divided."""
 
 STEPS_BEFORE_COMPILING = 64
@@ -79,9 +79,14 @@ class NotFusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """`weight` is (outputs, inputs), `bias` (outputs,). `few` multiplies few rows, if it may."""
+    """`weight` is (outputs, inputs), `bias` (outputs,). `few` multiplies few rows, if it may.
+
+    `transposed` is a view of `weight`: one that is made at each product is a microsecond of the
+    host's.
+    """
 
     weight: mx.array
+    transposed: mx.array
     bias: mx.array | None
     few: ProductKernels | None
 
@@ -101,12 +106,13 @@ class Dense:
         """`residual` plus the product with `x`."""
         if self.few is not None and x.shape[0] <= MOST_ROWS:
             return self.few.multiply(x, self.weight, bias=self.bias, residual=residual)
-        out = mx.addmm(residual, x, self.weight.T)
+        out = mx.addmm(residual, x, self.transposed)
         return out if self.bias is None else out + self.bias
 
     def _product(self, x: mx.array) -> mx.array:
-        transposed = self.weight.T
-        return x @ transposed if self.bias is None else mx.addmm(self.bias, x, transposed)
+        if self.bias is None:
+            return x @ self.transposed
+        return mx.addmm(self.bias, x, self.transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +187,9 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
             first.bits,
             first.mode,
         )
-    served = few is not None and few.serves(joined["weight"])
-    return Dense(joined["weight"], joined.get("bias"), few if served else None)
+    weight = joined["weight"]
+    served = few is not None and few.serves(weight)
+    return Dense(weight, weight.T, joined.get("bias"), few if served else None)
 
 
 def _below(parts: Sequence[mx.array]) -> mx.array:
@@ -329,14 +336,14 @@ def _windows(model: nn.Module) -> list[int | None]:
 class Step:
     """One decode step, of one token a row.
 
-    tokens: (rows,) int32, the newest of each row. lengths: (rows,) int32, tokens of each row
-    including the newest; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32;
-    every newest token has its page already. pools: each layer's keys and values, written in place,
-    (kv_heads, slots, head_dim). splits: from `FusedDecoder.plan`.
+    tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
+    that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
+    token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
+    slots, head_dim). splits: from `FusedDecoder.plan`.
     """
 
     tokens: mx.array
-    lengths: mx.array
+    before: mx.array
     table: mx.array
     pools: Sequence[tuple[mx.array, mx.array]]
     splits: Mapping[int | None, Splits]
@@ -356,6 +363,9 @@ class Rotation:
     frequencies: mx.array
     amplitude: float
     traditional: bool
+    # Of each number of a rotation: the frequency that it comes from, and whether it is a cosine.
+    _turns: mx.array
+    _cosine: mx.array
 
     @staticmethod
     def of(rope: nn.Module, rotary: Rotary) -> Rotation:
@@ -369,35 +379,36 @@ class Rotation:
                 frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope.mscale
             case _:
                 frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), 1.0
-        # The result of a product lies in the device's memory, an array from the host in memory
+        places = np.arange(rotary.dims)
+        half = rotary.dims // 2
+        pair, cosine = places % half, places < half
+        if rotary.traditional:
+            pair, cosine = places // 2, places % 2 == 0
+        turns = frequencies.astype(np.float32)
+        # The result of an operation lies in the device's memory, an array from the host in memory
         # that the device has to fetch at each use.
-        on_device = mx.array(frequencies.astype(np.float32)) * 1
-        mx.eval(on_device)
-        rotation = Rotation(on_device, amplitude, rotary.traditional)
+        arrays = [
+            mx.array(turns) * 1,
+            mx.array(turns[pair]) * 1,
+            mx.logical_not(mx.array(~cosine)),
+        ]
+        mx.eval(arrays)
+        rotation = Rotation(arrays[0], amplitude, rotary.traditional, *arrays[1:])
         rotation._expect_as_of(rope)
         return rotation
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0)."""
-        return self.launches(positions)[-1]
+        """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0).
 
-    def launches(self, positions: mx.array) -> tuple[mx.array, ...]:
-        """The rotation, after what it is made from: a kernel each when they are compiled."""
-        places = positions.astype(mx.float32)
-        angles = places[:, None] * self.frequencies
-        parts = [mx.cos(angles) * self.amplitude, mx.sin(angles) * self.amplitude]
-        if self.traditional:
-            rotation = mx.stack(parts, axis=-1).reshape(positions.size, -1)
-        else:
-            rotation = mx.concatenate(parts, axis=-1)
-        return places, angles, *parts, rotation
+        One kernel when it is compiled, since each number is made by itself.
+        """
+        angles = positions[:, None].astype(mx.float32) * self._turns
+        rotation = mx.where(self._cosine, mx.cos(angles), mx.sin(angles))
+        return rotation if self.amplitude == 1.0 else rotation * self.amplitude
 
     def _expect_as_of(self, rope: nn.Module) -> None:
         """Raise unless the module's own rotation of one row agrees."""
-        dims = 2 * self.frequencies.size
-        places = np.arange(dims)
-        ones = places % 2 == 0 if self.traditional else places < dims // 2
-        basis = mx.array(ones.astype(np.float32))[None, None, None]
+        basis = self._cosine.astype(mx.float32)[None, None, None]
         for position in (0, 1, 777):
             theirs = np.array(rope(basis, offset=position))[0, 0, 0]
             ours = np.array(self(mx.array([position])))[0]
@@ -457,6 +468,18 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """What the layers of a step share.
+
+    lengths: (rows,) int32, tokens of each row, the newest included; 0 for padding. rotations: of
+    the newest, by kind.
+    """
+
+    lengths: mx.array
+    rotations: Sequence[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What a step needs of one layer. `rotation` numbers the decoder's kinds of rotation."""
 
@@ -471,16 +494,16 @@ class Layer:
     def __call__(
         self,
         hidden: mx.array,
-        rotations: Sequence[mx.array],
+        shared: Shared,
         pool: tuple[mx.array, mx.array],
         step: Step,
     ) -> mx.array:
-        return self.launches(hidden, rotations, pool, step)[-1]
+        return self.launches(hidden, shared, pool, step)[-1]
 
     def launches(
         self,
         hidden: mx.array,
-        rotations: Sequence[mx.array],
+        shared: Shared,
         pool: tuple[mx.array, mx.array],
         step: Step,
     ) -> tuple[mx.array, ...]:
@@ -488,11 +511,11 @@ class Layer:
         heads = self.block.heads(hidden)
         attended = self.kernels.attend_fused(
             heads,
-            rotations[self.rotation],
+            shared.rotations[self.rotation],
             self.head_norms,
             *pool,
             step.table,
-            step.lengths,
+            shared.lengths,
             rotary=self.rotary,
             scale=self.scale,
             splits=step.splits[self.window],
@@ -546,7 +569,7 @@ class FusedDecoder:
         self._head = head
         self._planners = {layer.window: layer.kernels for layer in layers}
         self._compile = compile
-        self._compiled: dict[tuple[Any, ...], Callable[..., mx.array]] = {}
+        self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
 
     @property
@@ -590,8 +613,8 @@ class FusedDecoder:
             for window, kernels in self._planners.items()
         }
 
-    def run(self, step: Step) -> mx.array:
-        """Logits (rows, vocabulary) of one step; not evaluated.
+    def run(self, step: Step) -> Stepped:
+        """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
 
         A kind of step (rows, width of the table, length of the work lists) that keeps coming is
         compiled, which halves the host's share and holds everybody up once.
@@ -619,7 +642,7 @@ class FusedDecoder:
         found: list[mx.array] = compiled(*_arrays(step))
         return found
 
-    def _runner(self, step: Step) -> Callable[..., mx.array]:
+    def _runner(self, step: Step) -> Callable[..., Stepped]:
         return partial(self._run, _cuts(step))
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
@@ -649,31 +672,32 @@ class FusedDecoder:
         self,
         cuts: Cuts,
         tokens: mx.array,
-        lengths: mx.array,
+        before: mx.array,
         table: mx.array,
         pools: Sequence[tuple[mx.array, mx.array]],
         items: Sequence[mx.array],
-    ) -> mx.array:
-        step = _step(cuts, tokens, lengths, table, pools, items)
-        positions = lengths - 1
-        rotations = [rotation(positions) for rotation in self._rotations]
+    ) -> Stepped:
+        step = _step(cuts, tokens, before, table, pools, items)
+        shared = self._share(before)
         hidden = self._embed(tokens)
         for layer, pool in zip(self._layers, pools, strict=True):
-            hidden = layer(hidden, rotations, pool, step)
-        return self._head(hidden)
+            hidden = layer(hidden, shared, pool, step)
+        return self._head(hidden), shared.lengths
+
+    def _share(self, before: mx.array) -> Shared:
+        # Padding stays at 0: it must not write anywhere.
+        lengths = mx.where(before > 0, before + 1, 0)
+        return Shared(lengths, [rotation(before) for rotation in self._rotations])
 
     def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
         step = _step(cuts, *arrays)
-        positions = step.lengths - 1
-        turned = [rotation.launches(positions) for rotation in self._rotations]
-        rotations = [launches[-1] for launches in turned]
-        hidden = self._embed(step.tokens)
-        found = [*chain.from_iterable(turned), hidden]
+        shared = self._share(step.before)
+        found = [shared.lengths, *shared.rotations, self._embed(step.tokens)]
         kinds = set()
         for layer, pool in zip(self._layers, step.pools, strict=True):
             if layer.kind not in kinds:
                 kinds.add(layer.kind)
-                found += layer.launches(found[-1], rotations, pool, step)
+                found += layer.launches(found[-1], shared, pool, step)
         return [*found, self._head(found[-1])]
 
 
@@ -683,13 +707,13 @@ def _cuts(step: Step) -> Cuts:
 
 def _arrays(step: Step) -> tuple[Any, ...]:
     items = [cut.items for cut in step.splits.values()]
-    return step.tokens, step.lengths, step.table, step.pools, items
+    return step.tokens, step.before, step.table, step.pools, items
 
 
 def _step(  # noqa: PLR0917
     cuts: Cuts,
     tokens: mx.array,
-    lengths: mx.array,
+    before: mx.array,
     table: mx.array,
     pools: Sequence[tuple[mx.array, mx.array]],
     items: Sequence[mx.array],
@@ -697,7 +721,7 @@ def _step(  # noqa: PLR0917
     splits = {
         window: Splits(array, divided) for (window, divided), array in zip(cuts, items, strict=True)
     }
-    return Step(tokens, lengths, table, pools, splits)
+    return Step(tokens, before, table, pools, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -835,7 +859,7 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
             step = _Sample(tokens, seen, pages, pools).padded(decoder, rows)
             if i == 0:
                 yield from one_by_one(decoder.launches(step))
-            out = decoder.run(step)
+            out, _ = decoder.run(step)
             yield from computed([out])
             for logits, mine in zip(own, out, strict=False):
                 worst = max(worst, _distance(mine, logits))
@@ -871,8 +895,8 @@ class _Sample:
         for row, own in enumerate(self.pages):
             table[row, : len(own)] = own
         return Step(
-            tokens=mx.array([*self.tokens, *padding], mx.int32),
-            lengths=mx.array(seen),
+            tokens=mx.array([*self.tokens, *padding], mx.uint32),
+            before=mx.array(np.maximum(seen - 1, 0)),
             table=mx.array(table),
             pools=self.pools,
             splits=decoder.plan(seen),

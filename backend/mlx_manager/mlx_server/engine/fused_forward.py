@@ -49,15 +49,15 @@ class Batch:
     Attributes:
         keys: of the rows, in order. lengths: of theirs in the last step.
         pages: how many the rows had in all when `table` was made.
-        table: (padded rows, n). on_device: (padded rows,) the lengths, 0 for padding. splits: by
-            window; `age` steps old.
+        table: (padded rows, n). before: (padded rows,) their lengths before the next step, 0 for
+            padding. splits: by window; `age` steps old.
     """
 
     keys: list[int]
     lengths: list[int]
     pages: int
     table: mx.array
-    on_device: mx.array
+    before: mx.array
     splits: Mapping[int | None, Splits]
     age: int = 0
 
@@ -83,18 +83,17 @@ class FusedForward(OnPages):
             self._batch = None
             ragged = RaggedStep.of(decode, chunks, self._page_size)
             return self._decoder.run_ragged(ragged, self.stores)
-        rows = len(decode.keys)
         batch = self._batch = self._next(decode)
-        tokens, padded = decode.tokens, batch.on_device.size
-        if rows < padded:
-            tokens = mx.pad(tokens, (0, padded - rows))
-        step = Step(tokens, batch.on_device, batch.table, self._pools(), batch.splits)
-        logits = self._decoder.run(step)
-        return logits[:rows] if rows < padded else logits
+        tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
+        if lacking:
+            tokens = mx.pad(tokens, (0, lacking))
+        step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
+        logits, batch.before = self._decoder.run(step)
+        return logits
 
     def state(self) -> list[mx.array]:
-        pools = super().state()
-        return pools if self._batch is None else [*pools, self._batch.on_device]
+        # Pages are written in place, by launches that the logits come after.
+        return [] if self._batch is None else [self._batch.before]
 
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
@@ -110,7 +109,7 @@ class FusedForward(OnPages):
         table = mx.zeros((1, LONG // size), mx.int32)
         lengths = np.array([LONG], np.int32)
         splits = self._decoder.plan(lengths)
-        step = Step(mx.zeros((1,), mx.uint32), mx.array(lengths), table, self._pools(), splits)
+        step = Step(mx.zeros((1,), mx.uint32), mx.array(lengths - 1), table, self._pools(), splits)
         yield from one_by_one(self._decoder.launches(step))
         yield from one_by_one(self._decoder.launches_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
@@ -139,8 +138,6 @@ class FusedForward(OnPages):
             last.age, last.splits = 0, self._decoder.plan(_padded(lengths))
         last.age += 1
         last.lengths = lengths
-        # Padding stays at 0: it must not write anywhere.
-        last.on_device = mx.where(last.on_device > 0, last.on_device + 1, 0)
         return last
 
     def _begin(self, decode: Decode) -> Batch:
@@ -152,7 +149,7 @@ class FusedForward(OnPages):
             self._table(decode.tables),
             # The result of an operation lies in the device's memory, an array from the host in
             # memory that the device has to fetch.
-            mx.array(lengths) + 0,
+            mx.array(np.maximum(lengths - 1, 0)) + 0,
             self._decoder.plan(lengths),
         )
 

@@ -368,6 +368,7 @@ class TextEngine:
             # With nothing to draw, something must still be waited for.
             tokens = mx.argmax(logits, axis=-1)
         else:
+            logits = logits[: len(crew.rows)]
             tokens = sample(logits, crew.asked, [row.pending for row in crew.rows])
             scores.add_drawn(logits, crew.rows, tokens)
         mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
@@ -413,7 +414,7 @@ class TextEngine:
         before: list[float] = []
         # A page is full when its last token is known and computed, which is now or one later.
         size = self._limits.page_size
-        for row, token in zip(rows, tokens, strict=bool(rows)):
+        for row, token in zip(rows, tokens, strict=False):
             row.pending -= 1
             if row.ended or row.outcome is not None:
                 continue
