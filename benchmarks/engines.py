@@ -93,10 +93,10 @@ class OurEngine:
         self.loaded, self.backend = self.run(self.thread.call(lambda: self._load(model)))
 
     def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
-        ledger = Ledger(self._limits.memory_limit or default_limit())
-        set_memory_limit(ledger.limit)
-        loaded = load(ModelSource(str(model), model, "configured"), self._limits, ledger)
-        return loaded, finish(preparing(loaded, self.thread, EngineLimits(), ledger))
+        self.ledger = Ledger(self._limits.memory_limit or default_limit())
+        set_memory_limit(self.ledger.limit)
+        loaded = load(ModelSource(str(model), model, "configured"), self._limits, self.ledger)
+        return loaded, finish(preparing(loaded, self.thread, EngineLimits(), self.ledger))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -55,17 +55,20 @@ class Pace:
             load, seconds = self._seen.popleft()
             self._rows.learn(_of_rows(load), seconds)
 
-    def budget(self, prompts: int) -> Budget:
-        """What a step may do for so many prompts besides its rows.
+    def budget(self, beginning: int) -> Budget:
+        """What a step may do for prompts besides its rows.
 
-        While more prompts wait for their first token than rows for their next, the rows give
-        way: a burst is not made to wait behind the few that got in first.
+        While more are beginning (prompts, and rows that have only just begun) than there are rows
+        in their course, the rows give way: a burst is not made to wait behind the few that got in
+        first.
+
+        beginning: see `Scheduler.beginning`.
         """
-        return partial(self._tokens, prompts)
+        return partial(self._tokens, beginning)
 
-    def _tokens(self, prompts: int, load: Load, before: int) -> int:
+    def _tokens(self, beginning: int, load: Load, before: int) -> int:
         most = self._most
-        if prompts <= load.rows:
+        if beginning <= load.rows:
             bold = int(BOLDNESS * self._tried) - load.tokens
             affordable = min(self._affordable(load, before), bold)
             most = min(most, load.tokens + max(affordable, 0))

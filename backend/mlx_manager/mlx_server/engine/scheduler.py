@@ -23,6 +23,8 @@ from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 AGEING = 8
 # How many waiting prompts are looked at in one step.
 LOOK = 16
+# A row has only just begun while it has drawn at most so many tokens.
+JUST_BEGUN = 2
 
 
 class Admission(Enum):
@@ -127,6 +129,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.prefilling or self.waiting)
 
+    @property
+    def beginning(self) -> int:
+        """Prompts that are worked on or could be, and rows that have only just begun, before others
+        that were there as they did: those that arrive together have the same claim to a start."""
+        prompts = [*self.prefilling, *self.waiting]
+        if not prompts:
+            return 0
+        free = max(self._max_rows - len(self.running) - len(self.prefilling), 0)
+        first = min(prompt.submitted_at for prompt in prompts)
+        begun = sum(row.drawn <= JUST_BEGUN and row.joined_at >= first for row in self.running)
+        return len(self.prefilling) + min(len(self.waiting), free) + begun
+
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps
         self._shares.enter(sequence)
@@ -201,6 +215,7 @@ class Scheduler:
             sequence.computed += prefill.tokens
             chosen.prefills.append(prefill)
             if prefill.final:
+                sequence.joined_at = self._steps
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
                 self._joining.append(sequence)

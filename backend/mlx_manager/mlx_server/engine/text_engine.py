@@ -66,6 +66,8 @@ LEAST_GROWTH = 64
 # of a GPU's own memory at least this part of what is left.
 LEAST_GROWTH_AHEAD = 1024
 LEAST_PART_AHEAD = 0.8
+# Tokens that there is room for at most, where room costs nothing: slots are numbered by 32 bits.
+MOST_ROOM = 1 << 24
 # Of what there is, what is worth copying all of it for while kept pages could be given up instead.
 WORTHWHILE = 1 / 8
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
@@ -336,8 +338,7 @@ class TextEngine:
         full = [row for row in running if row.drawn >= row.limit] if checked else []
         for row in full:
             running.remove(row)
-        prompts = len(self._scheduler.prefilling) + len(self._scheduler.waiting)
-        schedule = self._scheduler.schedule(self._pace.budget(prompts))
+        schedule = self._scheduler.schedule(self._pace.budget(self._scheduler.beginning))
         running += full
         if not schedule:
             self._given, self._crew = [], Crew(())
@@ -681,10 +682,22 @@ class TextEngine:
             self._give_back(self._pool.size)
 
     def _resize(self, pages: int) -> None:
-        for store in self._forward.stores:
-            store.resize(pages)
-        # The step under way takes that much longer, which says nothing about steps.
-        self._last_read = None
+        before = self._room_bytes()
+        copied = [store.resize(pages, self._most_pages()) for store in self._forward.stores]
+        self._ledger.allow_for(self._room_bytes() - before)
+        if any(copied):
+            # The step under way takes that much longer, which says nothing about steps.
+            self._last_read = None
+
+    def _most_pages(self) -> int:
+        """How many pages the stores should have room for."""
+        if self._looks_ahead:
+            # Pages that are not written in place are copied, with whatever room there is.
+            return 0
+        return min(self._attainable_pages(), MOST_ROOM // self._limits.page_size)
+
+    def _room_bytes(self) -> int:
+        return sum(store.room_bytes for store in self._forward.stores)
 
     # -- figures -------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ class ModelPoolManager:
         """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
         return {
             "ledger": self.ledger.figures(),
-            "mlx": get_memory_usage(),
+            "mlx": get_memory_usage(self.ledger.room),
             "engines": {r.id: asdict(r.backend.stats()) for r in self._residents.all()},
             "loads": dict(self._loads_done),
             "unloads": dict(self._unloads_done),
@@ -506,7 +506,7 @@ class ModelPoolManager:
         if resident is None:
             return None
         model_id, nbytes, leases = resident.id, resident.loaded.nbytes, resident.leases
-        before = get_memory_usage()["active"]
+        before = get_memory_usage(self.ledger.room)["active"]
         self._unloads_done[model_id] += 1
         resident.backend.close()
         self.ledger.record(weights_line(resident.id), 0)
@@ -514,7 +514,8 @@ class ModelPoolManager:
         del resident
         gc.collect()
         clear_cache()
-        gone = Unloaded(model_id, nbytes, before, get_memory_usage()["active"])
+        after = get_memory_usage(self.ledger.room)["active"]
+        gone = Unloaded(model_id, nbytes, before, after)
         log.info(
             "%s is unloaded: MLX held %s bytes, and holds %s now",
             model_id,

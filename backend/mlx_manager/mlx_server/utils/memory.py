@@ -14,13 +14,16 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_SHARE = 0.9
 
 
-def get_memory_usage() -> dict[str, int]:
-    """MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse) and `limit`."""
+def get_memory_usage(room: int = 0) -> dict[str, int]:
+    """MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse) and `limit`.
+
+    room: what it counts in them that takes no memory, see `Ledger.allow_for`.
+    """
     return {
-        "active": mx.get_active_memory(),
-        "peak": mx.get_peak_memory(),
+        "active": mx.get_active_memory() - room,
+        "peak": mx.get_peak_memory() - room,
         "cache": mx.get_cache_memory(),
-        "limit": mx.get_memory_limit(),
+        "limit": mx.get_memory_limit() - room,
     }
 
 
@@ -106,6 +109,9 @@ class Ledger:
     is beyond those lines counts.
     The MLX thread owns it: only there may `reserve`, `record` and relief run, since relief frees
     arrays. `available` and `figures` may be read from any thread.
+
+    Attributes:
+        room: what MLX counts beyond all that, for arrays that take no memory yet.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class Ledger:
         drop_cache: Callable[[], None] = clear_cache,
     ) -> None:
         self.limit = limit
+        self.room = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
@@ -181,6 +188,14 @@ class Ledger:
             self._lines[line] = nbytes
             if not nbytes:
                 del self._lines[line]
+
+    def allow_for(self, nbytes: int) -> None:
+        """MLX counts so much more (less, if negative) that takes no memory; its limit follows.
+
+        Over its limit it computes one operation at a time, which takes a CPU twice as long.
+        """
+        self.room += nbytes
+        mx.set_memory_limit(mx.get_memory_limit() + nbytes)
 
     def add_relief(self, rank: Relief, free: Callable[[int], None]) -> None:
         """Let `free(lacking)` be called when bytes lack; it releases what it frees itself.

@@ -45,7 +45,7 @@ def nothing_left(rig: Rig) -> bool:
 
 
 def stored(rig: Rig) -> int:
-    return sum(store.keys.nbytes + store.values.nbytes for store in rig.forward.stores)
+    return sum(store.bytes_of(store.pages) for store in rig.forward.stores)
 
 
 # ---------------------------------------------------------------------------------------------

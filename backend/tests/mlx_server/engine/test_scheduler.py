@@ -376,6 +376,46 @@ def test_the_rows_of_others_wait_one_step_for_a_keys_first_prompt_and_never_two(
     assert world.scheduler.schedule(at_most(4, alone=16)).rows == []
 
 
+def test_rows_begin_together_with_the_prompts_that_came_with_them() -> None:
+    world = World(most=1000, max_rows=8)
+    for n in range(4):
+        world.submit(distinct(8, n), 100)
+    assert world.scheduler.beginning == 4
+    world.step(budget=16)
+    assert len(world.scheduler.running) == 2
+    # Two rows that have drawn a token, and two prompts.
+    assert world.scheduler.beginning == 4
+    for _ in range(2):
+        world.scheduler.waiting, waiting = [], world.scheduler.waiting
+        world.step(budget=16)
+        world.scheduler.waiting = waiting
+    # The rows are in their course.
+    assert world.scheduler.beginning == 2
+    world.step(budget=16)
+    assert len(world.scheduler.running) == 4
+    assert world.scheduler.beginning == 0
+
+
+def test_a_row_that_has_just_begun_is_in_its_course_for_prompts_that_come_later() -> None:
+    world = World(most=1000, max_rows=8)
+    world.submit(distinct(8, 1), 100)
+    world.step()
+    world.step()
+    world.submit(distinct(8, 2), 100)
+    assert world.scheduler.beginning == 1
+
+
+def test_prompts_that_have_no_row_to_come_into_hold_nobody_up() -> None:
+    world = World(most=1000, max_rows=3)
+    for n in range(20):
+        world.submit(distinct(8, n), 100)
+    assert world.scheduler.beginning == 3
+    for _ in range(4):
+        world.step()
+    assert len(world.scheduler.waiting) == 17
+    assert world.scheduler.beginning == 0
+
+
 def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:
     asked: list[tuple[int, int, int]] = []
 

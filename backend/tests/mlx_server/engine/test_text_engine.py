@@ -4,11 +4,13 @@ import asyncio
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from engine.rig import GREEDY, HandRig, Rig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling
+from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 
 
@@ -228,11 +230,51 @@ async def test_a_token_is_delivered_before_the_next_step_is_computed(llama: Path
 async def test_memory_of_pages_is_what_the_ledger_says_and_goes_back_to_zero(llama: Path) -> None:
     async with Rig(llama) as rig:
         await rig.submit(prompt(200), 10).finished()
-        pages = sum(s.keys.nbytes + s.values.nbytes for s in rig.forward.stores)
+        pages = sum(s.bytes_of(s.pages) for s in rig.forward.stores)
         assert rig.ledger.figures()["pages:tiny"] == pages
         await rig.thread.call(rig.engine.drop_prefixes)
         assert rig.engine.stats().pages_cached == 0
     assert "pages:tiny" not in rig.ledger.figures()
+
+
+@pytest.mark.skipif(not room.is_free(), reason="pages that are added are copied here")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "qwen3_next"])
+async def test_pages_stay_where_they_are_while_rows_come_and_go(
+    family: str, tmp_path: Path
+) -> None:
+    """If they were copied, so would be the room for all that may come."""
+    async with HandRig(make_tiny_model(tmp_path, family), prefill_chunk=64) as rig:
+
+        def places() -> list[int]:
+            arrays = [array for s in rig.forward.stores for array in (s.keys, s.values)]
+            return [np.array(a.view(mx.uint8), copy=False).ctypes.data for a in arrays]
+
+        rig.submit(prompt(5), 4)
+        rig.run()
+        before, pages = places(), rig.forward.stores[0].pages
+        for i in range(7):
+            rig.submit(prompt(40 + 60 * i, i + 1), 10 + 9 * i)
+            rig.step(4)
+        rig.run()
+        assert rig.forward.stores[0].pages >= 2 * pages
+        assert places() == before
+        assert rig.ledger.room == sum(s.room_bytes for s in rig.forward.stores) > 0
+        rig.engine.drop_prefixes()
+        assert rig.ledger.room == 0
+
+
+async def test_prompts_that_arrive_together_are_not_paced_by_the_first_of_them(
+    llama: Path,
+) -> None:
+    async with HandRig(llama, prefill_chunk=64) as rig:
+        rig.submit_together([rig.row(prompt(16, i + 1), 40) for i in range(12)])
+        rig.step(3)
+        assert rig.engine.stats().running == 12
+        # Who comes later finds rows that are to be kept at their pace.
+        rig.submit(prompt(60, 99), 4)
+        rig.step()
+        assert rig.engine.stats().prefilling == 1
+        rig.run()
 
 
 async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> None:

@@ -33,6 +33,20 @@ def test_setting_the_limit_returns_the_one_before():
     memory.set_memory_limit(before)
 
 
+def test_what_takes_no_memory_is_not_counted_and_leaves_mlx_as_far_from_its_limit():
+    ledger = empty_cache_ledger(1000)
+    before = memory.get_memory_usage()
+    ledger.allow_for(300)
+    ledger.allow_for(-100)
+    assert ledger.room == 200
+    assert memory.get_memory_usage()["limit"] == before["limit"] + 200
+    assert memory.get_memory_usage(ledger.room)["limit"] == before["limit"]
+    assert memory.get_memory_usage(ledger.room)["active"] == before["active"] - 200
+    ledger.allow_for(-200)
+    assert memory.get_memory_usage()["limit"] == before["limit"]
+    assert ledger.available() == 1000
+
+
 def test_clear_cache_empties_the_buffer_cache():
     array = mx.ones((256, 1024))
     mx.eval(array)

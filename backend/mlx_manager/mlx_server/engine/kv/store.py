@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet
 
 
@@ -56,7 +57,8 @@ class LayerStore:
 
     `keys` is (kv_heads, slots, key_dim) and `values` (kv_heads, slots, value_dim); page `p` is
     the slots `p * page_size` to `(p + 1) * page_size`. Heads come first so that a gathered row is
-    (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice.
+    (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice. After
+    the slots of the `pages` that there are may come room for more.
 
     kernels: what writes to the pages, and may read them, on a GPU; None for MLX's own operations.
 
@@ -70,18 +72,36 @@ class LayerStore:
         self.kernels = kernels
         self._writer = None if kernels is None else kernels[self.attention(shape.kv_heads)]
         self.written = mx.zeros((1,), mx.int32)
+        self.pages = 0
         self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
         self.values = mx.zeros((shape.kv_heads, 0, shape.value_dim), shape.dtype)
 
-    def resize(self, pages: int) -> None:
+    @property
+    def room_bytes(self) -> int:
+        """Of the arrays, what belongs to no page."""
+        return self.keys.nbytes + self.values.nbytes - self.bytes_of(self.pages)
+
+    def bytes_of(self, pages: int) -> int:
+        return pages * self.page_size * self.shape.token_bytes
+
+    def resize(self, pages: int, most: int = 0) -> bool:
         """Change the number of pages, keeping the content of those that stay.
 
-        Evaluated at once, so that at most one layer exists twice at any moment.
+        most: how many there may be one day. Where room costs nothing, there will be room for them.
+
+        Returns:
+            Whether the pages were copied: more of them, which there is room for, are just there.
+            Evaluated at once then, so that at most one layer exists twice at any moment.
         """
+        grown, self.pages = pages >= self.pages, pages
         slots = pages * self.page_size
-        self.keys = _resized(self.keys, slots)
-        self.values = _resized(self.values, slots)
+        if grown and slots <= self.keys.shape[1]:
+            return False
+        most_slots = max(slots, most * self.page_size) if room.is_free() else slots
+        self.keys = _resized(self.keys, slots, most_slots)
+        self.values = _resized(self.values, slots, most_slots)
         mx.eval(self.keys, self.values)
+        return True
 
     def attention(self, q_heads: int) -> AttentionShape:
         """What kernels for so many query heads are compiled for.
@@ -153,10 +173,17 @@ def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
     return flat.reshape(heads, slots // heads, -1)
 
 
-def _resized(pool: mx.array, slots: int) -> mx.array:
+def _resized(pool: mx.array, slots: int, most: int) -> mx.array:
     heads, have, dim = pool.shape
-    if not slots or not have:
-        # Not cut from what there is: that may be what a failed step left, and never computable.
+    # Not cut from what there is if nothing stays: that may be what a failed step left, and never
+    # computable.
+    kept = min(slots, have)
+    if most > slots > 0:
+        fresh = room.blank((heads, most, dim), pool.dtype)
+        if kept:
+            fresh[:, :kept] = pool[:, :kept]
+        return fresh
+    if not kept:
         return mx.zeros((heads, slots, dim), pool.dtype)
     if slots <= have:
         return mx.contiguous(pool[:, :slots])
