@@ -53,8 +53,9 @@ from mlx_manager.mlx_server.utils.steps import Steps, finish
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Cuts = Sequence[tuple[int | None, bool]]
-Stepped = tuple[mx.array, mx.array]
 """Of a step's splits, what is no array: the window of each, and whether some context is divided."""
+Stepped = tuple[mx.array, mx.array]
+"""A step's logits, and what is `before` the next."""
 
 STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still

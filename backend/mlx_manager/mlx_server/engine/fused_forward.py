@@ -100,8 +100,8 @@ class FusedForward(OnPages):
 
     def warming(self) -> Steps[None]:
         """Compile what long contexts and prompts take, which would hold up whoever comes first; and
-        what steps that are compiled take: kernels of MLX's, for 17 s in all the first time on a
-        machine (H200).
+        what steps that are compiled take: kernels of MLX's, for seconds each the first time on a
+        machine.
 
         Writes to the first page; call before there is anything in it.
         """

@@ -93,11 +93,12 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
         engines = pool.figures()["engines"]
         assert engines["b"]["forward"] == "fused"
     places = [" > ".join(pause.split(" > ")[3:]) for pause in watch.pauses if "_fused" in pause]
-    # In a model whose layers are alike: five for the rotation, the embedding, a layer's five, the
-    # head.
-    of_rows = 12
-    assert places.count("checking > one_by_one > computed > beside") == 4 * of_rows
-    assert places.count("warming > one_by_one > computed > beside") == 2 * of_rows
+    # A step's launches by themselves for four numbers of rows, and two times for a long context.
+    tried = places.count("checking > one_by_one > computed > beside")
+    warmed = places.count("warming > one_by_one > computed > beside")
+    # A layer's are five, and there are the embedding and the head at least.
+    assert tried // 4 == warmed // 2 >= 5 + 2
+    assert (tried % 4, warmed % 2) == (0, 0)
     # Its two layers are joined one by one, and two sequences pass through the model five times.
     assert places.count("building > _building > computed > beside") == 2
     assert places.count("checking > _passed > computed > beside") == 2 + 2 * 4
@@ -107,25 +108,22 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     ]
 
 
-@pytest.mark.parametrize("pieces", [1, 17, 40, 100, 116])
-async def test_a_load_that_ends_between_two_pieces_leaves_nothing_behind(
-    pieces: int, models_dir: Path
+@pytest.mark.parametrize("place", ["_alone", "_building", "checking", "warming", "first_pages"])
+async def test_a_load_that_fails_between_two_pieces_leaves_nothing_behind(
+    place: str, models_dir: Path
 ) -> None:
     failing = True
 
     def prepare(loaded: LoadedModel, *rest: object) -> Steps[TextBackend]:
         steps = on_kernels(loaded, *rest)
         try:
-            for number in count():
-                match advance(steps):
-                    case Done(backend):
-                        return backend
-                    case piece:
-                        yield piece
-                if failing and number == pieces:
+            while not isinstance(piece := advance(steps), Done):
+                yield piece
+                if failing and f" {place}" in whereabouts(steps):
                     raise ModelLoadFailed("that was enough")
         finally:
             steps.close()
+        return piece.value
 
     async with open_pool(models_dir, prepare=prepare) as pool:
         clear_cache()
