@@ -27,7 +27,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 class AccessLog:
-    """Puts a list in the request's state, `calls`, for the records of what it has models do."""
+    """Puts a list in the request's state, `calls`, for the records of what it has models do, and
+    `send`, which goes past all layers within."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -46,7 +47,7 @@ class AccessLog:
             await send(message)
 
         calls: list[CallRecord] = []
-        scope.setdefault("state", {})["calls"] = calls
+        scope.setdefault("state", {}).update(calls=calls, send=send)
         start = time.perf_counter()
         try:
             await self.app(scope, receive, send_and_see)

@@ -45,12 +45,15 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # An exception that nobody foresaw passes through here; whoever catches it asks the stream
         # for its last event.
-        scope.setdefault("state", {})["stream"] = self.stream
-        wire = Wire(send, self)
+        state = scope.setdefault("state", {})
+        state["stream"] = self.stream
+        wire = Wire(send, state.setdefault("send", send), self)
         async with UntilHangup(receive):
             heart = asyncio.create_task(wire.beat(self.keepalive, self.stream.keep_alive))
+            # A task of its own, so that each piece does not wake up all the layers around.
+            sending = asyncio.create_task(self._send_all(wire))
             try:
-                last = await self._send_all(wire)
+                last = await sending
             finally:
                 heart.cancel()
         await wire.send(last, more=False)
@@ -69,10 +72,15 @@ class EventStreamResponse(Response):
 
 
 class Wire:
-    """The way to the caller, shared by the stream and its keep-alive."""
+    """The way to the caller, shared by the stream and its keep-alive.
 
-    def __init__(self, send: Send, response: Response) -> None:
+    The layers around look at the beginning and the end alone; what lies between goes by `direct`,
+    past them.
+    """
+
+    def __init__(self, send: Send, direct: Send, response: Response) -> None:
         self._send = send
+        self._direct = direct
         self._start = {
             "type": "http.response.start",
             "status": response.status_code,
@@ -86,12 +94,16 @@ class Wire:
     async def send(self, data: bytes, *, more: bool = True) -> None:
         if not data:
             return
+        self._spoke = self._clock()
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        if self.started and more and not self._lock.locked():
+            await self._direct(message)
+            return
         async with self._lock:
-            self._spoke = self._clock()
             if not self.started:
                 await self._send(self._start)
                 self.started = True
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            await self._send(message)
 
     async def beat(self, interval: float, keep_alive: bytes) -> None:
         """Send `keep_alive` whenever nothing has been sent for `interval` seconds."""

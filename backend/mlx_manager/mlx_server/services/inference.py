@@ -216,9 +216,7 @@ class Inference:
         self.calls = Calls() if calls is None else calls
         self.limits = limits
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest]
-    ) -> AsyncGenerator[Progress, None]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Progress, None]:
         """Yield the progress of `requests`, which all name the same model, until all have finished.
 
         Closing the iterator cancels every row. The lease is held until the last of them has ended.
@@ -229,13 +227,9 @@ class Inference:
         """
         own = self._own(requests)
         leasing = self.pool.lease(own[0].model, "text")
-        async with aclosing(
-            self.follow(own, leasing, lambda lease: rows(lease.backend, own))
-        ) as progress:
-            async for step in progress:
-                yield step
+        return self.follow(own, leasing, lambda lease: rows(lease.backend, own))
 
-    async def generate_fitting(
+    def generate_fitting(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Progress, None]:
         """As `generate`, of the first of `requests` alone that leaves room for an answer.
@@ -244,11 +238,7 @@ class Inference:
         """
         own = self._own(requests)
         leasing = self.pool.lease(own[0].model, "text")
-        async with aclosing(
-            self.follow(own[:1], leasing, lambda lease: fitting(lease.backend, own))
-        ) as progress:
-            async for step in progress:
-                yield step
+        return self.follow(own[:1], leasing, lambda lease: fitting(lease.backend, own))
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """With what the owner has set where they are silent, in the caller's name."""
@@ -284,7 +274,7 @@ class Inference:
                 for observation in observations:
                     observation.leased()
                 progress = await held.enter_async_context(aclosing(work(lease)))
-                while (step := await call.wait(pull(progress))) is not None:
+                while (step := await call.wait(anext(progress, None))) is not None:
                     call.follow(step)
                     for observation in observations:
                         observation.add(step)
