@@ -47,13 +47,13 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
-from mlx_manager.mlx_server.engine.products import MOST_ROWS, Norm, ProductKernels
+from mlx_manager.mlx_server.engine.products import Norm, ProductKernels
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-Cuts = Sequence[tuple[int | None, bool]]
-"""Of a step's splits, what is no array: the window of each, and whether some context is divided."""
+Cuts = Sequence[tuple[int | None, bool, bool]]
+"""Of a step's splits, what is no array: the window of each, `divided` and `short`."""
 Stepped = tuple[mx.array, mx.array]
 """A step's logits, and what is `before` the next."""
 
@@ -93,19 +93,19 @@ class Dense:
 
     def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """The product with `norm(x)`."""
-        if self.few is not None and x.shape[0] <= MOST_ROWS:
+        if self.few is not None and x.shape[0] <= self.few.most_rows:
             return self.few.multiply(x, self.weight, norm=_norm(norm), bias=self.bias)
         return self._product(norm(x))
 
     def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """`silu(gate) * up`, the halves of the product with `norm(x)`."""
-        if self.few is not None and x.shape[0] <= MOST_ROWS:
+        if self.few is not None and x.shape[0] <= self.few.most_gated_rows:
             return self.few.gated(x, self.weight, norm=_norm(norm), bias=self.bias)
         return _gate(self._product(norm(x)))
 
     def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
         """`residual` plus the product with `x`."""
-        if self.few is not None and x.shape[0] <= MOST_ROWS:
+        if self.few is not None and x.shape[0] <= self.few.most_rows:
             return self.few.multiply(x, self.weight, bias=self.bias, residual=residual)
         out = mx.addmm(residual, x, self.transposed)
         return out if self.bias is None else out + self.bias
@@ -620,7 +620,10 @@ class FusedDecoder:
         A kind of step (rows, width of the table, length of the work lists) that keeps coming is
         compiled, which halves the host's share and holds everybody up once.
         """
-        kind = (step.table.shape, *((cut.work, cut.divided) for cut in step.splits.values()))
+        kind = (
+            step.table.shape,
+            *((cut.work, cut.divided, cut.short) for cut in step.splits.values()),
+        )
         self._seen[kind] += 1
         run = self._compiled.get(kind, self._runner(step))
         if kind not in self._compiled and self._seen[kind] > STEPS_BEFORE_COMPILING:
@@ -703,7 +706,7 @@ class FusedDecoder:
 
 
 def _cuts(step: Step) -> Cuts:
-    return [(window, cut.divided) for window, cut in step.splits.items()]
+    return [(window, cut.divided, cut.short) for window, cut in step.splits.items()]
 
 
 def _arrays(step: Step) -> tuple[Any, ...]:
@@ -720,7 +723,8 @@ def _step(  # noqa: PLR0917
     items: Sequence[mx.array],
 ) -> Step:
     splits = {
-        window: Splits(array, divided) for (window, divided), array in zip(cuts, items, strict=True)
+        window: Splits(array, divided, short)
+        for (window, divided, short), array in zip(cuts, items, strict=True)
     }
     return Step(tokens, before, table, pools, splits)
 
@@ -820,7 +824,7 @@ def _kind(rope: nn.Module) -> tuple[Any, ...]:
 
 
 # Numbers of rows that differ in how they are computed: as they are, and padded.
-_CHECKED_ROWS = (3, 12, 20, MOST_ROWS + 4)
+_CHECKED_ROWS = (3, 12, 20, 40, 68)
 
 
 def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None:

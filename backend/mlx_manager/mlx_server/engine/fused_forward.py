@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.utils.steps import Steps
 
 # Steps after which the attention's work is divided anew, and for which rows get pages ahead.
@@ -99,26 +100,27 @@ class FusedForward(OnPages):
         return self._decoder.tokens_at_once(tokens)
 
     def warming(self) -> Steps[None]:
-        """Compile what long contexts and prompts take, which would hold up whoever comes first; and
-        what steps that are compiled take: kernels of MLX's, for seconds each the first time on a
-        machine.
+        """Compile what is compiled for steps, prompts and draws, which would hold up whoever comes
+        first: kernels for long contexts and for crowds of short ones, and what steps that are
+        compiled take of MLX's, 17 s in all the first time on a machine (H200).
 
         Writes to the first page; call before there is anything in it.
         """
         size = self._page_size
-        table = mx.zeros((1, LONG // size), mx.int32)
-        lengths = np.array([LONG], np.int32)
-        splits = self._decoder.plan(lengths)
-        step = Step(mx.zeros((1,), mx.uint32), mx.array(lengths - 1), table, self._pools(), splits)
-        yield from one_by_one(self._decoder.launches(step))
-        yield from one_by_one(self._decoder.launches_compiled(step))
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
-        for length in (size, LONG):
-            pages = PageTable([0] * (length // size))
-            decode = Decode([0], [pages], [length], mx.zeros((1,), mx.uint32))
-            chunk = Chunk(1, prompt, [0] * CHUNK, final=True)
+        chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
+        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size)):
+            tokens = mx.zeros((rows,), mx.uint32)
+            tables = [PageTable([0] * (length // size))] * rows
+            decode = Decode(list(range(rows)), tables, [length] * rows, tokens)
+            batch = self._begin(decode)
+            step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
+            yield from one_by_one(self._decoder.launches(step))
+            yield from one_by_one(self._decoder.launches_compiled(step))
             ragged = RaggedStep.of(decode, [chunk], size)
-            yield from computed([self._decoder.run_ragged(ragged, self.stores)])
+            logits = self._decoder.run_ragged(ragged, self.stores)
+            yield from computed([logits])
+        yield from one_by_one(every_way(logits[:2]))
 
     def _pools(self) -> list[tuple[mx.array, mx.array]]:
         return [(store.keys, store.values) for store in self.stores]

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from secrets import randbits
 from typing import ClassVar
 
@@ -329,3 +329,24 @@ def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, m
 def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array, mx.array]:
     rows, tokens, values = zip(*entries, strict=True)
     return mx.array(rows), mx.array(tokens), mx.array(values, mx.float32)
+
+
+def every_way(logits: mx.array) -> list[mx.array]:
+    """Draws from `logits`, (2, vocabulary), in every way that requests may ask for, one of each:
+    what a device compiles for them, it then has."""
+    known = -(-logits.shape[-1] // 32)
+    masked = partial(SamplerState, mask=np.full(known, -1, np.int32))
+    greedy, warm = SamplerState(Sampling(temperature=0.0)), SamplerState(Sampling())
+    nucleus = SamplerState(Sampling(top_p=0.9, min_p=0.01))
+    few = SamplerState(Sampling(top_k=8))
+    biased = SamplerState(
+        Sampling(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1),
+        prompt=frozenset((0, 1)),
+        banned=(2,),
+    )
+    ways = [(greedy, greedy), (greedy, warm), (warm, warm), (greedy, nucleus), (few, few)]
+    ways += [(biased, warm), (greedy, masked(Sampling())), (masked(Sampling()),) * 2]
+    drawn = [sample(logits, Asked(way), (0, 0)) for way in ways]
+    chosen = drawn[0][mx.array([0])]
+    scored = (logprobs(logits[mx.array([0])], chosen, best) for best in (0, 2))
+    return [*drawn, chosen, *(array for scores in scored for array in scores)]

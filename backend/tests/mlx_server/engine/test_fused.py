@@ -31,6 +31,9 @@ MINISTRAL = {
 class PortableProducts:
     """`ProductKernels` in MLX operations."""
 
+    most_rows = 32
+    most_gated_rows = 64
+
     def serves(self, weight) -> bool:
         return True
 

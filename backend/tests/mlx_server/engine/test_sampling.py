@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Sampling
-from mlx_manager.mlx_server.engine.sampling import BLOCK, CANDIDATES, Asked, SamplerState, sample
+from mlx_manager.mlx_server.engine.sampling import (
+    BLOCK,
+    CANDIDATES,
+    Asked,
+    SamplerState,
+    every_way,
+    sample,
+)
 
 # Below, above and at multiples of a block, and beyond the candidates that are tried first.
 VOCABULARIES = [2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 1000]
@@ -517,3 +524,12 @@ def test_a_ban_outweighs_any_bias() -> None:
     for seed in range(50):
         hot.seed = seed
         assert draw(np.zeros((1, 5)), [hot])[0] in (0, 1)
+
+
+def test_every_way_of_drawing_draws_what_there_is():
+    logits = mx.array([[0.0, 3.0, 1.0, -2.0] * 40, [5.0, 1.0, 0.0, 2.0] * 40]).astype(mx.bfloat16)
+    found = every_way(logits)
+    mx.eval(found)
+    assert all(len(array) > 0 for array in found)
+    best = found[0].tolist()
+    assert [logits[i, token].item() for i, token in enumerate(best)] == [3.0, 5.0]

@@ -18,6 +18,7 @@ from pools import answer, open_pool, request, states
 
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.engine.choice import choosing
+from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -93,12 +94,14 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
         engines = pool.figures()["engines"]
         assert engines["b"]["forward"] == "fused"
     places = [" > ".join(pause.split(" > ")[3:]) for pause in watch.pauses if "_fused" in pause]
-    # A step's launches by themselves for four numbers of rows, and two times for a long context.
+    # A step's launches by themselves for five numbers of rows; when warming, two times for each of
+    # three loads, and a draw in every way.
     tried = places.count("checking > one_by_one > computed > beside")
     warmed = places.count("warming > one_by_one > computed > beside")
     # A layer's are five, and there are the embedding and the head at least.
-    assert tried // 4 == warmed // 2 >= 5 + 2
-    assert (tried % 4, warmed % 2) == (0, 0)
+    warmed -= len(every_way(mx.zeros((2, 64))))
+    assert tried // 5 == warmed // 6 >= 5 + 2
+    assert (tried % 5, warmed % 6) == (0, 0)
     # Its two layers are joined one by one, and two sequences pass through the model five times.
     assert places.count("building > _building > computed > beside") == 2
     assert places.count("checking > _passed > computed > beside") == 2 + 2 * 4

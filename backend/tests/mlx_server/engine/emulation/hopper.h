@@ -16,14 +16,14 @@ namespace kernels {
 // Apart, since kernels have names like these.
 namespace emulated {
 
-struct Product {
+struct PendingProduct {
   float* d;
   bool add;
   std::vector<float> found;
   // Pieces that it reads, as they were.
   std::vector<std::pair<unsigned, std::array<unsigned, 4>>> read;
 };
-using Products = std::vector<Product>;
+using Products = std::vector<PendingProduct>;
 inline std::deque<Products> committed_products[1024];
 inline Products pending_products[1024];
 // The values of accumulators that products have been begun on.
@@ -72,7 +72,7 @@ void wait_products() {
     Products done = std::move(groups.front());
     groups.pop_front();
     for (size_t n = 0; n < done.size(); n++) {
-      Product& product = done[n];
+      PendingProduct& product = done[n];
       auto& values = accumulators[group::current][product.d];
       bool sound = true;
       for (auto& [offset, bytes] : product.read) sound = sound && piece_at(offset) == bytes;
@@ -122,7 +122,7 @@ struct Tile {
   }
 
   // Remembers the pieces of `lines` from `first` on.
-  void remember(int first, int lines, bool across, Product& by) const {
+  void remember(int first, int lines, bool across, PendingProduct& by) const {
     for (int line = first; line < first + lines; line += across ? 8 : 1)
       for (int k = 0; k < 16; k += across ? 1 : 8) {
         unsigned at = offset(line, k, across) & ~15u;
@@ -136,7 +136,7 @@ using Rows = float[2][16];
 
 template <typename T, int COUNT>
 void add_product(float (&d)[COUNT], const Rows& a, const Tile& b, bool add, bool across,
-                 Product product) {
+                 PendingProduct product) {
   if (!may_multiply[group::current]) {
     std::fprintf(stderr, "a product behind a wait without a fence between them\n");
     std::abort();
@@ -168,7 +168,7 @@ void multiply_tiles(float (&d)[COUNT], unsigned long long a, unsigned long long 
                     bool across) {
   const Tile tile(a);
   const int warp = group::current / group::kLanes % 4;
-  Product product;
+  PendingProduct product;
   Rows rows;
   for (int half = 0; half < 2; half++)
     for (int k = 0; k < 16; k++)

@@ -10,10 +10,12 @@ import pytest
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import CudaDevice
-from mlx_manager.mlx_server.engine.products import Form, ProductKernels, Variant
+from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
+from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
-H200 = CudaDevice(132, 227 * 1024, 228 * 1024)
+FORMS = (WarpForm, GroupForm)
+H200 = CudaDevice(132, 227 * 1024, 228 * 1024, multiplies_in_groups=True)
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,18 @@ class Case:
 
 
 CASES = [
-    Case("one-row", Form(1, 1, 4, 3), 1),
-    Case("norm", Form(2, 1, 4, 2), 5, norm=True),
-    Case("norm-and-bias", Form(1, 2, 2, 4), 13, norm=True, bias=True, dtype=F16),
-    Case("residual", Form(4, 4, 4, 3), 32, residual=True),
-    Case("residual-and-bias", Form(2, 4, 8, 2), 27, residual=True, bias=True),
-    Case("gated", Form(2, 1, 4, 3), 8, gated=True, norm=True),
-    Case("gated-bias", Form(4, 4, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
-    Case("more-stages-than-inputs", Form(2, 1, 4, 6), 3, inputs=192, norm=True),
-    Case("many-turns", Form(1, 1, 2, 2), 2, inputs=1024, residual=True),
+    Case("one-row", WarpForm(1, 1, 4, 3), 1),
+    Case("norm", WarpForm(2, 1, 4, 2), 5, norm=True),
+    Case("norm-and-bias", WarpForm(1, 2, 2, 4), 13, norm=True, bias=True, dtype=F16),
+    Case("residual", WarpForm(4, 4, 4, 3), 32, residual=True),
+    Case("residual-and-bias", WarpForm(2, 4, 8, 2), 27, residual=True, bias=True),
+    Case("gated", WarpForm(2, 1, 4, 3), 8, gated=True, norm=True),
+    Case("gated-bias", WarpForm(4, 4, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
+    Case("more-stages-than-inputs", WarpForm(2, 1, 4, 6), 3, inputs=192, norm=True),
+    Case("in-groups", GroupForm(2, 32), 27, outputs=256, gated=True, norm=True),
+    Case("in-groups-bias", GroupForm(4, 64), 41, outputs=256, gated=True, bias=True, dtype=F16),
+    Case("in-groups-long", GroupForm(2, 64), 64, inputs=640, gated=True, norm=True),
+    Case("many-turns", WarpForm(1, 1, 2, 2), 2, inputs=1024, residual=True),
 ]
 
 
@@ -70,15 +75,24 @@ def expected(case, x, norm, weight, bias, residual):
 
 
 @pytest.fixture(scope="module")
-def library(compile_cuda):
-    return compile_cuda(
-        [(products.product_source(c.dtype, c.variant), (c.dtype,) * 5, (c.dtype,)) for c in CASES]
-    )
+def libraries(compile_cuda):
+    """A library for each kind of form, whose sources are not the same, with the numbers of its
+    cases."""
+    numbers = {kind: [i for i, c in enumerate(CASES) if type(c.form) is kind] for kind in FORMS}
+    return {
+        kind: (compile_cuda([entry(CASES[i]) for i in own]), own) for kind, own in numbers.items()
+    }
+
+
+def entry(case):
+    source = products.product_source(case.dtype, case.variant)
+    return source, (case.dtype,) * 5, (case.dtype,)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
-def test_product_is_the_reference(library, index):
+def test_product_is_the_reference(libraries, index):
     case = CASES[index]
+    library, own = libraries[type(case.form)]
     rng = np.random.default_rng(index)
     weights = case.outputs * (2 if case.gated else 1)
 
@@ -89,10 +103,10 @@ def test_product_is_the_reference(library, index):
     weight = draw(weights, case.inputs, scale=case.inputs**-0.5)
     bias, residual = draw(weights), draw(case.rows, case.outputs)
     out = bits(np.full((case.rows, case.outputs), np.nan, np.float32), case.dtype)
-    threads = case.form.warps * 32
-    blocks = weights // (16 * case.form.tiles)
+    threads = case.form.threads
+    blocks = weights // case.form.outputs
     arrays = [bits(a, case.dtype) for a in (x, norm, weight, bias, residual)]
-    library.call(0 + index, arrays, [out], (blocks * threads, 1, 1), (threads, 1, 1))
+    library.call(own.index(index), arrays, [out], (blocks * threads, 1, 1), (threads, 1, 1))
     got = np.array(mx.array(out).view(case.dtype).astype(mx.float32))
     wanted = expected(case, x, norm, weight, bias, residual)
     assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
@@ -102,11 +116,20 @@ def test_product_is_the_reference(library, index):
 @pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
 @pytest.mark.parametrize("fewest", [1, 2])
 def test_chosen_forms_fit_the_multiprocessor(rows, outputs, fewest):
-    form = Form.choose(outputs, rows, H200, fewest)
+    form = WarpForm.choose(outputs, rows, H200, fewest)
     assert form.tiles >= fewest
     assert form.columns * 8 >= rows
     assert form.shared_memory <= H200.block_memory
     assert form.stages >= 2
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("outputs", [256, 2816, 16384, 28672, 57344])
+def test_gates_and_ups_are_shared_out_evenly(rows, outputs):
+    form = gated_form(outputs, rows, H200)
+    assert outputs % form.outputs == 0
+    assert form.shared_memory <= H200.block_memory
+    assert isinstance(form, WarpForm) or form.rows >= rows
 
 
 def test_matrices_of_odd_sizes_are_not_served():

@@ -65,7 +65,8 @@ class Rotary:
 class Variant:
     """Constants of one attention kernel beside its shape: one compilation for each.
 
-    `divided`: some context is split. `rotary`: of a fused step, None for a plain one.
+    `divided`: some context is split. `rotary`: of a fused step, None for a plain one. `short`: see
+    `Splits`.
     """
 
     scale: float
@@ -74,6 +75,7 @@ class Variant:
     sinks: bool
     divided: bool
     rotary: Rotary | None = None
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)

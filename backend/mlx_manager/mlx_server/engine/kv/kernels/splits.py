@@ -42,11 +42,13 @@ class Splits:
     rows come or go, and now and then to keep the work even.
 
     `items` is (work, FIELDS) int32; an item whose query is -1 is padding. `divided` says whether
-    any context is cut, so that partial results need room.
+    any context is cut, so that partial results need room, and `short` whether the contexts are so
+    short that more and smaller blocks do better, where there are kernels of both kinds.
     """
 
     items: mx.array
     divided: bool
+    short: bool = False
 
     @property
     def work(self) -> int:

@@ -38,6 +38,13 @@ class Case:
     divided: bool = True
     grown: int = 0  # tokens that every query gained since the work was planned
     rotary: Rotary | None = None
+    short: bool = False
+
+    @property
+    def launch(self) -> cuda.CudaLaunch:
+        if self.short:
+            return cuda.CudaLaunch.of(self.shape, DEVICE, cuda.SHORT_WARPS, cuda.SHORT_STAGES)
+        return cuda.CudaLaunch.choose(self.shape, DEVICE)
 
     @property
     def variant(self) -> Variant:
@@ -87,6 +94,8 @@ CASES = [
     Case("grown-window", shape(8, 2, 64, BF16), Features(window=90), (91, 170, 400), grown=90),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
 ]
+SHORT = Case("small-blocks", shape(8, 2, 128, BF16), short=True)
+SHORT_FUSED = replace(SHORT, name="small-blocks-fused", rotary=Rotary(128, False, None))
 FUSED_CASES = [
     Case("llama", shape(8, 2, 64, BF16), rotary=Rotary(64, False, None)),
     Case("qwen3", shape(4, 2, 128, BF16, page=32), rotary=Rotary(128, False, 1e-6)),
@@ -160,8 +169,7 @@ class Cuda:
         entries = []
         for case in cases:
             dtype = case.shape.dtype
-            launch = cuda.CudaLaunch.choose(case.shape, DEVICE)
-            source = cuda.attend_source(case.shape, launch, case.variant)
+            source = cuda.attend_source(case.shape, case.launch, case.variant)
             queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
             after = (I32,) if case.rotary is None else ()
             inputs = (*queries, dtype, dtype, I32, I32, I32, F32, I32, *after)
@@ -171,7 +179,7 @@ class Cuda:
     def attend(self, case: Case, problem: Problem | FreshProblem) -> np.ndarray:
         shape = case.shape
         ready = problem if isinstance(problem, Problem) else problem.unwritten()
-        launch = cuda.CudaLaunch.choose(shape, DEVICE)
+        launch = case.launch
         blocks = shape.kv_heads * -(-shape.group // 16)
         splits = case.splits(ready, blocks)
         assert splits.divided == case.divided
@@ -240,7 +248,7 @@ class Metal:
 
 @pytest.fixture(scope="module")
 def cuda_on_cpu(compile_cuda) -> Cuda:
-    return Cuda(compile_cuda, [*CASES, *FUSED_CASES])
+    return Cuda(compile_cuda, [*CASES, *FUSED_CASES, SHORT, SHORT_FUSED])
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +256,7 @@ def metal_on_cpu(compile_metal) -> Metal:
     return Metal(compile_metal, [*METAL_CASES, *FUSED_CASES])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, SHORT], ids=lambda case: case.name)
 def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
     problem = case.problem()
     assert difference(cuda_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
@@ -258,6 +266,28 @@ def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
 def test_metal_attention_is_the_reference(metal_on_cpu, case):
     problem = case.problem()
     assert difference(metal_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
+
+
+def test_small_blocks_of_a_fused_step_do_the_same(cuda_on_cpu):
+    problem = FreshProblem.of(SHORT_FUSED.problem(), SHORT_FUSED.rotary)
+    found = cuda_on_cpu.attend(SHORT_FUSED, problem)
+    assert difference(found, problem.ready.expected()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "short"),
+    [
+        ([144] * 34, None, True),
+        ([144] * 33, None, False),
+        ([640] * 64, None, False),
+        ([640] * 64, 256, True),
+        ([8192, *[64] * 31], None, False),
+        ([1024, *[64] * 63], None, True),
+    ],
+)
+def test_small_blocks_are_for_crowds_of_short_contexts(lengths, window, short):
+    found = cuda.are_short(np.array(lengths), window, blocks_per_item=8, room=264)
+    assert found == short
 
 
 @pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.name)
