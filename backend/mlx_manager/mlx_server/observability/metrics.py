@@ -9,7 +9,7 @@ came to is added when it ends. A token costs nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import (
@@ -21,12 +21,18 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from mlx_manager.mlx_server.core import FinishReason
 from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
     ModelGated,
     ModelLoadFailed,
+    ModelNotFound,
     ModelNotSupported,
     ModelTooLarge,
     OutOfMemory,
+    Overloaded,
+    RequestTimedOut,
     ServerNotReady,
 )
 from mlx_manager.mlx_server.observability import records
@@ -60,6 +66,13 @@ LOAD_FAILURES = frozenset(
 )
 """These are raised of models that exist."""
 
+FINISHED_REASONS = (*get_args(FinishReason), "abort")
+USUAL_FAILURES = tuple(
+    error.code
+    for error in (ContextLengthExceeded, GenerationFailed, OutOfMemory, Overloaded, RequestTimedOut)
+)
+"""What calls of a model that is loaded end with, now and then."""
+
 Figures = Callable[[], Mapping[str, Any]]
 """The pool's figures; raises ServerNotReady while there is no pool."""
 
@@ -72,11 +85,12 @@ class Metrics:
 
     def __init__(self, figures: Figures, *, by_key: bool = False) -> None:
         self._registry = CollectorRegistry()
+        # Before all others, as they are read in this order: it has their counters begin.
+        self._registry.register(EngineCollector(figures, self._begin))
+        self._by_key = by_key
         self._ready = Gauge(
             f"{PREFIX}ready", "1 while /readyz answers 200, 0 otherwise", registry=self._registry
         )
-        self._registry.register(EngineCollector(figures))
-        self._by_key = by_key
         self._success = self._counter(
             "request_success",
             "Answers by why they ended; abort: the caller went away",
@@ -95,6 +109,12 @@ class Metrics:
         self._answer = self._sizes("request_generation_tokens", "Tokens generated for a request")
         self._most = self._sizes("request_params_max_tokens", "The max_tokens asked for")
         self._choices = self._sizes("request_params_n", "Answers asked for", CHOICES_BUCKETS)
+        self._of_rows = (
+            *(self._first, self._whole, self._load, self._queue, self._prefill, self._decode),
+            *(self._inference, self._per_token, self._prompt, self._answer),
+            *(self._most, self._choices),
+        )
+        self._errors.labels("", ModelNotFound.code)
         self._key_calls = self._counter("api_key_requests", "Calls by API key", "key", "outcome")
         self._key_tokens = self._counter("api_key_tokens", "Tokens by API key", "key", "type")
         self._http = Counter(
@@ -124,6 +144,16 @@ class Metrics:
         self._ready.set(ready)
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+    def _begin(self, model: str) -> None:
+        """Have what is counted of a model's rows begin at 0, not with its first row: the rates of
+        a counter that Prometheus has not seen before do not hold what it began with."""
+        for reason in FINISHED_REASONS:
+            self._success.labels(model, reason)
+        for code in USUAL_FAILURES:
+            self._errors.labels(model, code)
+        for histogram in self._of_rows:
+            histogram.labels(model)
 
     def count_call(self, record: CallRecord) -> None:
         # A name nobody offers must not become a label: anyone could make as many as they like.
@@ -234,10 +264,14 @@ ENGINE_DISTRIBUTIONS = {
 
 class EngineCollector(Collector):
     """Reads the engines, the models and the memory at each scrape. A model that is not loaded has
-    no engine, so its counters end; loaded again they begin at 0, as after a restart."""
+    no engine, so its counters end; loaded again they begin at 0, as after a restart.
 
-    def __init__(self, figures: Figures) -> None:
+    begin: told of each model that is loaded.
+    """
+
+    def __init__(self, figures: Figures, begin: Callable[[str], None]) -> None:
         self._figures = figures
+        self._begin = begin
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -250,6 +284,8 @@ class EngineCollector(Collector):
         yield from _memory(figures["ledger"], figures["mlx"])
         yield from _models(figures)
         engines: Mapping[str, Any] = figures["engines"]
+        for model in engines:
+            self._begin(model)
         yield from _queues(engines)
         writers = {model: engine for model, engine in engines.items() if "token_gaps" in engine}
         yield from _engines(writers)
@@ -346,6 +382,6 @@ def _models(figures: Mapping[str, Any]) -> Iterator[Metric]:
     unloads = CounterMetricFamily(
         f"{PREFIX}model_evictions", "Models that left memory", None, [MODEL]
     )
-    for model, times in figures["unloads"].items():
+    for model, times in (dict.fromkeys(figures["loads"], 0) | figures["unloads"]).items():
         unloads.add_metric([model], times)
     yield from (loaded, loads, unloads)

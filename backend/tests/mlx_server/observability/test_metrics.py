@@ -46,6 +46,9 @@ class Scrape:
     def get(self, name: str, **labels: str) -> float:
         return self._samples.get((f"mlx_manager_{name}", frozenset(labels.items())), 0.0)
 
+    def has(self, name: str, **labels: str) -> bool:
+        return (f"mlx_manager_{name}", frozenset(labels.items())) in self._samples
+
     def of_model(self, name: str, **labels: str) -> float:
         return self.get(name, model_name=MODEL, **labels)
 
@@ -91,6 +94,22 @@ def change(client: httpx.Client, act: Callable[[], Any]) -> tuple[Change, Any]:
 def ask(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     body: dict[str, Any] = client.post(CHAT, json=HELLO | fields).raise_for_status().json()
     return body
+
+
+def test_counters_begin_at_zero_before_there_is_anything_to_count(client: httpx.Client) -> None:
+    """A rate is of what a counter has grown by since Prometheus saw it first."""
+    found = scrape(client)
+    for name, labels in (
+        ("request_success_total", {"finished_reason": "stop"}),
+        ("request_success_total", {"finished_reason": "abort"}),
+        ("request_errors_total", {"code": "generation_failed"}),
+        ("time_to_first_token_seconds_count", {}),
+        ("request_generation_tokens_count", {}),
+        ("model_evictions_total", {}),
+    ):
+        assert found.has(name, model_name=MODEL, **labels)
+        assert found.of_model(name, **labels) == 0
+    assert found.has("request_errors_total", model_name="", code="model_not_found")
 
 
 def test_an_answer_is_counted_token_by_token(client: httpx.Client) -> None:
