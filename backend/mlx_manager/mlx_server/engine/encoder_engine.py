@@ -169,9 +169,10 @@ class EncoderEngine:
         finally:
             self._ledger.release(self._line, granted)
         batch, self._batch = self._batch, []
-        self._deliver(batch, vectors)
         self._ended = perf_counter()
+        # First: who has the answer may look at the metrics at once.
         self._count(batch, longest, self._ended - started)
+        self._deliver(batch, vectors)
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have a text in the batch under way; the others go on."""
