@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     ChunkKernels,
+    ChunkPlan,
     KernelSet,
     PagedKernels,
     QueryRun,
@@ -140,12 +141,13 @@ class Chunked:
             sees = span.length - span.queries + 1
             self._runs.append(QueryRun(first, span.queries, row, sees))
             first += span.queries
-        self._tiles: dict[AttentionShape, mx.array] = {}
+        self._plans: dict[tuple[AttentionShape, int | None], ChunkPlan] = {}
 
-    def tiles(self, kernels: ChunkKernels) -> mx.array:
-        if kernels.shape not in self._tiles:
-            self._tiles[kernels.shape] = kernels.plan(self._runs)
-        return self._tiles[kernels.shape]
+    def plan(self, kernels: ChunkKernels, window: int | None) -> ChunkPlan:
+        kind = (kernels.shape, window)
+        if kind not in self._plans:
+            self._plans[kind] = kernels.plan(self._runs, window)
+        return self._plans[kind]
 
 
 def padded_table(spans: Sequence[Span], page_size: int) -> NDArray[np.int32]:
@@ -464,7 +466,7 @@ def _attend_with(  # noqa: PLR0917
                 store.keys,
                 store.values,
                 chunked.table,
-                chunked.tiles(tiler),
+                chunked.plan(tiler, window),
                 store.written,
                 scale=scale,
                 window=window,

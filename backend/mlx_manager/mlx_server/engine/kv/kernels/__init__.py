@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun, build_chunks
+from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, build_chunks
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
@@ -20,6 +21,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 __all__ = [
     "AttentionShape",
     "ChunkKernels",
+    "ChunkPlan",
     "Features",
     "KernelSet",
     "PagedKernels",

@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, QueryRun
+from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import QueryRun
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 
-# Queries of a chunk, and what the last of them sees.
-CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 1000))
+# Queries of a chunk, and what the last of them sees; the last contexts are cut where there is room.
+CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 2600))
 Floats = npt.NDArray[np.float32]
 
 # Lengths around the borders of tiles and pages, one that is split, and a padding row.
@@ -250,7 +251,7 @@ def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str 
             mx.array(problem.k_pool).astype(dtype),
             mx.array(problem.v_pool).astype(dtype),
             mx.array(problem.table),
-            kernels.plan(runs),
+            kernels.plan(runs, features.window),
             mx.zeros((1,), mx.int32),
             scale=problem.scale,
             window=features.window,

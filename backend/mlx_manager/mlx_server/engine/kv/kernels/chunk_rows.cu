@@ -14,6 +14,30 @@ struct Queries {
   int first, count, table_row, length;
 };
 
+// What a block does: see FIELDS of chunk_plan.py.
+struct ChunkItem {
+  Queries queries;
+  int begin, end, part, parts, place;
+
+  __device__ __forceinline__ explicit ChunkItem(const int* item)
+      : queries{item[0], item[1], item[2], item[3]},
+        begin(item[4]),
+        end(item[5]),
+        part(item[6]),
+        parts(item[7]),
+        place(item[8]) {}
+};
+
+// Where results go. Parts of a context leave the sums of each row, unnormalised, in `partial`, and
+// its maximum and denominator in `figures`; `arrivals` counts those that are done.
+template <typename T>
+struct ChunkResults {
+  T* out;
+  float* partial;
+  float* figures;
+  const int* arrivals;
+};
+
 // VALUES: columns of the output, D and whatever else the products make.
 template <typename T, int D, int GROUP, int PAGE, int TOKENS, int WINDOW, bool CAP, bool SINKS,
           int VALUES = D>
@@ -22,6 +46,7 @@ struct ChunkRows {
 
   static_assert(D % 16 == 0 && TOKENS % 16 == 0 && PAGE % kTile == 0);
 
+  const ChunkItem item;
   const Queries queries;
   const T* k_head;
   const T* v_head;
@@ -31,16 +56,18 @@ struct ChunkRows {
   float output[VALUES / 8][4];
   float maximum[2], sum[2];
 
-  __device__ __forceinline__ ChunkRows(const Queries& queries, const T* k_pool, const T* v_pool,
+  __device__ __forceinline__ ChunkRows(const ChunkItem& item, const T* k_pool, const T* v_pool,
                                        const int* table, long slots, int table_width)
-      : queries(queries) {
+      : item(item), queries(item.queries) {
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
     k_head = k_pool + blockIdx.x * slots * D;
     v_head = v_pool + blockIdx.x * slots * D;
     pages_of_row = table + (long)queries.table_row * table_width;
-    end = queries.length + queries.count - 1;
-    begin = WINDOW && queries.length > WINDOW ? queries.length - WINDOW : 0;
+    const int seen = queries.length + queries.count - 1;
+    const int left_behind = WINDOW && queries.length > WINDOW ? queries.length - WINDOW : 0;
+    begin = item.begin > left_behind ? item.begin : left_behind;
+    end = item.end < seen ? item.end : seen;
 #pragma unroll
     for (int n = 0; n < VALUES / 8; n++)
 #pragma unroll
@@ -141,22 +168,91 @@ struct ChunkRows {
                   static_cast<const T*>(nullptr));
   }
 
-  __device__ __forceinline__ void give(T* out, const float* sinks) const {
-    const long q_heads = (long)gridDim.x * GROUP;
+  // Of a head's share of the queries: where a row of the tile goes.
+  __device__ __forceinline__ long place_of(int row) const {
+    return (queries.first + query_of(row)) * (long)gridDim.x * GROUP + head_of(row);
+  }
+  __device__ __forceinline__ static int head_of(int row) {
+    return blockIdx.x * GROUP + row % GROUP;
+  }
+  __device__ __forceinline__ static float sink_of(const float* sinks, int row) {
+    return SINKS ? sinks[head_of(row)] : 0.f;
+  }
+
+  // Gives the result, or this part of it. The block must be done with its shared memory.
+  template <int ROWS, int THREADS>
+  __device__ __forceinline__ void give(const ChunkResults<T>& results, const float* sinks) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float total = sum[half];
       total += shuffle_xor(total, 1);
       total += shuffle_xor(total, 2);
-      const int row = warp * 16 + lane / 4 + half * 8, query = query_of(row);
-      const int head = blockIdx.x * GROUP + row % GROUP;
-      if (query >= queries.count) continue;
-      const float by = Denominator(maximum[half], total, SINKS, SINKS ? sinks[head] : 0.f).scale;
-      unsigned* to = reinterpret_cast<unsigned*>(out + ((queries.first + query) * q_heads + head) * D);
+      const int row = warp * 16 + lane / 4 + half * 8;
+      if (query_of(row) >= queries.count) continue;
+      if (item.parts == 1) {
+        const float by = Denominator(maximum[half], total, SINKS, sink_of(sinks, row)).scale;
+        unsigned* to = reinterpret_cast<unsigned*>(results.out + place_of(row) * D);
 #pragma unroll
-      for (int n = 0; n < D / 8; n++)
-        to[n * 4 + lane % 4] = pack(output[n][half * 2] * by, output[n][half * 2 + 1] * by,
-                                    static_cast<const T*>(nullptr));
+        for (int n = 0; n < D / 8; n++)
+          to[n * 4 + lane % 4] = pack(output[n][half * 2] * by, output[n][half * 2 + 1] * by,
+                                      static_cast<const T*>(nullptr));
+      } else {
+        const long at = partial_row<ROWS>(item.part, row);
+        float2* to = reinterpret_cast<float2*>(results.partial + at * D);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+          to[n * 4 + lane % 4] = make_float2(output[n][half * 2], output[n][half * 2 + 1]);
+        if (lane % 4 == 0)
+          reinterpret_cast<float2*>(results.figures)[at] = make_float2(maximum[half], total);
+      }
+    }
+    if (item.parts > 1) merge<ROWS, THREADS>(results, sinks);
+  }
+
+  template <int ROWS>
+  __device__ __forceinline__ long partial_row(int part, int row) const {
+    return ((long)(item.place + part) * gridDim.x + blockIdx.x) * ROWS + row;
+  }
+
+  // The block that arrives last merges the parts, and sets the counter back to 0 for the next
+  // launch.
+  template <int ROWS, int THREADS>
+  __device__ void merge(const ChunkResults<T>& results, const float* sinks) const {
+    extern __shared__ __align__(16) unsigned char shared[];
+    int* last = reinterpret_cast<int*>(shared);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int* mine = const_cast<int*>(results.arrivals) + (long)item.place * gridDim.x + blockIdx.x;
+      *last = atomicAdd(mine, 1) == item.parts - 1;
+      if (*last) *mine = 0;
+    }
+    __syncthreads();
+    if (!*last) return;
+    __threadfence();
+    const float2* figures = reinterpret_cast<const float2*>(results.figures);
+    const float4* partial = reinterpret_cast<const float4*>(results.partial);
+    for (int x = threadIdx.x; x < queries.count * GROUP * (D / 4); x += THREADS) {
+      const int row = x / (D / 4), d = x % (D / 4);
+      float top = kLowest, total = 0.f;
+      for (int part = 0; part < item.parts; part++)
+        top = fmaxf(top, read_shared_result(figures + partial_row<ROWS>(part, row)).x);
+      float4 sums = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int part = 0; part < item.parts; part++) {
+        const long at = partial_row<ROWS>(part, row);
+        const float2 figure = read_shared_result(figures + at);
+        const float4 value = read_shared_result(partial + at * (D / 4) + d);
+        const float weight = power_of_two(figure.x - top);
+        total += weight * figure.y;
+        sums.x += weight * value.x;
+        sums.y += weight * value.y;
+        sums.z += weight * value.z;
+        sums.w += weight * value.w;
+      }
+      const float by = Denominator(top, total, SINKS, sink_of(sinks, row)).scale;
+      unsigned* to = reinterpret_cast<unsigned*>(results.out + place_of(row) * D) + d * 2;
+      to[0] = pack(sums.x * by, sums.y * by, static_cast<const T*>(nullptr));
+      to[1] = pack(sums.z * by, sums.w * by, static_cast<const T*>(nullptr));
     }
   }
 };

@@ -77,8 +77,8 @@ struct AttendChunk : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS> {
     }
   }
 
-  __device__ __forceinline__ void run(const T* q, T* out, const float* sinks, float scale,
-                                      float cap) {
+  __device__ __forceinline__ void run(const T* q, const ChunkResults<T>& results, const float* sinks,
+                                      float scale, float cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     T* tile = reinterpret_cast<T*>(shared);
     stages = tile + ROWS * STRIDE;
@@ -103,7 +103,7 @@ struct AttendChunk : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS> {
       take(k_stage + TOKENS * STRIDE, s);
       __syncthreads();
     }
-    this->give(out, sinks);
+    this->template give<ROWS, WARPS * 32>(results, sinks);
   }
 };
 

@@ -145,8 +145,8 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     }
   }
 
-  __device__ __forceinline__ void run(const T* q, T* out, const float* sinks, float scale,
-                                      float cap) {
+  __device__ __forceinline__ void run(const T* q, const ChunkResults<T>& results, const float* sinks,
+                                      float scale, float cap) {
     query_tile = tiles_in_shared_memory();
     stages = query_tile + TILES * QUERIES_BYTES;
     first = begin / TOKENS;
@@ -187,7 +187,7 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     take(last - 1, weights);
     wait_products<0>();
     settle(flat(output));
-    this->give(out, sinks);
+    this->template give<ROWS, WARPS * 32>(results, sinks);
   }
 };
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from engine.kv.kernels.test_kernels import (
@@ -19,6 +19,8 @@ from engine.kv.kernels.test_kernels import (
     shape,
     stored,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.kv.kernels import chunks
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
@@ -27,13 +29,12 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
     chunk_problem,
     difference,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import (
+from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import Blocks, QueryRun, cut
+from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import (
     GroupTiles,
-    QueryRun,
     Tiles,
-    WarpTiles,
+    blocks_of,
     tiles_for,
-    tiles_of,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Variant
 
@@ -62,9 +63,8 @@ class Kernels:
         entries = []
         for name, (of, features) in CASES.items():
             source = chunks.chunk_source(of, self.forms[name], variant(of, features))
-            entries.append(
-                (source, (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32), (of.dtype,))
-            )
+            inputs = (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32, I32)
+            entries.append((source, inputs, (of.dtype, F32, F32)))
         self.library = compile_cuda(entries)
 
 
@@ -84,31 +84,85 @@ def variant(of, features: Features) -> Variant:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernels", ["in_warps", "in_groups"])
-def test_chunks_attend_to_what_each_query_may_see(kernels, name, request):
-    kernels = request.getfixturevalue(kernels)
+def attended(kernels: Kernels, name: str, *, whole: bool) -> float:
+    """How far the kernel is off, contexts left whole or cut wherever they can be."""
     of, features = CASES[name]
     form = kernels.forms[name]
     problem, runs = chunk_problem(of, features, RUNS, unused_page=NOWHERE)
+    blocks = replace(blocks_of(form, of, DEVICE), at_once=1 if whole else 1000)
+    plan = cut(runs, blocks, features.window, start=0, merge=0, least=1)
+    assert (plan.parts == 0) == whole
     out = poison(problem.q.shape, of.dtype)
-    tiles = tiles_of(of, form, runs)
+    figures = max(plan.parts * of.kv_heads * form.rows, 1)
+    arrivals = np.zeros(plan.parts * of.kv_heads + 1, np.int32)
     sinks = np.zeros(1, np.float32) if problem.sinks is None else problem.sinks
     pools = (stored(problem.k_pool, of.dtype), stored(problem.v_pool, of.dtype))
+    work = [problem.table, np.array(plan.items), sinks, arrivals, np.zeros(1, np.int32)]
     kernels.library.call(
         list(CASES).index(name),
-        [stored(problem.q, of.dtype), *pools, problem.table, tiles, sinks, np.zeros(1, np.int32)],
-        [out],
-        (of.kv_heads * form.threads, len(tiles), 1),
+        [stored(problem.q, of.dtype), *pools, *work],
+        [out, poison((figures * of.head_dim,), F32), poison((figures * 2,), F32)],
+        (of.kv_heads * form.threads, plan.work, 1),
         (form.threads, 1, 1),
     )
-    assert difference(loaded(out, of.dtype), problem.expected()) <= TOLERANCE
+    assert not arrivals.any()
+    return difference(loaded(out, of.dtype), problem.expected())
 
 
-def test_every_query_is_in_one_tile_and_the_longest_come_first():
-    runs = [QueryRun(0, 37, 0, 1), QueryRun(37, 100, 1, 300), QueryRun(140, 1, 2, 5)]
-    tiles = tiles_of(shape(12, 4, 64, mx.bfloat16), WarpTiles(4, 64), runs)
-    queries = sorted(q for first, count, _, _ in tiles for q in range(first, first + count))
-    assert queries == [*range(137), 140]
-    assert (np.diff(tiles[:, 3]) <= 0).all()
-    assert all(length - first == {0: 1, 1: 263, 2: -135}[row] for first, _, row, length in tiles)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernels", ["in_warps", "in_groups"])
+def test_chunks_attend_to_what_each_query_may_see(kernels, name, request):
+    assert attended(request.getfixturevalue(kernels), name, whole=True) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_a_context_come_to_the_same(in_groups, name):
+    assert attended(in_groups, name, whole=False) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["sinks-window", "softcap-96"])
+def test_so_do_those_of_warps(in_warps, name):
+    assert attended(in_warps, name, whole=False) <= TOLERANCE
+
+
+runs_of_a_step = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(0, 9000)), min_size=1, max_size=6
+)
+
+
+@given(runs_of_a_step, st.sampled_from([None, 100, 4096]), st.sampled_from([1, 8, 132, 2000]))
+def test_every_query_is_in_one_tile_and_sees_its_context_once(given_runs, window, at_once):
+    runs, first = [], 5
+    for row, (count, before) in enumerate(given_runs):
+        runs.append(QueryRun(first, count, row, before + 1))
+        first += count
+    plan = cut(runs, Blocks(32, 128, 4, at_once), window)
+    items = np.array(plan.items)
+    assert (np.diff(items[:, 5] - items[:, 4]) <= 0).all(), "those that take longest come first"
+    whole = items[items[:, 6] == 0]
+    queries = sorted(q for first, n in whole[:, :2] for q in range(first, first + n))
+    assert queries == list(range(5, first))
+    places = []
+    for first, count, row, length, *_ in whole:
+        parts = items[items[:, 0] == first]
+        parts = parts[np.argsort(parts[:, 6])]
+        assert (parts[:, 7] == len(parts)).all()
+        assert (
+            parts[:, :4] == (first, count, row, runs[row].length + first - runs[row].first)
+        ).all()
+        assert parts[0, 4] <= max(length - (window or length), 0)
+        assert parts[-1, 5] >= length + count - 1
+        assert (parts[1:, 4] == parts[:-1, 5]).all()
+        assert (parts[:, 5] > parts[:, 4]).all()
+        if len(parts) > 1:
+            places += [*(parts[:, 8] + parts[:, 6])]
+    assert sorted(places) == list(range(plan.parts))
+
+
+def test_contexts_are_cut_where_that_ends_sooner():
+    blocks = Blocks(32, 128, 8, 132)
+    longest = {
+        queries: int(np.ptp(np.array(cut([QueryRun(0, queries, 0, 7681)], blocks).items)[0, 4:6]))
+        for queries in (64, 256, 512)
+    }
+    assert longest[64] < longest[256] < longest[512] == 64 * 128
