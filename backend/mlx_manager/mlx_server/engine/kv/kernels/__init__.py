@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
-from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, build_chunks
+from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
     PagedKernels,
@@ -32,8 +33,11 @@ __all__ = [
     "build",
     "build_chunks",
     "check_chunks",
+    "first_right",
     "self_check",
 ]
+
+log = logging.getLogger(__name__)
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
 BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
@@ -50,6 +54,29 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
+
+
+def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
+    """What attends the queries of prompts' chunks, built and checked on the default device; where
+    there is none, MLX's own attention does."""
+    match chunk_kernels(shape):
+        case Unsupported() as unsupported:
+            return unsupported
+        case kernels:
+            return first_right(kernels)
+
+
+def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
+    """The first that passes its check."""
+    wrong = "there is no kernel"
+    for kernels in choices:
+        # Blocks of all heads do the same, and the reference takes a while.
+        found = check_chunks(kernels.of_heads(2))
+        if found is None:
+            return kernels
+        wrong = f"{kernels.tiles.name}: {found}"
+        log.warning("prompts' chunks are not attended by %s", wrong)
+    return Unsupported(wrong)
 
 
 class KernelSet:

@@ -140,12 +140,13 @@ def _options(variant: Variant) -> str:
     return f"{variant.window or 0}, {flag(variant.softcap is not None)}, {flag(variant.sinks)}"
 
 
-def tiles_for(shape: AttentionShape, device: CudaDevice) -> Tiles:
-    """What serves `shape` best on `device`."""
-    if device.multiplies_in_groups:
-        return GroupTiles(2, 128 if shape.head_dim <= 128 else 64)
+def tiles_for(shape: AttentionShape, device: CudaDevice) -> list[Tiles]:
+    """What serves `shape` on `device`, the best first."""
     # As many tokens as leave room for two blocks on a multiprocessor.
     half = device.multiprocessor_memory // 2 - RESERVED_PER_BLOCK
     choices = (WarpTiles(WARPS, tokens) for tokens in (64, 32))
     fitting = (tiles for tiles in choices if tiles.shared_memory(shape) <= half)
-    return next(fitting, WarpTiles(WARPS, 16))
+    found: list[Tiles] = [next(fitting, WarpTiles(WARPS, 16))]
+    if device.multiplies_in_groups:
+        found.insert(0, GroupTiles(2, 128 if shape.head_dim <= 128 else 64))
+    return found

@@ -7,6 +7,7 @@ query and key counts that it has not met, and a server's prompts and chunks have
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -35,14 +36,14 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
 )
 
 
-def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
-    """What attends the queries of prompts' chunks; elsewhere MLX's own attention does."""
+def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:
+    """What can attend the queries of prompts' chunks on the default device, the best first."""
     if shape.group > WARPS * 16:
         return Unsupported(f"{shape.group} query heads a key/value head")
     device = device_for(shape.dtype)
     if isinstance(device, Unsupported):
         return device
-    return ChunkKernels(shape, device, tiles_for(shape, device))
+    return [ChunkKernels(shape, device, tiles) for tiles in tiles_for(shape, device)]
 
 
 class ChunkKernels:
@@ -51,12 +52,18 @@ class ChunkKernels:
     def __init__(self, shape: AttentionShape, device: CudaDevice, tiles: Tiles) -> None:
         self.shape = shape
         self.tiles = tiles
+        self._device = device
         self._blocks = blocks_of(tiles, shape, device)
         # Blocks of cut contexts that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_PARTS * shape.kv_heads,), mx.int32)
         mx.eval(self._arrivals)
         self._kernels: dict[Variant, Kernel] = {}
         self._no_sinks = mx.zeros((1,), mx.float32)
+
+    def of_heads(self, kv_heads: int) -> ChunkKernels:
+        """The same kernel for so many key/value heads and their queries."""
+        shape = replace(self.shape, q_heads=self.shape.group * kv_heads, kv_heads=kv_heads)
+        return ChunkKernels(shape, self._device, self.tiles)
 
     def plan(self, runs: Iterable[QueryRun], window: int | None = None) -> ChunkPlan:
         """Cut a step's work; once a step for all layers with the same window."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kv.kernels import build, build_chunks
-from mlx_manager.mlx_server.engine.kv.kernels.check import check_chunks, self_check
+from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Unsupported
 
 PORTABLE = "portable: pages are gathered for MLX's own attention"
@@ -32,11 +32,10 @@ def kernel_report() -> KernelReport:
     if wrong is not None:
         return KernelReport(PORTABLE, wrong)
     platform = "Metal" if mx.metal.is_available() else "CUDA"
+    checked = "checked against the reference"
     match build_chunks(shape):
-        case Unsupported():
-            return KernelReport(f"{platform}, checked against the reference")
+        case Unsupported(reason):
+            problem = "" if platform == "Metal" else f"prompts' chunks: {reason}"
+            return KernelReport(f"{platform}, {checked}", problem)
         case chunks:
-            name = f"{platform}, prompts by {chunks.tiles.name}"
-            return KernelReport(
-                f"{name}, checked against the reference", check_chunks(chunks) or ""
-            )
+            return KernelReport(f"{platform}, prompts by {chunks.tiles.name}, {checked}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
+from types import SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from engine.kv.kernels.test_kernels import (
@@ -22,7 +24,7 @@ from engine.kv.kernels.test_kernels import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.kv.kernels import chunks
+from mlx_manager.mlx_server.engine.kv.kernels import Unsupported, chunks, first_right
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     TOLERANCE,
     Features,
@@ -70,7 +72,7 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def in_warps(compile_cuda) -> Kernels:
-    return Kernels(compile_cuda, [tiles_for(of, DEVICE) for of, _ in CASES.values()])
+    return Kernels(compile_cuda, [tiles_for(of, DEVICE)[0] for of, _ in CASES.values()])
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +168,41 @@ def test_contexts_are_cut_where_that_ends_sooner():
         for queries in (64, 256, 512)
     }
     assert longest[64] < longest[256] < longest[512] == 64 * 128
+
+
+class Reference:
+    """`ChunkKernels` by plain arithmetic, wrong by a factor."""
+
+    def __init__(self, of, name: str, factor: float) -> None:
+        self.shape, self.factor = of, factor
+        self.tiles = SimpleNamespace(name=name)
+
+    def of_heads(self, kv_heads: int):
+        few = replace(self.shape, q_heads=self.shape.group * kv_heads, kv_heads=kv_heads)
+        return Reference(few, self.tiles.name, self.factor)
+
+    def plan(self, runs, window=None):
+        return list(runs)
+
+    def attend(self, q, k_pool, v_pool, table, plan, dep, *, scale, **_):
+        out = []
+        for run in plan:
+            slots = (np.array(table)[run.row][:, None] * self.shape.page_size).astype(np.int64)
+            slots = (slots + np.arange(self.shape.page_size)).ravel()
+            for i in range(run.count):
+                seen = mx.array(slots[: run.length + i])
+                own = q[run.first + i][None]
+                keys, values = (pool[None, :, seen] for pool in (k_pool, v_pool))
+                out.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale)[0])
+        return mx.stack(out) * self.factor
+
+
+def test_kernels_that_fail_their_check_are_passed_over_with_a_reason(caplog):
+    of = shape(8, 4, 64, F16)
+    wrong, right = Reference(of, "quick", 1.5), Reference(of, "slow", 1.0)
+    assert first_right([wrong, right]) is right
+    assert "not attended by quick: chunks differ from the reference by 0.5" in caplog.text
+    assert "slow" not in caplog.text
+    none = first_right([wrong])
+    assert isinstance(none, Unsupported)
+    assert none.reason.startswith("quick: chunks differ from the reference by 0.5")
