@@ -1,9 +1,10 @@
 // Draws the dashboard in Chromium and says what was on it.
 //
-//   node draw.mjs --prometheus URL --out FILE.png [--minutes N] [--theme light] [--width 1600]
+//   node draw.mjs --prometheus URL --out FILE.png [--minutes N] [--every 2s] [--theme light]
+//     [--model NAME] [--width 1600] [--chromium PATH]
 //
-// Prints JSON: what the page complained of, and for each panel its title, whether it had no data, its
-// legend and its text.
+// Prints JSON: what the page complained of, and for each panel its title, whether it had no data, and
+// its text.
 
 import { createServer } from 'node:http';
 import { readFile } from 'node:fs/promises';

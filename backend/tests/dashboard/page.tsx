@@ -3,7 +3,8 @@
 // and figures. What is in neither package stands here: the reading of the file into a scene, a data
 // source that asks Prometheus's HTTP API, and the two plugins around the drawing.
 //
-// `?prometheus=URL&minutes=N` say what is asked, and for how long back.
+// `?prometheus=URL&every=2s&minutes=N&theme=light` say what is asked, what it is scraped every, for how
+// long back, and on what ground it is drawn.
 
 import './boot';
 
@@ -421,7 +422,7 @@ createRoot(document.getElementById('root')!).render(
   </BrowserRouter>
 );
 
-/** How many queries of panels have not been answered; those of closed rows are not asked. */
+/** How many panels have no answer to their queries yet, those in closed rows among them. */
 function waiting(): number {
   const runners = sceneGraph.findAllObjects(scene, (found) => found instanceof SceneQueryRunner);
   const states = runners.map((runner) => (runner as SceneQueryRunner).state.data?.state);
