@@ -122,7 +122,9 @@ try {
     await page.evaluate((model) => window.choose('model', [model]), options.model);
     await painted();
   }
-  await page.waitForFunction(() => window.waiting() === 0, { timeout: 60000, polling: 200 });
+  await page
+    .waitForFunction(() => window.waiting() === 0, { timeout: 60000, polling: 200 })
+    .catch((error) => complaints.push(`not all queries are answered: ${error}`));
   const height = await page.evaluate(() => document.documentElement.scrollHeight);
   await page.setViewport({ width: Number(options.width), height });
   // The panels' sizes follow the window's a little later.
