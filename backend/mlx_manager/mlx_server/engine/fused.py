@@ -624,12 +624,14 @@ class FusedDecoder:
             step.table.shape,
             *((cut.work, cut.divided, cut.short) for cut in step.splits.values()),
         )
-        self._seen[kind] += 1
-        run = self._compiled.get(kind, self._runner(step))
-        if kind not in self._compiled and self._seen[kind] > STEPS_BEFORE_COMPILING:
-            if len(self._compiled) == MOST_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
-            run = self._compiled[kind] = self._compile(run)
+        run = self._compiled.get(kind)
+        if run is None:
+            run = partial(self._run, _cuts(step))
+            self._seen[kind] += 1
+            if self._seen[kind] > STEPS_BEFORE_COMPILING:
+                if len(self._compiled) == MOST_COMPILED:
+                    del self._compiled[next(iter(self._compiled))]
+                run = self._compiled[kind] = self._compile(run)
         return run(*_arrays(step))
 
     def launches(self, step: Step) -> list[mx.array]:
@@ -645,9 +647,6 @@ class FusedDecoder:
         compiled = self._compile(partial(self._all_launches, _cuts(step)))
         found: list[mx.array] = compiled(*_arrays(step))
         return found
-
-    def _runner(self, step: Step) -> Callable[..., Stepped]:
-        return partial(self._run, _cuts(step))
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not.

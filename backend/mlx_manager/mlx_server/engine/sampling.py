@@ -42,7 +42,6 @@ class SamplerState:
     prompt: frozenset[int] = frozenset()
     banned: tuple[int, ...] = ()
     mask: NDArray[np.int32] | None = None
-    drawn: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     seed: int = 0
     penalised: bool = field(init=False)
@@ -75,9 +74,8 @@ class SamplerState:
         return self.penalised or biased or self.mask is not None
 
     def advance(self, token: int) -> None:
-        self.drawn += 1
-        if self.penalised:
-            self.counts[token] += 1
+        """`token` has been drawn. Only who is `penalised` need be told."""
+        self.counts[token] += 1
 
 
 class Asked:
@@ -127,13 +125,12 @@ class Asked:
     def _seeds(self) -> NDArray[np.uint64]:
         return np.array([row.seed for row in self.rows], np.uint64)
 
-    def chances(self, ahead: Sequence[int]) -> NDArray[np.float32]:
-        """(rows,) numbers in [0, 1) that decide each row's token, `ahead` places after its next.
+    def chances(self, drawn: Sequence[int]) -> NDArray[np.float32]:
+        """(rows,) numbers in [0, 1) that decide each row's token after so many.
 
         23 bits, so that their product with a float32 sum stays below that sum.
         """
-        places = [row.drawn + unknown + 1 for row, unknown in zip(self.rows, ahead, strict=True)]
-        steps = np.array(places, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        steps = (np.array(drawn, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         return (_mix(self._seeds + steps) >> np.uint64(41)).astype(np.float32) / np.float32(2**23)
 
     def column(self, which: int) -> mx.array:
@@ -153,13 +150,13 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits: mx.array, asked: Asked, ahead: Sequence[int]) -> mx.array:
+def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
     """Draw a token for each row.
 
     Args:
         logits: (rows, vocabulary), any float dtype.
         asked: what each row wants, in order.
-        ahead: tokens drawn for each row that its state does not know of yet (lookahead).
+        drawn: tokens of each row so far, those included that its state does not know of yet.
 
     Returns:
         (rows,) uint32 token ids, not evaluated.
@@ -173,10 +170,10 @@ def sample(logits: mx.array, asked: Asked, ahead: Sequence[int]) -> mx.array:
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if asked.filtered:
         scaled = _filter(scaled, asked)
-    drawn = _draw(mx.exp(scaled), mx.array(asked.chances(ahead)))
+    tokens = _draw(mx.exp(scaled), mx.array(asked.chances(drawn)))
     if not asked.greedy:
-        return drawn
-    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, drawn)
+        return tokens
+    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, tokens)
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:

@@ -124,8 +124,10 @@ class Sequence:
     def append(self, token: int) -> None:
         """Take in a token that was drawn, and find out whether it ends the row."""
         self.tokens.append(token)
-        self.sampler.advance(token)
-        if self.sampler.banned:
+        sampler = self.sampler
+        if sampler.penalised:
+            sampler.advance(token)
+        if sampler.banned:
             self._forbid_early_stop()
         if token in self.stop_ids:
             self.outcome = "stop"

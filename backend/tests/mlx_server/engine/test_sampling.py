@@ -30,12 +30,13 @@ from mlx_manager.mlx_server.engine.sampling import (
 VOCABULARIES = [2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 1000]
 
 
-def draw(logits: np.ndarray, states: list[SamplerState], ahead: list[int] | None = None) -> list:
-    return sampled(mx.array(logits.astype(np.float32)), states, ahead)
+def draw(logits: np.ndarray, states: list[SamplerState], drawn: int = 0) -> list:
+    return sampled(mx.array(logits.astype(np.float32)), states, drawn)
 
 
-def sampled(logits: mx.array, states: list[SamplerState], ahead: list[int] | None = None) -> list:
-    return sample(logits, Asked(states), ahead or [0] * len(states)).tolist()
+def sampled(logits: mx.array, states: list[SamplerState], drawn: int = 0) -> list:
+    """The next token of each row, after so many."""
+    return sample(logits, Asked(states), [drawn] * len(states)).tolist()
 
 
 def state(seed: int = 0, prompt: tuple[int, ...] = (), **wishes: object) -> SamplerState:
@@ -91,10 +92,10 @@ def test_a_row_draws_in_company_what_it_draws_alone(
     together = [SamplerState.of(s, (1, 2, 3)) for s in asked]
     alone = [SamplerState.of(s, (1, 2, 3)) for s in asked]
     together[0].banned = alone[0].banned = (0, 5)
-    for _ in range(3):
+    for step in range(3):
         logits = 3 * numbers.standard_normal((len(asked), vocabulary))
-        drawn = draw(logits, together)
-        assert drawn == [draw(logits[i : i + 1], [row])[0] for i, row in enumerate(alone)]
+        drawn = draw(logits, together, step)
+        assert drawn == [draw(logits[i : i + 1], [row], step)[0] for i, row in enumerate(alone)]
         continue_with(together, drawn)
         continue_with(alone, drawn)
 
@@ -104,24 +105,12 @@ def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
 
     def draws(seed: int | None) -> list[int]:
         row = SamplerState.of(Sampling(seed=seed), ())
-        drawn = []
-        for _ in range(8):
-            drawn += draw(logits, [row])
-            row.advance(drawn[-1])
-        return drawn
+        return [token for drawn in range(8) for token in draw(logits, [row], drawn)]
 
     assert draws(7) == draws(7)
     assert len({tuple(draws(seed)) for seed in range(20)}) == 20
     assert draws(None) != draws(None)
     assert draws(-1) == draws(2**64 - 1)
-
-
-def test_a_token_drawn_ahead_is_the_one_that_would_be_drawn_in_its_turn() -> None:
-    row, later = state(3), state(3)
-    logits = np.random.default_rng(1).standard_normal((1, 300))
-    later.advance(0)
-    later.advance(0)
-    assert draw(logits, [row], [2]) == draw(logits, [later])
 
 
 def test_the_logits_given_are_not_changed() -> None:
@@ -299,10 +288,9 @@ def test_one_row_draws_over_time_what_the_probabilities_say() -> None:
     probabilities = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
     row = state(11)
     counts: Counter[int] = Counter()
-    for _ in range(4000):
-        (token,) = draw(np.log(probabilities)[None], [row])
+    for drawn in range(4000):
+        (token,) = draw(np.log(probabilities)[None], [row], drawn)
         counts[token] += 1
-        row.advance(token)
     assert chi_square_excess([counts[i] for i in range(5)], probabilities * 4000) < 4
 
 
@@ -347,7 +335,7 @@ class Decided(Asked):
         super().__init__([SamplerState(Sampling(**wishes))])  # type: ignore[arg-type]
         self.chance = chance
 
-    def chances(self, ahead: Sequence[int]) -> NDArray[np.float32]:
+    def chances(self, drawn: Sequence[int]) -> NDArray[np.float32]:
         return np.full(1, self.chance, np.float32)
 
 

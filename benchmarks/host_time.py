@@ -1,0 +1,282 @@
+"""What a decode step takes of the host, by part, and how many launches it is; on any machine.
+
+    PYTHONPATH=backend python benchmarks/host_time.py [--rows 1 32 64 128] [--steps 600]
+
+The engine as it runs on a GPU: a step ahead, its fused steps compiled. The model is so small that
+it takes the device next to nothing, prompts are not computed, and the kernels are stand-ins of one
+operation each. `python` is the engine's own; what MLX takes to make and to queue the graph and to
+wait for its tokens is apart, and so is the event loop, whose readers do nothing but count. In
+microseconds of the thread's processor time: the smallest of all steps, and the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import codecs
+import gc
+import io
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import llama
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.engine import text_engine
+from mlx_manager.mlx_server.engine.forward import Decode
+from mlx_manager.mlx_server.engine.fused import FusedDecoder
+from mlx_manager.mlx_server.engine.fused_forward import FusedForward
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, splits
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.output_parser import OutputParser
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.utils.memory import Ledger
+
+PAGE = 16
+VOCABULARY = 512
+PROMPT = 128
+# Steps after which everything is compiled and nobody joins any more.
+WARM = 120
+PARTS = ("schedule", "decode", "forward", "draw", "read", "route", "flush", "rest")
+APART = ("make", "queue", "wait", "loop")
+VIEWS = frozenset(("Transpose", "Split", "Slice", "ExpandDims", "Reshape", "Broadcast", "Squeeze"))
+# An RMS norm is one launch on a GPU, and on a CPU three operations besides the one compiled.
+NORM = frozenset(("Square", "Sum"))
+
+
+class StandIn:
+    """`PagedKernels` whose attention is one operation, with a kernel's inputs."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, lengths: Any, *, window: int | None = None) -> splits.Splits:
+        return splits.plan(lengths, blocks_per_item=1, blocks_wanted=528, window=window)
+
+    def attend_fused(self, qkv: mx.array, *inputs: Any, **options: Any) -> mx.array:
+        arrays = [array for array in inputs if isinstance(array, mx.array)]
+        queries = qkv[:, : self.shape.q_heads * self.shape.head_dim]
+        found: list[mx.array] = mx.depends([queries], [*arrays, options["splits"].items])
+        return found[0]
+
+
+class DecodesAlone(FusedForward):
+    """Leaves prompts out."""
+
+    def run(self, decode: Decode | None, chunks: Any) -> mx.array:
+        if decode is not None and not chunks:
+            return super().run(decode, chunks)
+        self._batch = None
+        rows = len(decode.keys) if decode else 0
+        return mx.zeros((max(1, rows + sum(chunk.final for chunk in chunks)), VOCABULARY))
+
+
+class Words:
+    """A detokenizer: each token is a word."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, token_id: int) -> str:
+        return self._decode(b" w%d" % token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+def forward(layers: int) -> DecodesAlone:
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=64,
+            num_hidden_layers=layers,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+        )
+    )
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    decoder = FusedDecoder.build(model, PAGE, StandIn)  # type: ignore[arg-type]
+    assert isinstance(decoder, FusedDecoder), decoder
+    stores = [LayerStore(LayerShape(1, 32, 32, mx.bfloat16), PAGE) for _ in range(layers)]
+    return DecodesAlone(stores, decoder, PAGE)
+
+
+class Stopwatch:
+    """Time by part; what a part calls that has a name of its own counts there alone."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self._inside: list[float] = []
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                taken = time.thread_time() - began
+                self.spent[part] += taken - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += taken
+
+        setattr(owner, name, timed)
+
+
+def watch(engine: text_engine.TextEngine) -> Stopwatch:
+    watch = Stopwatch()
+    engine_parts = {
+        "_may_look_ahead": "schedule",
+        "_decode": "decode",
+        "_draw": "draw",
+        "_read": "read",
+        "_route": "route",
+    }
+    for name, part in engine_parts.items():
+        watch.wrap(engine, name, part)
+    watch.wrap(engine._scheduler, "schedule", "schedule")
+    watch.wrap(engine._forward, "run", "forward")
+    watch.wrap(engine._forward._decoder, "run", "make")  # type: ignore[attr-defined]
+    watch.wrap(engine._outbox, "flush", "flush")
+    watch.wrap(mx, "async_eval", "queue")
+    return watch
+
+
+async def steps(rows: int, count: int, layers: int, temperature: float) -> list[dict[str, float]]:
+    """What each step took, by part, in seconds."""
+    engine = text_engine.TextEngine(
+        "stand-in",
+        forward(layers),
+        EngineLimits(max_rows=rows),
+        Ledger(1 << 30, cache_bytes=lambda: 0),
+        looks_ahead=True,
+        clock=time.thread_time,
+    )
+    got = [0] * rows
+
+    async def read(row: int, stream: EventStream) -> None:
+        async for events in stream:
+            got[row] += len(events)
+
+    readers = []
+    for row in range(rows):
+        prompt = [(7 * row + i) % VOCABULARY for i in range(PROMPT)]
+        stream = EventStream(asyncio.get_running_loop())
+        sampling = Sampling(temperature=temperature)
+        sequence = Sequence(
+            prompt,
+            limit=1 << 30,
+            stop_ids=frozenset(),
+            min_tokens=0,
+            sampler=SamplerState.of(sampling, prompt),
+            parser=OutputParser(Words(), PLAIN),
+            stream=stream,
+        )
+        engine.submit(sequence)
+        readers.append(asyncio.create_task(read(row, stream)))
+    for _ in range(WARM):
+        engine.step()
+        await asyncio.sleep(0)
+    found = await timed(engine, count)
+    assert min(got) >= count
+    for reader in readers:
+        reader.cancel()
+    return found
+
+
+async def timed(engine: text_engine.TextEngine, count: int) -> list[dict[str, float]]:
+    queue, found = mx.async_eval, []
+    watched = watch(engine)
+    gc.collect()
+    gc.disable()
+    for _ in range(count):
+        watched.spent.clear()
+        began = time.thread_time()
+        engine.step()
+        spent = dict(watched.spent)
+        whole = time.thread_time() - began
+        spent["wait"] = engine._waited
+        spent["read"] -= engine._waited
+        spent["rest"] = whole - sum(spent.values())
+        spent["python"] = sum(spent[part] for part in PARTS)
+        began = time.thread_time()
+        # Once for what the step has sent, once for who was waiting for it.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        spent["loop"] = time.thread_time() - began
+        found.append(spent)
+    gc.enable()
+    mx.async_eval = queue
+    return found
+
+
+def launches(rows: int, layers: int) -> Counter[str]:
+    """The operations of a compiled step and of drawing its tokens, greedy, by name."""
+    decodes = forward(layers)
+    pages = 2 * WARM // PAGE
+    for store in decodes.stores:
+        store.resize(rows * pages)
+    tables = [PageTable(range(row * pages, (row + 1) * pages)) for row in range(rows)]
+    tokens = mx.zeros((rows,), mx.uint32)
+    for step in range(1, WARM):
+        mx.eval(tokens, decodes.state())
+        decode = Decode(list(range(rows)), tables, [WARM + step] * rows, tokens)
+        tokens = mx.argmax(decodes.run(decode, []), axis=-1)
+    drawn = io.StringIO()
+    mx.export_to_dot(drawn, tokens, *decodes.state())
+    return Counter(re.findall(r'label ?="([A-Za-z]+)[^"]*", shape=rectangle', drawn.getvalue()))
+
+
+def report_launches(rows: int) -> None:
+    one, two = launches(rows, 1), launches(rows, 2)
+    layer = two - one
+    outside = one - layer
+    for name, found in (("a layer", layer), ("outside of layers", outside)):
+        views = sum(found[view] for view in VIEWS)
+        norms = found["Square"]
+        # A norm's cast and its last operation are counted, of which one would do.
+        count = found.total() - views - sum(found[part] for part in NORM) - norms
+        print(f"{rows} rows, {name}: {count} launches, {views} views")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 32, 64, 128])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    report_launches(options.rows[-1])
+    print("microseconds of processor time a step, smallest and median")
+    found = {}
+    for rows in options.rows:
+        run = steps(rows, options.steps, options.layers, options.temperature)
+        found[rows] = asyncio.run(run)
+    print(f"{'rows':10}" + "".join(f"{rows:>18}" for rows in found))
+    for part in ("python", *PARTS, *APART):
+        cells = ""
+        for spent in found.values():
+            times = sorted(step.get(part, 0.0) * 1e6 for step in spent)
+            cells += f"{times[0]:9.0f}{times[len(times) // 2]:9.0f}"
+        print(f"{part:10}{cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
