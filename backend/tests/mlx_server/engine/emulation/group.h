@@ -18,12 +18,14 @@ namespace group {
 constexpr int kLanes = 32;
 constexpr size_t kStack = 1 << 18;
 
-enum class Waits { nobody, warp, block, done };
+enum class Waits { nobody, warp, block, event, done };
 
 struct Thread {
   ucontext_t context;
   std::vector<char> stack;
   Waits waits;
+  // Of a thread that waits for an event: whether it has come.
+  std::function<bool()> happened;
   // What this thread shows to the other lanes of its warp.
   unsigned shown[8];
   const void* pointer;
@@ -84,6 +86,11 @@ inline void run(int size, std::function<void()> what) {
         resume(warp, kLanes);
         moved = true;
       }
+    for (int i = 0; i < size; i++)
+      if (threads[i].waits == Waits::event && threads[i].happened()) {
+        resume(i, 1);
+        moved = true;
+      }
     if (all(0, size, Waits::block)) {
       resume(0, size);
       moved = true;
@@ -97,6 +104,10 @@ inline void run(int size, std::function<void()> what) {
 
 inline void warp_barrier() { wait(Waits::warp); }
 inline void block_barrier() { wait(Waits::block); }
+inline void wait_until(std::function<bool()> happened) {
+  self().happened = std::move(happened);
+  wait(Waits::event);
+}
 
 // The value that `lane` shows while this thread shows `x`.
 template <typename T>

@@ -39,6 +39,7 @@ _GROUPS_SOURCE = Path(__file__).with_name("chunks_hopper.cu")
 
 
 WARPS = 4
+MEETING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class WarpTiles:
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
     """A block of the kernel for compute capability 9.0: `groups` of warps of 64 rows, `tokens` to
-    a tile, and as many tiles in `stages` of shared memory.
+    a tile, and as many tiles in `stages` of shared memory. Groups may take turns (`ordered`).
 
     A group's accumulators of scores and output are in registers, (tokens + head_dim) / 2 a thread,
     and beside them half of the former for the weights.
@@ -88,6 +89,7 @@ class GroupTiles:
     groups: int
     tokens: int
     stages: int = 2
+    ordered: bool = False
 
     name: ClassVar[str] = "warpgroups' products (wgmma)"
 
@@ -102,7 +104,7 @@ class GroupTiles:
     def shared_memory(self, shape: AttentionShape) -> int:
         width = -(-shape.head_dim // 64) * 64
         rows = self.rows + self.stages * 2 * self.tokens
-        return rows * width * shape.dtype.size + TILE_ALIGNMENT
+        return rows * width * shape.dtype.size + TILE_ALIGNMENT + MEETING
 
     def at_once(self, shape: AttentionShape, device: CudaDevice) -> int:
         """Blocks that run at a time: registers leave room for one on a multiprocessor."""
@@ -118,7 +120,7 @@ class GroupTiles:
 
     def work(self, shape: AttentionShape, variant: Variant) -> str:
         """The type that does a block's work."""
-        form = f"{self.groups}, {self.tokens}, {self.stages}"
+        form = f"{self.groups}, {self.tokens}, {self.stages}, {flag(self.ordered)}"
         return (
             f"AttendChunkInGroups<{_shared(shape)}, {form}, {_options(variant)}, {shape.head_dim}>"
         )

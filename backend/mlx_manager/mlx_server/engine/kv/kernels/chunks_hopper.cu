@@ -5,7 +5,9 @@
 // A warpgroup begins the next tile's scores and this tile's output together, and makes weights of
 // the scores while the output is still being multiplied (Shah et al., FlashAttention-3,
 // arXiv:2407.08608). Meanwhile the tiles after them are under way (cp.async), in runs of 16 tokens,
-// each copied by a warp from wherever its page is. The threads meet once a tile.
+// each copied by a warp from wherever its page is. The threads meet once a tile; with four stages or
+// more they arrive there in the middle of a tile, so that a group may be half a tile ahead of the
+// others, and groups may take turns (ORDERED): one multiplies while another makes weights.
 
 namespace kernels {
 
@@ -14,8 +16,8 @@ __device__ __forceinline__ float (&flat(float (&x)[N][4]))[N * 4] {
   return reinterpret_cast<float (&)[N * 4]>(x);
 }
 
-template <typename T, int D, int GROUP, int PAGE, int GROUPS, int TOKENS, int STAGES, int WINDOW,
-          bool CAP, bool SINKS, int VALUES>
+template <typename T, int D, int GROUP, int PAGE, int GROUPS, int TOKENS, int STAGES, bool ORDERED,
+          int WINDOW, bool CAP, bool SINKS, int VALUES>
 struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS, VALUES> {
   typedef ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS, VALUES> Rows;
   using Rows::begin, Rows::end, Rows::warp, Rows::lane, Rows::output, Rows::COLUMNS;
@@ -30,10 +32,15 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
   static constexpr int RUNS = TOKENS / kTile;
   static constexpr int EACH = (2 * RUNS + WARPS - 1) / WARPS;
 
+  static constexpr bool APART = STAGES >= 4;
+  // Tiles that are under way, the one at hand included.
+  static constexpr int AHEAD = APART ? STAGES - 1 : STAGES;
+
   static_assert(GROUP <= ROWS && STAGES >= 2 && D <= VALUES && VALUES <= TILES * 64);
 
   unsigned char* query_tile;
   unsigned char* stages;
+  unsigned long long* meeting;
   int first, last;  // tiles of the context
   int pages[EACH];  // of this warp's runs of the next tile
 
@@ -97,12 +104,31 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     look_up(tile + 1);
   }
 
-  // Waits for all copies but the last PENDING tiles', by all threads, and for all threads.
+  // Says that this thread's copies but those of the last PENDING tiles are there, and that it is
+  // done with what it multiplied before.
   template <int PENDING>
-  __device__ __forceinline__ static void arrive() {
+  __device__ __forceinline__ void arrive() const {
     wait_copies<PENDING>();
     show_to_products();
-    __syncthreads();
+    if constexpr (APART) {
+      __syncwarp();
+      if (lane == 0) arrive_at(meeting);
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Waits until all threads have arrived for `tile`, and for this group's turn.
+  __device__ __forceinline__ void enter(int tile) const {
+    if constexpr (APART) wait_at(meeting, tile - first);
+    if constexpr (ORDERED) take_word(1 + warp / 4, 256);
+  }
+
+  __device__ __forceinline__ void leave(int tile) const {
+    if constexpr (ORDERED) {
+      const int next = (warp / 4 + 1) % GROUPS;
+      if (next != 0 || tile + 1 < last) give_word(1 + next, 256);
+    }
   }
 
   __device__ __forceinline__ void scores(int tile, float (&s)[COLUMNS][4]) const {
@@ -149,6 +175,8 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
                                       float scale, float cap) {
     query_tile = tiles_in_shared_memory();
     stages = query_tile + TILES * QUERIES_BYTES;
+    meeting = reinterpret_cast<unsigned long long*>(stages + STAGES * STAGE_BYTES);
+    if (threadIdx.x == 0) prepare_meeting(meeting, WARPS);
     first = begin / TOKENS;
     last = (end + TOKENS - 1) / TOKENS;
     look_up(first);
@@ -156,8 +184,12 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
       return query_tile + piece / 8 * QUERIES_BYTES + swizzled(row, piece % 8);
     });
 #pragma unroll
-    for (int ahead = 0; ahead < STAGES; ahead++) fetch(first + ahead);
-    arrive<STAGES - 1>();
+    for (int ahead = 0; ahead < AHEAD; ahead++) fetch(first + ahead);
+    wait_copies<AHEAD - 1>();
+    show_to_products();
+    __syncthreads();
+    if constexpr (ORDERED)
+      if (warp / 4 == GROUPS - 1) give_word(1, 256);
     float s[COLUMNS][4], factor[2];
     unsigned weights[RUNS][4];
     begin_products();
@@ -166,13 +198,17 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     settle(flat(s));
     weigh_scores(first, scale, cap, s, factor);
     pack_weights(s, weights);
-    arrive<STAGES - 2>();
+    arrive<AHEAD - 2>();
     for (int tile = first; tile + 1 < last; tile++) {
       settle(flat(output));
+      enter(tile);
       begin_products();
       scores(tile + 1, s);
+      if constexpr (!APART) leave(tile);
       take(tile, weights);
-      fetch(tile + STAGES);
+      if constexpr (APART) leave(tile);
+      fetch(tile + AHEAD);
+      if constexpr (APART) arrive<AHEAD - 2>();
       wait_products<1>();
       settle(flat(s));
       const bool grew = weigh_scores(tile + 1, scale, cap, s, factor);
@@ -180,11 +216,13 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
       settle(flat(output));
       if (grew) this->rescale(factor);
       pack_weights(s, weights);
-      arrive<STAGES - 2>();
+      if constexpr (!APART) arrive<AHEAD - 2>();
     }
     settle(flat(output));
+    enter(last - 1);
     begin_products();
     take(last - 1, weights);
+    leave(last - 1);
     wait_products<0>();
     settle(flat(output));
     this->template give<ROWS, WARPS * 32>(results, sinks);

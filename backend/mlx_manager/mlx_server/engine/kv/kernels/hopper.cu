@@ -36,6 +36,38 @@ __device__ __forceinline__ void settle(unsigned (&a)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 
+// Where threads meet whose arrival and wait lie apart: a barrier object in shared memory, which is
+// prepared for as many arrivals as make a phase.
+__device__ __forceinline__ void prepare_meeting(unsigned long long* meeting, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(meeting)),
+               "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(unsigned long long* meeting) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(meeting))
+               : "memory");
+}
+
+// Waits until phase number `phase` is complete; none further is, before this thread arrives.
+__device__ __forceinline__ void wait_at(unsigned long long* meeting, int phase) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(
+          shared_address(meeting)),
+      "r"(phase & 1)
+      : "memory");
+}
+
+// Hands the word to those who wait for it under `number`, 1 to 15; `threads` give and take it.
+__device__ __forceinline__ void give_word(int number, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void take_word(int number, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 }  // namespace kernels
 #endif
 

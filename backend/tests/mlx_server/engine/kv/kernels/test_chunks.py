@@ -56,7 +56,15 @@ RUNS = ((37, 37), (20, 90), (1, 130), (70, 200))
 
 
 # The forms of the kernel for compute capability 9.0 that the cases take in turn.
-GROUPS = (GroupTiles(1, 32), GroupTiles(2, 64), GroupTiles(1, 48, 3), GroupTiles(3, 32))
+GROUPS = (
+    GroupTiles(1, 32),
+    GroupTiles(2, 64),
+    GroupTiles(1, 48, 3),
+    GroupTiles(2, 32, 4, ordered=True),
+    GroupTiles(3, 32),
+    GroupTiles(2, 32, 5),
+    GroupTiles(2, 48, ordered=True),
+)
 
 
 class Kernels:
