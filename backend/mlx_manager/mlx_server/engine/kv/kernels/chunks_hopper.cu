@@ -204,7 +204,10 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
       enter(tile);
       begin_products();
       scores(tile + 1, s);
-      if constexpr (!APART) leave(tile);
+      if constexpr (ORDERED && !APART) {
+        leave(tile);
+        begin_products();
+      }
       take(tile, weights);
       if constexpr (APART) leave(tile);
       fetch(tile + AHEAD);
