@@ -85,8 +85,8 @@ class Decode:
 class RaggedStep:
     """All tokens of a step one after another, those of running rows first.
 
-    tokens: (tokens,) uint32, in the order of the plan's spans. wanted: (n,) int32, the tokens that
-    logits are wanted for; None for all of them.
+    tokens: (tokens,) uint32, in the order of the plan's spans, then padding. wanted: (n,) int32,
+    the tokens that logits are wanted for; None for all of them.
     """
 
     tokens: mx.array
@@ -94,11 +94,13 @@ class RaggedStep:
     wanted: mx.array | None
 
     @classmethod
-    def of(cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int) -> RaggedStep:
+    def of(
+        cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int, grain: int = 1
+    ) -> RaggedStep:
+        """grain: what the number of tokens is to be a multiple of."""
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens[: len(decode.keys)]] if decode else []
         parts += [mx.array(chunk.tokens, mx.uint32) for chunk in chunks]
-        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         rows = list(range(len(decode.keys) if decode else 0))
         end = len(rows)
         for chunk in chunks:
@@ -107,8 +109,12 @@ class RaggedStep:
                 rows += range(start, end)
             elif chunk.final:
                 rows.append(end - 1)
-        wanted = None if len(rows) == end else mx.array(rows or [0], mx.int32)
-        return cls(tokens, StepPlan(spans, page_size), wanted)
+        padding = -end % grain
+        if padding:
+            parts.append(mx.zeros((padding,), mx.uint32))
+        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        wanted = None if len(rows) == end + padding else mx.array(rows or [0], mx.int32)
+        return cls(tokens, StepPlan(spans, page_size, padding), wanted)
 
 
 Prefixes = Literal["pages", "snapshot", "none"]

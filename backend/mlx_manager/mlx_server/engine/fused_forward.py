@@ -35,6 +35,9 @@ from mlx_manager.mlx_server.utils.steps import Steps
 HORIZON = 16
 # Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
+# when they come again. For another one they are allotted anew, and others are freed.
+GRAIN = 64
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
@@ -82,7 +85,7 @@ class FusedForward(OnPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
-            ragged = RaggedStep.of(decode, chunks, self._page_size)
+            ragged = RaggedStep.of(decode, chunks, self._page_size, GRAIN)
             return self._decoder.run_ragged(ragged, self.stores)
         batch = self._batch = self._next(decode)
         tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
@@ -117,7 +120,7 @@ class FusedForward(OnPages):
             step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
-            ragged = RaggedStep.of(decode, [chunk], size)
+            ragged = RaggedStep.of(decode, [chunk], size, GRAIN)
             logits = self._decoder.run_ragged(ragged, self.stores)
             yield from computed([logits])
         yield from one_by_one(every_way(logits[:2]))

@@ -28,11 +28,13 @@ class Pace:
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token.
         least: prompt tokens of a step at any time.
+        with_rows: whether rows count among `most`.
     """
 
-    def __init__(self, most: int, least: int) -> None:
+    def __init__(self, most: int, least: int, *, with_rows: bool = False) -> None:
         self._most = most
         self._least = least
+        self._with_rows = with_rows
         # A step, and each row. A prompt token, each token it sees, a chunk, each token before it.
         self._rows = Cost(2)
         self._prompts = Cost(4)
@@ -67,7 +69,7 @@ class Pace:
         return partial(self._tokens, beginning)
 
     def _tokens(self, beginning: int, load: Load, before: int) -> int:
-        most = self._most
+        most = self._most - (load.rows if self._with_rows else 0)
         if beginning <= load.rows:
             bold = int(BOLDNESS * self._tried) - load.tokens
             affordable = min(self._affordable(load, before), bold)

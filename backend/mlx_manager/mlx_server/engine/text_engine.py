@@ -201,7 +201,7 @@ class TextEngine:
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
         most = chunk_of(self._limits)
-        self._pace = Pace(most, min(least, most))
+        self._pace = Pace(most, min(least, most), with_rows=self._forward.looks_ahead)
         self._under_way: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),

@@ -166,24 +166,26 @@ class StepPlan:
         spans: in the order of the step's tokens. Decoding spans (one query) are best ordered by
             length, so that those of similar length are neighbours.
         page_size: tokens a page.
+        padding: tokens after those of the spans, for kernels alone: of no sequence, and not stored.
 
     Attributes:
-        positions: (tokens,) int32, each token's place in its sequence.
-        numbers: (tokens,) of the slots that the tokens' keys and values are written to.
+        positions: (tokens,) int32, each token's place in its sequence; 0 for padding.
+        numbers: (tokens,) of the slots that the tokens' keys and values are written to; -1 for
+            padding.
         slots: the same; a slice where they are neighbours.
     """
 
-    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+    def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
         self.spans = spans
         self.page_size = page_size
         places = _places(spans)
         slots = _slots(spans, places, page_size)
-        self.positions = mx.array(places)
+        self.positions = mx.array(np.pad(places, (0, padding)))
         first = int(slots[0])
         neighbours = len(slots) == 1 or (
             int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
         )
-        self.numbers = Numbers(slots)
+        self.numbers = Numbers(np.pad(slots, (0, padding), constant_values=-1))
         self.slots: Numbers | slice = (
             slice(first, first + len(slots)) if neighbours else self.numbers
         )
@@ -418,6 +420,9 @@ def attend(  # noqa: PLR0917
     """
     if store.kernels is not None:
         parts = _attend_with(store.kernels, queries, store, plan, scale, window, sinks)
+        lacking = len(queries) - sum(map(len, parts))
+        if lacking:
+            parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
     else:
         groups = plan.groups(window)
         parts = [_attend_group(queries, group, store, scale, sinks) for group in groups]
