@@ -6,6 +6,7 @@ Both give one `Trace` a row, so that one definition of a rate holds for both.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,9 @@ class OurEngine:
         self.thread = MLXThread()
         self.thread.start()
         self.loaded, self.backend = self.run(self.thread.call(lambda: self._load(model)))
+        # As the server does it: a full collection would stop everybody for 0.1 s.
+        gc.collect()
+        gc.freeze()
 
     def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
         self.ledger = Ledger(self._limits.memory_limit or default_limit())

@@ -46,12 +46,14 @@ class Ratio:
         return f"{self.median:.{digits}f}× ({low:.{digits}f}-{high:.{digits}f})"
 
 
-def interleave(sides: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+def interleave(
+    sides: Mapping[str, Callable[[int], T]], rounds: int, *, cold: bool = False
+) -> dict[str, list[T]]:
     """Call every side once a round with the round's number; the order turns every round.
 
-    Round -1 warms up and is not counted.
+    Round -1 warms up and is not counted; `cold` leaves it out.
     """
-    for side in sides.values():
+    for side in () if cold else sides.values():
         side(-1)
     results: dict[str, list[T]] = {name: [] for name in sides}
     for number in range(rounds):

@@ -43,17 +43,20 @@ class Scenario:
     lengths: tuple[int, ...]
 
 
-SCENARIOS = (
-    Scenario("1 stream", (SHORT,)),
-    *(Scenario(f"{n} streams", (SHORT,) * n) for n in (4, 16, MOST_STREAMS)),
-    Scenario(f"1 stream of {LONG} tokens, 15 of {SHORT}", (LONG, *(SHORT,) * 15)),
-)
+def scenarios(short: int) -> list[Scenario]:
+    return [
+        Scenario("1 stream", (short,)),
+        *(Scenario(f"{n} streams", (short,) * n) for n in (4, 16, MOST_STREAMS)),
+        Scenario(f"1 stream of {LONG} tokens, 15 of {short}", (LONG, *(short,) * 15)),
+    ]
 
 
 class Comparison:
     """Several servers of one model, and the engine in this process."""
 
-    def __init__(self, model: Path, servers: Sequence[Server], tokens: int, rounds: int) -> None:
+    def __init__(
+        self, model: Path, servers: Sequence[Server], tokens: int, rounds: int, *, cold: bool
+    ) -> None:
         from mlx_lm.utils import load_tokenizer
 
         self._tokenizer = load_tokenizer(model)
@@ -61,6 +64,7 @@ class Comparison:
         self._servers = servers
         self._tokens = tokens
         self._rounds = rounds
+        self._cold = cold
 
     def chats(self, scenario: Scenario, number: int) -> list[list[dict[str, Any]]]:
         return [
@@ -101,6 +105,7 @@ class Comparison:
                 for server in self._servers
             },
             self._rounds,
+            cold=self._cold,
         )
         speed = {name: [tokens_per_second(f) for f in runs] for name, runs in answers.items()}
         first = {name: [time_to_first(f) for f in runs] for name, runs in answers.items()}
@@ -155,6 +160,8 @@ class Comparison:
 def main() -> None:
     arguments = parser(__doc__, rounds=5)
     arguments.add_argument("--tokens", type=int, default=128, help="generated a stream")
+    arguments.add_argument("--message", type=int, default=SHORT, help="tokens of a short message")
+    arguments.add_argument("--cold", action="store_true", help="no round that warms up")
     arguments.add_argument("--as-installed", action="store_true", help="leave the peer as it is")
     arguments.add_argument("--url", action="append", default=[], help="a server's .../v1")
     arguments.add_argument("--only", action="append", default=[], help="a table's line by name")
@@ -168,9 +175,12 @@ def main() -> None:
             stack.enter_context(mlx_lm_server(model, MOST_STREAMS, chosen.as_installed)),
             *(Server(url, url.rstrip("/"), first_model(url)) for url in chosen.url),
         ]
-        comparison = Comparison(model, servers, chosen.tokens, chosen.rounds)
+        comparison = Comparison(model, servers, chosen.tokens, chosen.rounds, cold=chosen.cold)
         lines = [
-            line for s in SCENARIOS if wanted(s.name, chosen.only) for line in comparison.run(s)
+            line
+            for scenario in scenarios(chosen.message)
+            if wanted(scenario.name, chosen.only)
+            for line in comparison.run(scenario)
         ]
         print_report(
             f"Over HTTP: {chosen.model}, {chosen.tokens} tokens a stream",

@@ -58,8 +58,8 @@ CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
 # A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
 LEAST_CHUNK_AHEAD = 256
-# After 4 000 tokens, a page of 16 may take a CPU four times as long as eight rows.
-LEAST_CHUNK = 8
+# After 4 000 tokens, eight of them take a CPU twice as long as eight rows.
+LEAST_CHUNK = 4
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
