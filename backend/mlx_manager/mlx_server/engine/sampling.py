@@ -97,6 +97,7 @@ class Asked:
         self.rows = rows
         self.greedy = [i for i, row in enumerate(rows) if row.greedy]
         self.filtered = [i for i, row in enumerate(rows) if row.filtered]
+        self._columns: dict[int, mx.array] = {}
 
     @cached_property
     def host(self) -> NDArray[np.float32]:
@@ -117,9 +118,14 @@ class Asked:
         ).reshape(-1, 5)
 
     @cached_property
-    def device(self) -> mx.array:
+    def _device(self) -> mx.array:
         """`host`, where a GPU need not fetch it."""
         return mx.array(self.host) + 0
+
+    @cached_property
+    def wants_best(self) -> mx.array:
+        """(rows,) bool: the rows of `greedy`."""
+        return self.column(Asked.GREEDY)[:, 0] > 0
 
     @cached_property
     def _seeds(self) -> NDArray[np.uint64]:
@@ -134,8 +140,10 @@ class Asked:
         return (_mix(self._seeds + steps) >> np.uint64(41)).astype(np.float32) / np.float32(2**23)
 
     def column(self, which: int) -> mx.array:
-        """(rows, 1)."""
-        return self.device[:, which : which + 1]
+        """(rows, 1), on the device."""
+        if which not in self._columns:
+            self._columns[which] = self._device[:, which : which + 1]
+        return self._columns[which]
 
     @cached_property
     def by_filtered(self) -> Asked:
@@ -173,7 +181,7 @@ def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
     tokens = _draw(mx.exp(scaled), mx.array(asked.chances(drawn)))
     if not asked.greedy:
         return tokens
-    return mx.where(asked.column(Asked.GREEDY)[:, 0] > 0, best, tokens)
+    return mx.where(asked.wants_best, best, tokens)
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:
@@ -194,9 +202,10 @@ def _draw(weights: mx.array, chance: mx.array) -> mx.array:
     before = mx.take_along_axis(reached - mass, block, axis=-1)
     inside = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
     past = before + mx.cumsum(inside, axis=-1) > target
+    allowed = inside > 0
     # Rounding may leave the target just past the block's last sum: then its last token is it.
-    last = BLOCK - 1 - mx.argmax((inside > 0)[:, ::-1], axis=-1)
-    hit = past & (inside > 0)
+    last = BLOCK - 1 - mx.argmax(allowed[:, ::-1], axis=-1)
+    hit = past & allowed
     within = mx.where(hit.any(axis=-1), mx.argmax(hit, axis=-1), last)
     return block[:, 0] * BLOCK + within
 
