@@ -145,6 +145,7 @@ class Forward(Protocol):
             read, even if what it returns is computed only afterwards.
         horizon: tokens that the rows' pages are wanted to reach ahead, so that the tables need not
             be sent to the device at every step.
+        grain: what the tokens of a step with prompts in it had best be a multiple of.
     """
 
     kind: ClassVar[str]
@@ -153,6 +154,7 @@ class Forward(Protocol):
     looks_ahead: bool
     puts_together_ahead: bool
     horizon: int
+    grain: int
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Indices that put decoding rows in the order `run` wants them."""
@@ -197,6 +199,7 @@ class OnPages:
 
     prefixes: Prefixes = "pages"
     puts_together_ahead: bool = True
+    grain: int = 1
     stores: list[LayerStore]
 
     def forget(self, key: int) -> None:
@@ -282,6 +285,7 @@ class SeparateForward:
     looks_ahead: bool = False
     puts_together_ahead: bool = False
     horizon: int = 0
+    grain: int = 1
 
     def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
         self._model = model
@@ -398,6 +402,7 @@ class AloneForward:
     looks_ahead: bool = False
     puts_together_ahead: bool = False
     horizon: int = 0
+    grain: int = 1
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -36,8 +36,8 @@ HORIZON = 16
 # Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
-# when they come again. For another one they are allotted anew, and others are freed.
-GRAIN = 64
+# when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
+GRAIN = 128
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
@@ -72,6 +72,7 @@ class FusedForward(OnPages):
     kind: ClassVar[str] = "fused"
     looks_ahead: bool = True
     horizon: int = HORIZON
+    grain: int = GRAIN
 
     def __init__(self, stores: Sequence[LayerStore], decoder: FusedDecoder, page_size: int) -> None:
         self._decoder = decoder

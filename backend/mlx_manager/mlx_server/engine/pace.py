@@ -29,13 +29,13 @@ class Pace:
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token.
         least: prompt tokens of a step at any time.
-        with_rows: whether rows count among `most`.
+        grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it.
     """
 
-    def __init__(self, most: int, least: int, *, with_rows: bool = False) -> None:
+    def __init__(self, most: int, least: int, grain: int = 1) -> None:
         self._most = most
         self._least = least
-        self._with_rows = with_rows
+        self._grain = grain
         # A step, and each row. A prompt token, each token it sees, a chunk, each token before it.
         self._rows = Cost(2)
         self._prompts = Cost(4)
@@ -70,12 +70,17 @@ class Pace:
         return partial(self._tokens, beginning)
 
     def _tokens(self, beginning: int, load: Load, before: int) -> int:
-        most = self._most - (load.rows if self._with_rows else 0)
+        most = self._most
         if beginning <= load.rows:
             bold = int(BOLDNESS * self._tried) - load.tokens
             affordable = min(self._affordable(load, before), bold)
             most = min(most, load.tokens + max(affordable, 0))
-        return max(most, self._least) - load.tokens
+        return self._whole(load.rows, max(most, self._least)) - load.tokens
+
+    def _whole(self, rows: int, tokens: int) -> int:
+        """Up to `tokens` of prompts, that make whole grains with the rows; a grain at least."""
+        whole = (rows + tokens) // self._grain * self._grain - rows
+        return whole if whole >= self._grain or self._grain == 1 else tokens
 
     def _affordable(self, load: Load, before: int) -> int:
         """How many tokens of a prompt, each seeing those before it, take what time is left."""

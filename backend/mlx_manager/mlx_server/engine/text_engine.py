@@ -201,7 +201,7 @@ class TextEngine:
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
         most = chunk_of(self._limits)
-        self._pace = Pace(most, min(least, most), with_rows=self._forward.looks_ahead)
+        self._pace = Pace(most, min(least, most), self._forward.grain)
         self._under_way: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
@@ -550,7 +550,8 @@ class TextEngine:
 
     def _count(self, schedule: Schedule) -> None:
         self._steps += 1
-        if self._steps % STEPS_BETWEEN_TRIMS == 0:
+        if self._steps % STEPS_BETWEEN_TRIMS == 0 and not mx.cuda.is_available():
+            # On an NVIDIA GPU to free buffers waits for all that is under way, 20 ms.
             self._ledger.trim()
         for prefill in schedule.prefills:
             row = prefill.sequence

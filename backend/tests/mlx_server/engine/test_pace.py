@@ -240,3 +240,16 @@ def test_the_budget_is_always_within_its_limits(
     besides = budget(Load(rows).with_chunk(0, taken) if taken else Load(rows), before)
     assert besides <= MOST - taken
     assert besides >= 0 or taken > PAGE
+
+
+@given(rows=st.integers(0, 200), before=st.integers(0, 8000), seconds=st.floats(1e-3, 0.1))
+def test_steps_are_made_of_whole_grains(rows, before, seconds):
+    pace = Pace(2048, 256, grain=128)
+    load = Load(rows=rows)
+    pace.observe(seconds, Load(rows=rows))
+    pace.observe(2 * seconds, load.with_chunk(before, 512))
+    tokens = pace.budget(0)(load, before)
+    assert (rows + tokens) % 128 == 0
+    assert 128 <= tokens <= 2048
+    # What is left of it, once a chunk has been taken, is the rest.
+    assert pace.budget(0)(load.with_chunk(before, 100), before) <= tokens - 100

@@ -30,17 +30,11 @@ inline Products pending_products[1024];
 inline std::map<float*, std::vector<float>> accumulators[1024];
 inline bool may_multiply[1024];
 
-struct Word {
-  int arrived, turn;
-};
-inline Word words[16];
-
 inline void forget_products() {
   for (auto& products : committed_products) products.clear();
   for (auto& products : pending_products) products.clear();
   for (auto& values : accumulators) values.clear();
   for (bool& may : may_multiply) may = false;
-  for (Word& word : words) word = {};
 }
 
 inline void show_to_products() {
@@ -242,31 +236,17 @@ inline void wait_at(unsigned long long* place, int phase) {
   group::wait_until([=] { return (meeting_at(place).phase & 1) != unsigned(phase & 1); });
 }
 
-inline void give_word(int number, int threads) {
-  Word& word = words[number];
-  if (++word.arrived < threads) return;
-  word.arrived = 0;
-  word.turn++;
-}
-inline void take_word(int number, int threads) {
-  const int turn = words[number].turn;
-  give_word(number, threads);
-  group::wait_until([=] { return words[number].turn != turn; });
-}
-
 }  // namespace emulated
 
 using emulated::arrive_at;
 using emulated::begin_products;
 using emulated::commit_products;
 using emulated::forget_products;
-using emulated::give_word;
 using emulated::multiply_group;
 using emulated::multiply_group_across;
 using emulated::prepare_meeting;
 using emulated::settle;
 using emulated::show_to_products;
-using emulated::take_word;
 using emulated::wait_at;
 using emulated::wait_products;
 

@@ -80,7 +80,7 @@ class WarpTiles:
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
     """A block of the kernel for compute capability 9.0: `groups` of warps of 64 rows, `tokens` to
-    a tile, and as many tiles in `stages` of shared memory. Groups may take turns (`ordered`).
+    a tile, and as many tiles in `stages` of shared memory.
 
     A group's accumulators of scores and output are in registers, (tokens + head_dim) / 2 a thread,
     and beside them half of the former for the weights.
@@ -89,7 +89,6 @@ class GroupTiles:
     groups: int
     tokens: int
     stages: int = 2
-    ordered: bool = False
 
     name: ClassVar[str] = "warpgroups' products (wgmma)"
 
@@ -120,7 +119,7 @@ class GroupTiles:
 
     def work(self, shape: AttentionShape, variant: Variant) -> str:
         """The type that does a block's work."""
-        form = f"{self.groups}, {self.tokens}, {self.stages}, {flag(self.ordered)}"
+        form = f"{self.groups}, {self.tokens}, {self.stages}"
         return (
             f"AttendChunkInGroups<{_shared(shape)}, {form}, {_options(variant)}, {shape.head_dim}>"
         )
@@ -142,6 +141,13 @@ def _options(variant: Variant) -> str:
     return f"{variant.window or 0}, {flag(variant.softcap is not None)}, {flag(variant.sinks)}"
 
 
+def _in_groups(head_dim: int) -> GroupTiles:
+    """As measured on an H200."""
+    if head_dim <= 64:
+        return GroupTiles(2, 64, 3)
+    return GroupTiles(2, 96, 4) if head_dim <= 128 else GroupTiles(2, 64)
+
+
 def tiles_for(shape: AttentionShape, device: CudaDevice) -> list[Tiles]:
     """What serves `shape` on `device`, the best first."""
     # As many tokens as leave room for two blocks on a multiprocessor.
@@ -150,5 +156,5 @@ def tiles_for(shape: AttentionShape, device: CudaDevice) -> list[Tiles]:
     fitting = (tiles for tiles in choices if tiles.shared_memory(shape) <= half)
     found: list[Tiles] = [next(fitting, WarpTiles(WARPS, 16))]
     if device.multiplies_in_groups:
-        found.insert(0, GroupTiles(2, 128 if shape.head_dim <= 128 else 64))
+        found.insert(0, _in_groups(shape.head_dim))
     return found

@@ -7,7 +7,7 @@
 // arXiv:2407.08608). Meanwhile the tiles after them are under way (cp.async), in runs of 16 tokens,
 // each copied by a warp from wherever its page is. The threads meet once a tile; with four stages or
 // more they arrive there in the middle of a tile, so that a group may be half a tile ahead of the
-// others, and groups may take turns (ORDERED): one multiplies while another makes weights.
+// others: one multiplies while another makes weights.
 
 namespace kernels {
 
@@ -16,8 +16,8 @@ __device__ __forceinline__ float (&flat(float (&x)[N][4]))[N * 4] {
   return reinterpret_cast<float (&)[N * 4]>(x);
 }
 
-template <typename T, int D, int GROUP, int PAGE, int GROUPS, int TOKENS, int STAGES, bool ORDERED,
-          int WINDOW, bool CAP, bool SINKS, int VALUES>
+template <typename T, int D, int GROUP, int PAGE, int GROUPS, int TOKENS, int STAGES, int WINDOW,
+          bool CAP, bool SINKS, int VALUES>
 struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS, VALUES> {
   typedef ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, SINKS, VALUES> Rows;
   using Rows::begin, Rows::end, Rows::warp, Rows::lane, Rows::output, Rows::COLUMNS;
@@ -118,17 +118,9 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     }
   }
 
-  // Waits until all threads have arrived for `tile`, and for this group's turn.
+  // Waits until all threads have arrived for `tile`.
   __device__ __forceinline__ void enter(int tile) const {
     if constexpr (APART) wait_at(meeting, tile - first);
-    if constexpr (ORDERED) take_word(1 + warp / 4, 256);
-  }
-
-  __device__ __forceinline__ void leave(int tile) const {
-    if constexpr (ORDERED) {
-      const int next = (warp / 4 + 1) % GROUPS;
-      if (next != 0 || tile + 1 < last) give_word(1 + next, 256);
-    }
   }
 
   __device__ __forceinline__ void scores(int tile, float (&s)[COLUMNS][4]) const {
@@ -188,8 +180,6 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     wait_copies<AHEAD - 1>();
     show_to_products();
     __syncthreads();
-    if constexpr (ORDERED)
-      if (warp / 4 == GROUPS - 1) give_word(1, 256);
     float s[COLUMNS][4], factor[2];
     unsigned weights[RUNS][4];
     begin_products();
@@ -204,12 +194,7 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
       enter(tile);
       begin_products();
       scores(tile + 1, s);
-      if constexpr (ORDERED && !APART) {
-        leave(tile);
-        begin_products();
-      }
       take(tile, weights);
-      if constexpr (APART) leave(tile);
       fetch(tile + AHEAD);
       if constexpr (APART) arrive<AHEAD - 2>();
       wait_products<1>();
@@ -225,7 +210,6 @@ struct AttendChunkInGroups : ChunkRows<T, D, GROUP, PAGE, TOKENS, WINDOW, CAP, S
     enter(last - 1);
     begin_products();
     take(last - 1, weights);
-    leave(last - 1);
     wait_products<0>();
     settle(flat(output));
     this->template give<ROWS, WARPS * 32>(results, sinks);

@@ -59,15 +59,6 @@ __device__ __forceinline__ void wait_at(unsigned long long* meeting, int phase) 
       : "memory");
 }
 
-// Hands the word to those who wait for it under `number`, 1 to 15; `threads` give and take it.
-__device__ __forceinline__ void give_word(int number, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void take_word(int number, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 }  // namespace kernels
 #endif
 

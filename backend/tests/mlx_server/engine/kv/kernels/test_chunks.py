@@ -60,10 +60,10 @@ GROUPS = (
     GroupTiles(1, 32),
     GroupTiles(2, 64),
     GroupTiles(1, 48, 3),
-    GroupTiles(2, 32, 4, ordered=True),
+    GroupTiles(2, 32, 4),
     GroupTiles(3, 32),
     GroupTiles(2, 32, 5),
-    GroupTiles(2, 48, ordered=True),
+    GroupTiles(2, 48),
 )
 
 
