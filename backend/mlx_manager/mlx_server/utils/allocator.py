@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from functools import partial
 
 # mallopt(3)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -32,6 +33,20 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(option, value) == 1 for option, value in settings.items())
 
 
+def gives_back() -> bool:
+    """Whether memory is zeros, and costs nothing, once `make_blank` has had it. Not if it is locked
+    (mlockall(2)), nor everywhere where Linux is emulated."""
+    if sys.platform != "linux":
+        return False
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        page[0] = 1
+        try:
+            page.madvise(mmap.MADV_DONTNEED)
+        except OSError:
+            return False
+        return page[0] == 0
+
+
 def make_blank(memory: memoryview) -> None:
     """Fill `memory` with zeros, without its taking any where that can be avoided.
 
@@ -42,9 +57,11 @@ def make_blank(memory: memoryview) -> None:
     begin = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
     first = min(-begin % mmap.PAGESIZE, size)
     whole = (size - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.memset(begin, 0, first)
-    given_back = whole and not ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(begin + first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED
+    advise = partial(
+        ctypes.CDLL(None).madvise, ctypes.c_void_p(begin + first), ctypes.c_size_t(whole)
     )
-    left = first + whole if given_back else first
+    # 2 MB handed out for a few bytes would be more than anybody has counted.
+    advise(mmap.MADV_NOHUGEPAGE)
+    left = first + whole if advise(mmap.MADV_DONTNEED) == 0 else first
+    ctypes.memset(begin, 0, first)
     ctypes.memset(begin + left, 0, size - left)

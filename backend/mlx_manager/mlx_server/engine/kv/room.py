@@ -14,13 +14,12 @@ from __future__ import annotations
 import io
 import math
 import resource
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.utils.allocator import make_blank
+from mlx_manager.mlx_server.utils.allocator import gives_back, make_blank
 
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 # Linux then promises no more than it has, whether it is written to or not (proc(5)).
@@ -31,8 +30,9 @@ def is_free() -> bool:
     """Whether room that nothing is written to costs nothing: on a CPU, on Linux, unless the owner
     counts what programs ask for."""
     return (
-        sys.platform == "linux"
-        and mx.default_device() == mx.cpu
+        mx.default_device() == mx.cpu
+        and gives_back()
+        and OVERCOMMIT.is_file()
         and OVERCOMMIT.read_text().strip() != STRICT
         and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     )
