@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def running(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
+            start_new_session=True,
         )
         try:
             if not is_healthy(f"http://127.0.0.1:{port}/health", process):
@@ -95,6 +97,9 @@ def running(
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+            # Whatever it has started, and left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:

@@ -13,11 +13,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
+            start_new_session=True,
         )
 
     def wait(self) -> None:
@@ -80,8 +82,11 @@ class Worker:
         return answer
 
     def close(self) -> None:
+        """End it with whatever it has started: a process of vLLM's outlives its parent."""
         self._process.terminate()
         self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:

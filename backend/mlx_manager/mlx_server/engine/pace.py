@@ -29,7 +29,8 @@ class Pace:
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token.
         least: prompt tokens of a step at any time.
-        grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it.
+        grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it: as a
+            power of two, so that there are few numbers of them.
     """
 
     def __init__(self, most: int, least: int, grain: int = 1) -> None:
@@ -78,9 +79,13 @@ class Pace:
         return self._whole(load.rows, max(most, self._least)) - load.tokens
 
     def _whole(self, rows: int, tokens: int) -> int:
-        """Up to `tokens` of prompts, that make whole grains with the rows; a grain at least."""
-        whole = (rows + tokens) // self._grain * self._grain - rows
-        return whole if whole >= self._grain or self._grain == 1 else tokens
+        """Up to `tokens` of prompts, that make a power of two of grains with the rows, if that
+        leaves them a grain."""
+        grains = (rows + tokens) // self._grain
+        if self._grain == 1 or not grains:
+            return tokens
+        whole = (self._grain << grains.bit_length() - 1) - rows
+        return whole if whole >= self._grain else tokens
 
     def _affordable(self, load: Load, before: int) -> int:
         """How many tokens of a prompt, each seeing those before it, take what time is left."""

@@ -23,8 +23,10 @@ from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 AGEING = 8
 # How many waiting prompts are looked at in one step.
 LOOK = 16
-# A row has only just begun while it has drawn at most so many tokens.
+# A row has only just begun while it has drawn at most so many tokens; more where steps are so short
+# that pages are given ahead, and a burst's prompts take many of them.
 JUST_BEGUN = 2
+JUST_BEGUN_AHEAD = 16
 
 
 class Admission(Enum):
@@ -138,7 +140,8 @@ class Scheduler:
             return 0
         free = max(self._max_rows - len(self.running) - len(self.prefilling), 0)
         first = min(prompt.submitted_at for prompt in prompts)
-        begun = sum(row.drawn <= JUST_BEGUN and row.joined_at >= first for row in self.running)
+        few = JUST_BEGUN_AHEAD if self._horizon else JUST_BEGUN
+        begun = sum(row.drawn <= few and row.joined_at >= first for row in self.running)
         return len(self.prefilling) + min(len(self.waiting), free) + begun
 
     def submit(self, sequence: Sequence) -> None:

@@ -69,7 +69,10 @@ LEAST_PART_AHEAD = 0.8
 # Tokens that there is room for at most, where room costs nothing: slots are numbered by 32 bits.
 MOST_ROOM = 1 << 24
 # Of what there is, what is worth copying all of it for while kept pages could be given up instead.
+# On a GPU they take 60 ms, and what is left over is of use to what steps work on: MLX's buffers of
+# one size are of no use to another, and to free them for it takes 10 to 20 ms.
 WORTHWHILE = 1 / 8
+WORTHWHILE_AHEAD = 1 / 2
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
@@ -630,7 +633,8 @@ class TextEngine:
         if self._grants(wanted, urgent=urgent):
             return wanted
         affordable = self._ledger.available() // max(self.page_bytes, 1)
-        if not urgent and affordable < WORTHWHILE * self._pool.size:
+        worthwhile = WORTHWHILE_AHEAD if self._forward.horizon else WORTHWHILE
+        if not urgent and affordable < worthwhile * self._pool.size:
             return 0
         fewer = max(lacking, min(affordable, wanted))
         return fewer if self._grants(fewer, urgent=urgent) else 0

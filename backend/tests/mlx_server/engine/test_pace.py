@@ -243,13 +243,14 @@ def test_the_budget_is_always_within_its_limits(
 
 
 @given(rows=st.integers(0, 200), before=st.integers(0, 8000), seconds=st.floats(1e-3, 0.1))
-def test_steps_are_made_of_whole_grains(rows, before, seconds):
+def test_steps_come_in_few_sizes(rows, before, seconds):
     pace = Pace(2048, 256, grain=128)
     load = Load(rows=rows)
     pace.observe(seconds, Load(rows=rows))
     pace.observe(2 * seconds, load.with_chunk(before, 512))
     tokens = pace.budget(0)(load, before)
-    assert (rows + tokens) % 128 == 0
+    # Beside very many rows there may be no such size.
+    assert rows + tokens in {256, 512, 1024, 2048} or rows > 128
     assert 128 <= tokens <= 2048
     # What is left of it, once a chunk has been taken, is the rest.
     assert pace.budget(0)(load.with_chunk(before, 100), before) <= tokens - 100

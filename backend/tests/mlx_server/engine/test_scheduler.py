@@ -54,6 +54,7 @@ class World:
     max_rows: int = 4
     reuse: bool = True
     states: bool = False
+    horizon: int = 0
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
     forgotten: list[Sequence] = field(default_factory=list)
@@ -68,6 +69,7 @@ class World:
             forget=self.forgotten.append,
             reuse=self.reuse,
             restore=self.restore if self.states else None,
+            horizon=self.horizon,
         )
 
     def grow(self, lacking: int, *, urgent: bool) -> bool:
@@ -394,6 +396,22 @@ def test_rows_begin_together_with_the_prompts_that_came_with_them() -> None:
     world.step(budget=16)
     assert len(world.scheduler.running) == 4
     assert world.scheduler.beginning == 0
+
+
+@pytest.mark.parametrize(("horizon", "steps"), [(0, 2), (16, 16)])
+def test_rows_of_a_burst_begin_for_longer_where_steps_are_short(horizon: int, steps: int) -> None:
+    world = World(most=1000, max_rows=8, horizon=horizon)
+    for n in range(3):
+        world.submit(distinct(8, n), 100)
+    world.step(budget=8)
+    world.scheduler.waiting, waiting = [], world.scheduler.waiting
+    begun = 0
+    while world.scheduler.running[0].drawn < 30:
+        world.scheduler.waiting = waiting
+        begun += world.scheduler.beginning == 3
+        world.scheduler.waiting = []
+        world.step()
+    assert begun == steps
 
 
 def test_a_row_that_has_just_begun_is_in_its_course_for_prompts_that_come_later() -> None:
