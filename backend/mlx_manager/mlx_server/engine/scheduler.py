@@ -27,6 +27,9 @@ LOOK = 16
 # that pages are given ahead, and a burst's prompts take many of them.
 JUST_BEGUN = 2
 JUST_BEGUN_AHEAD = 16
+# So many of them have a claim at most where steps are long: whoever comes while a larger burst begins
+# would wait for steps of whole chunks, one after another.
+MOST_BEGUN = 16
 
 
 class Admission(Enum):
@@ -140,9 +143,11 @@ class Scheduler:
             return 0
         free = max(self._max_rows - len(self.running) - len(self.prefilling), 0)
         first = min(prompt.submitted_at for prompt in prompts)
-        few = JUST_BEGUN_AHEAD if self._horizon else JUST_BEGUN
+        few, most = JUST_BEGUN, MOST_BEGUN
+        if self._horizon:
+            few, most = JUST_BEGUN_AHEAD, self._max_rows
         begun = sum(row.drawn <= few and row.joined_at >= first for row in self.running)
-        return len(self.prefilling) + min(len(self.waiting), free) + begun
+        return len(self.prefilling) + min(len(self.waiting), free) + min(begun, most)
 
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps
