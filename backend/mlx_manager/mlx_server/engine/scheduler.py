@@ -27,8 +27,8 @@ LOOK = 16
 # that pages are given ahead, and a burst's prompts take many of them.
 JUST_BEGUN = 2
 JUST_BEGUN_AHEAD = 16
-# So many of them have a claim at most where steps are long: whoever comes while a larger burst begins
-# would wait for steps of whole chunks, one after another.
+# So many of them have a claim at most where steps are long: whoever comes while a larger burst
+# begins would wait for steps of whole chunks, one after another.
 MOST_BEGUN = 16
 
 
