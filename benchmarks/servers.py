@@ -97,9 +97,14 @@ def running(
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
-            # Whatever it has started, and left behind.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """End whatever a process with a session of its own has started and left behind: one of vLLM's
+    outlives its parent."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:

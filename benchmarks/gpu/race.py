@@ -13,12 +13,11 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from harness import percentile, print_report, ratio  # noqa: E402
 from mlx_manager.mlx_server.utils.graphs import SETTINGS  # noqa: E402
 from servers import (  # noqa: E402
     Server,
+    end_group,
     free_port,
     load,
     our_server,
@@ -82,11 +82,9 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End it with whatever it has started: a process of vLLM's outlives its parent."""
         self._process.terminate()
         self._process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_group(self._process)
 
 
 def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:

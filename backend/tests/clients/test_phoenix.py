@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from live import PROGRAM, live_server
+from processes import announced
 
 from mlx_manager import demo_model
 
@@ -66,15 +67,8 @@ def phoenix(folder: Path) -> Iterator[httpx.Client]:
         ) as process,
     ):
         try:
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if found := READY.search(line):
-                    break
-            else:
-                raise AssertionError(f"Phoenix did not start:\n{''.join(said)}")
-            with httpx.Client(base_url=found[1], timeout=60) as client:
+            url = announced(process, READY, "Phoenix")
+            with httpx.Client(base_url=url, timeout=60) as client:
                 yield client
         finally:
             process.kill()

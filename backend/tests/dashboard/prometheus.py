@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import announced
 
 UNPACKED = Path(__file__).parents[3] / ".venv-clients" / "prometheus" / "usr" / "bin"
 LISTENS = re.compile(r'msg="Listening on" address=(\S+)')
@@ -58,15 +59,8 @@ def prometheus(
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if found := LISTENS.search(line):
-                    break
-            else:
-                raise AssertionError(f"Prometheus did not start:\n{''.join(said)}")
-            with httpx.Client(base_url=f"http://{found[1]}", timeout=60) as client:
+            address = announced(process, LISTENS, "Prometheus")
+            with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
                 yield client
         finally:
             process.kill()

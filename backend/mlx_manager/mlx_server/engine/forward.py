@@ -194,19 +194,14 @@ class NotApplicable(Exception):
     """This way of running cannot serve this model; the message says why."""
 
 
-class OnPages:
-    """What forwards have in common whose rows' state is on pages, all of it."""
+class Plain:
+    """What forwards have in common that nothing else is said of."""
 
-    prefixes: Prefixes = "pages"
-    puts_together_ahead: bool = True
+    looks_ahead: bool = False
+    puts_together_ahead: bool = False
+    horizon: int = 0
     grain: int = 1
     stores: list[LayerStore]
-
-    def forget(self, key: int) -> None:
-        pass
-
-    def state(self) -> list[mx.array]:
-        return [array for store in self.stores for array in (store.keys, store.values)]
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
@@ -217,6 +212,22 @@ class OnPages:
     def restore(self, key: int, snapshot: Snapshot) -> None:
         pass
 
+    def _pages(self) -> list[mx.array]:
+        return [array for store in self.stores for array in (store.keys, store.values)]
+
+
+class OnPages(Plain):
+    """What forwards have in common whose rows' state is on pages, all of it."""
+
+    prefixes: Prefixes = "pages"
+    puts_together_ahead: bool = True
+
+    def forget(self, key: int) -> None:
+        pass
+
+    def state(self) -> list[mx.array]:
+        return self._pages()
+
 
 class RaggedForward(OnPages):
     """All tokens of a step in one pass, (tokens, 1).
@@ -225,7 +236,6 @@ class RaggedForward(OnPages):
     """
 
     kind: ClassVar[str] = "ragged"
-    horizon: int = 0
 
     def __init__(
         self,
@@ -278,14 +288,10 @@ def order_after(before: Sequence[int], keys: Sequence[int]) -> list[int]:
     return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
 
 
-class SeparateForward:
+class SeparateForward(Plain):
     """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
 
     kind: ClassVar[str] = "separate"
-    looks_ahead: bool = False
-    puts_together_ahead: bool = False
-    horizon: int = 0
-    grain: int = 1
 
     def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
         self._model = model
@@ -338,11 +344,8 @@ class SeparateForward:
             self._batch = [_filter(entry, keep) for entry in self._batch] if keep else []
 
     def state(self) -> list[mx.array]:
-        pages = [array for store in self.stores for array in (store.keys, store.values)]
-        return pages + kept_in([*self._batch, *chain.from_iterable(self._own.values())])
-
-    def tokens_at_once(self, tokens: int) -> int:
-        return tokens
+        own = [*self._batch, *chain.from_iterable(self._own.values())]
+        return self._pages() + kept_in(own)
 
     def snapshot(self, key: int) -> Snapshot | None:
         own = self._own.get(key)
@@ -394,20 +397,16 @@ class SeparateForward:
         return self._selection.run(lambda: self._model(tokens, cache=caches), wanted)
 
 
-class AloneForward:
+class AloneForward(Plain):
     """Each row by itself, over mlx-lm's own caches."""
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "none"
-    looks_ahead: bool = False
-    puts_together_ahead: bool = False
-    horizon: int = 0
-    grain: int = 1
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._own: dict[int, list[Any]] = {}
-        self.stores: list[LayerStore] = []
+        self.stores = []
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return list(range(len(keys)))
@@ -430,15 +429,6 @@ class AloneForward:
 
     def state(self) -> list[mx.array]:
         return [array for own in self._own.values() for array in kept_in(own)]
-
-    def tokens_at_once(self, tokens: int) -> int:
-        return tokens
-
-    def snapshot(self, key: int) -> Snapshot | None:
-        return None
-
-    def restore(self, key: int, snapshot: Snapshot) -> None:
-        pass
 
     def _row(self, key: int, tokens: mx.array) -> mx.array:
         own = self._own.get(key)

@@ -18,7 +18,7 @@ assumed from names but measured: `check` compares its logits with the module's o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -550,11 +550,7 @@ class Layer:
 
 
 class FusedDecoder:
-    """Steps of one model; made by `build`.
-
-    Attributes:
-        windows: of the layers; a step wants splits planned for each.
-    """
+    """Steps of one model; made by `build`."""
 
     def __init__(
         self,
@@ -572,10 +568,6 @@ class FusedDecoder:
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
-
-    @property
-    def windows(self) -> Iterable[int | None]:
-        return self._planners.keys()
 
     @staticmethod
     def build(

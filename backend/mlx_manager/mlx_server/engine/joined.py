@@ -161,8 +161,6 @@ class JoinedForward(OnPages):
     """All tokens of a step in one pass, by joined products; made by `joining`."""
 
     kind: ClassVar[str] = "fused"
-    looks_ahead: bool = False
-    horizon: int = 0
 
     def __init__(self, common: Common, layers: Sequence[JoinedLayer], page_size: int) -> None:
         self._page_size = page_size

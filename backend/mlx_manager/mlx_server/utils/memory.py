@@ -132,7 +132,10 @@ class Ledger:
     def available(self) -> int:
         """Bytes that can be reserved with nothing being freed first; negative when overdrawn."""
         with self._lock:
-            return self.limit - sum(self._lines.values()) - self._excess()
+            return self.limit - self._taken()
+
+    def _taken(self) -> int:
+        return sum(self._lines.values()) + self._excess()
 
     def _excess(self) -> int:
         """What is in the buffer cache beyond what steps work on."""
@@ -166,7 +169,7 @@ class Ledger:
     def _promise(self, line: str, nbytes: int) -> int:
         """Enter `nbytes` if there is room; returns how many bytes lack (0 or less: entered)."""
         with self._lock:
-            lacking = sum(self._lines.values()) + self._excess() + nbytes - self.limit
+            lacking = self._taken() + nbytes - self.limit
             if lacking <= 0:
                 self._lines[line] = self._lines.get(line, 0) + nbytes
             return lacking
@@ -212,5 +215,5 @@ class Ledger:
         """Every line, with `buffer_cache` (beyond what steps work on), `limit` and `available`."""
         with self._lock:
             lines, cache = dict(self._lines), self._excess()
-        rest = self.limit - sum(lines.values()) - cache
+            rest = self.limit - sum(lines.values()) - cache
         return {**lines, "buffer_cache": cache, "limit": self.limit, "available": rest}

@@ -49,6 +49,23 @@ struct Results {
   const int* arrivals;
 };
 
+// Whether this block is the last of `blocks` to arrive at `counter`, and sees what the others have
+// written. It sets the counter back to 0 for the next launch, so that counters are cleared once in
+// the life of the process. `last` is in shared memory that the block is done with.
+__device__ __forceinline__ bool arrives_last(const int* counter, int blocks, int* last) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* mine = const_cast<int*>(counter);
+    *last = atomicAdd(mine, 1) == blocks - 1;
+    if (*last) *mine = 0;
+  }
+  __syncthreads();
+  if (!*last) return false;
+  __threadfence();
+  return true;
+}
+
 // Which query, heads and split a block serves.
 struct Place {
   int q_row, kv_head, kv_heads, first_head, heads, split, splits, base;
@@ -440,22 +457,13 @@ struct Attend {
     if (place.splits > 1) finish(place, q_head, results, sinks, reinterpret_cast<float*>(shared));
   }
 
-  // The block that arrives last merges the splits. It sets the counter back to 0 for the next
-  // launch, so that the counters are cleared once in the life of the process.
+  // The block that arrives last merges the splits.
   __device__ void finish(const Place& place, long q_head, const Results<T>& results,
                          const float* sinks, float* shared) {
     const int heads = place.heads, base = place.base, splits = place.splits;
+    const int* counter = results.arrivals + (long)place.q_row * gridDim.x + blockIdx.x;
     int* last = reinterpret_cast<int*>(shared + HEADS * kMaxSplits);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int* mine = const_cast<int*>(results.arrivals) + (long)place.q_row * gridDim.x + blockIdx.x;
-      *last = atomicAdd(mine, 1) == splits - 1;
-      if (*last) *mine = 0;
-    }
-    __syncthreads();
-    if (!*last) return;
-    __threadfence();
+    if (!arrives_last(counter, splits, last)) return;
 
     float* weights = shared;
     for (int head = warp; head < heads; head += WARPS) {

@@ -214,22 +214,12 @@ struct ChunkRows {
     return ((long)(item.place + part) * gridDim.x + blockIdx.x) * ROWS + row;
   }
 
-  // The block that arrives last merges the parts, and sets the counter back to 0 for the next
-  // launch.
+  // The block that arrives last merges the parts.
   template <int ROWS, int THREADS>
   __device__ void merge(const ChunkResults<T>& results, const float* sinks) const {
     extern __shared__ __align__(16) unsigned char shared[];
-    int* last = reinterpret_cast<int*>(shared);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int* mine = const_cast<int*>(results.arrivals) + (long)item.place * gridDim.x + blockIdx.x;
-      *last = atomicAdd(mine, 1) == item.parts - 1;
-      if (*last) *mine = 0;
-    }
-    __syncthreads();
-    if (!*last) return;
-    __threadfence();
+    const int* counter = results.arrivals + (long)item.place * gridDim.x + blockIdx.x;
+    if (!arrives_last(counter, item.parts, reinterpret_cast<int*>(shared))) return;
     const float2* figures = reinterpret_cast<const float2*>(results.figures);
     const float4* partial = reinterpret_cast<const float4*>(results.partial);
     for (int x = threadIdx.x; x < queries.count * GROUP * (D / 4); x += THREADS) {

@@ -46,7 +46,6 @@ THREADS = 128
 # Heads of one token that a thread has a share of in `rotate_and_write`.
 HEADS_EACH = 4
 MOST_QUERIES = 4096
-MOST_TOKENS = 1 << 30
 
 
 def build(shape: AttentionShape) -> CudaKernels | Unsupported:
@@ -174,7 +173,7 @@ class CudaKernels:
     ) -> Splits:
         room = self.launch.blocks(self._device)
         short = are_short(lengths, window, blocks_per_item=self._blocks, room=room)
-        launch = self.short if short else self.launch
+        launch = self._form(short)
         splits = plan(
             lengths,
             blocks_per_item=self._blocks,
@@ -274,7 +273,7 @@ class CudaKernels:
         if shape[0] > MOST_QUERIES:
             raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
         figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
-        threads = (self.short if variant.short else self.launch).warps * 32
+        threads = self._form(variant.short).warps * 32
         out, _, _ = self._kernel(variant)(
             inputs=[*inputs, self._arrivals, *after],
             grid=(self._blocks * threads, splits.work, 1),
@@ -301,14 +300,17 @@ class CudaKernels:
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
-            launch = self.short if variant.short else self.launch
+            launch = self._form(variant.short)
             self._kernels[variant] = compiled_for_cuda(attend_source(self.shape, launch, variant))
         return self._kernels[variant]
+
+    def _form(self, short: bool) -> CudaLaunch:
+        return self.short if short else self.launch
 
 
 def are_short(lengths: Lengths, window: int | None, *, blocks_per_item: int, room: int) -> bool:
     """Whether blocks end soon, and there are more than the device has `room` for at a time."""
-    seen = np.minimum(lengths, window or MOST_TOKENS)
+    seen = np.asarray(lengths) if window is None else np.minimum(lengths, window)
     return len(seen) * blocks_per_item > room and bool(seen.mean() <= SHORT)
 
 
