@@ -95,9 +95,13 @@ class RaggedStep:
 
     @classmethod
     def of(
-        cls, decode: Decode | None, chunks: Sequence[Chunk], page_size: int, grain: int = 1
+        cls,
+        decode: Decode | None,
+        chunks: Sequence[Chunk],
+        page_size: int,
+        whole: Callable[[int], int] = int,
     ) -> RaggedStep:
-        """grain: what the number of tokens is to be a multiple of."""
+        """whole: what so many tokens are padded to."""
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens[: len(decode.keys)]] if decode else []
         parts += [mx.array(chunk.tokens, mx.uint32) for chunk in chunks]
@@ -109,7 +113,7 @@ class RaggedStep:
                 rows += range(start, end)
             elif chunk.final:
                 rows.append(end - 1)
-        padding = -end % grain
+        padding = whole(end) - end
         if padding:
             parts.append(mx.zeros((padding,), mx.uint32))
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -168,6 +172,16 @@ class Forward(Protocol):
         """
         ...
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether `run` has left something to `finish`: a pass that a GPU's memory should not hold
+        all of at once. The device is busy with its beginning."""
+        ...
+
+    def finish(self) -> None:
+        """Queue what is left of the last `run`, waiting for the device in between."""
+        ...
+
     def forget(self, key: int) -> None:
         """The sequence has ended or is paused; drop what is kept for it besides pages."""
         ...
@@ -202,6 +216,13 @@ class Plain:
     horizon: int = 0
     grain: int = 1
     stores: list[LayerStore]
+
+    @property
+    def unfinished(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        pass
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens

@@ -17,7 +17,7 @@ assumed from names but measured: `check` compares its logits with the module's o
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import Norm, ProductKernels
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
@@ -61,8 +62,8 @@ STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still
 # at the next ones. To queue is to give up Python's lock, and to wait for it again.
 LAYERS_AT_A_TIME = 8
-# What is queued keeps all that it works on until it has run, some 150 kB a token and layer of an
-# 8B. So with more tokens than this the host stays at most so many pieces ahead.
+# What is queued keeps all that it works on, some 150 kB a token and layer of an 8B. So with more
+# tokens than this the host stays at most so many pieces ahead.
 TOKENS_AHEAD = 1024
 PIECES_AHEAD = 1
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
@@ -640,23 +641,20 @@ class FusedDecoder:
         found: list[mx.array] = compiled(*_arrays(step))
         return found
 
-    def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> mx.array:
-        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not.
+    def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> tuple[mx.array, Pieces]:
+        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
+        the pieces that are to be queued before them.
 
-        Not evaluated, but most of what it takes is queued. `stores` are the layers' pages, written
-        in place.
+        `stores` are the layers' pages, written in place.
         """
         rotations = [rotation(step.plan.positions) for rotation in self._rotations]
         hidden = self._embed(step.tokens)
-        queued: deque[mx.array] = deque()
+        pieces = Pieces(PIECES_AHEAD if step.tokens.size > TOKENS_AHEAD else len(self._layers))
         for number, (layer, store) in enumerate(zip(self._layers, stores, strict=True), 1):
             hidden = layer.ragged(hidden, rotations, store, step.plan)
             if number % LAYERS_AT_A_TIME == 0:
-                mx.async_eval(hidden)  # type: ignore[no-untyped-call]
-                queued.append(hidden)
-            if step.tokens.size > TOKENS_AHEAD and len(queued) > PIECES_AHEAD:
-                mx.eval(queued.popleft())
-        return self._head(hidden if step.wanted is None else hidden[step.wanted])
+                pieces.add(hidden)
+        return self._head(hidden if step.wanted is None else hidden[step.wanted]), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
         """See `Forward`."""

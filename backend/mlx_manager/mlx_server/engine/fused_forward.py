@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.utils.steps import Steps
 
@@ -38,6 +39,9 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
 # when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
 GRAIN = 128
+# Or one of these few, for which there are kernels of their own: what is left of a prompt that is
+# known but for its end.
+FEW = (16, 32, 64)
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
@@ -78,6 +82,7 @@ class FusedForward(OnPages):
         self._decoder = decoder
         self._page_size = page_size
         self._batch: Batch | None = None
+        self._pieces = Pieces(0)
         self.stores = list(stores)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -86,8 +91,10 @@ class FusedForward(OnPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
-            ragged = RaggedStep.of(decode, chunks, self._page_size, GRAIN)
-            return self._decoder.run_ragged(ragged, self.stores)
+            ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
+            logits, self._pieces = self._decoder.run_ragged(ragged, self.stores)
+            return logits
+        self._pieces = Pieces(0)
         batch = self._batch = self._next(decode)
         tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
         if lacking:
@@ -95,6 +102,13 @@ class FusedForward(OnPages):
         step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
         logits, batch.before = self._decoder.run(step)
         return logits
+
+    @property
+    def unfinished(self) -> bool:
+        return self._pieces.unfinished
+
+    def finish(self) -> None:
+        self._pieces.finish()
 
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.
@@ -121,8 +135,8 @@ class FusedForward(OnPages):
             step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
-            ragged = RaggedStep.of(decode, [chunk], size, GRAIN)
-            logits = self._decoder.run_ragged(ragged, self.stores)
+            ragged = RaggedStep.of(decode, [chunk], size, whole)
+            logits, _ = self._decoder.run_ragged(ragged, self.stores)
             yield from computed([logits])
         yield from one_by_one(every_way(logits[:2]))
 
@@ -167,6 +181,11 @@ class FusedForward(OnPages):
         for row, own in enumerate(tables):
             table[row, : len(own)] = own.pages
         return mx.array(table) + 0
+
+
+def whole(tokens: int) -> int:
+    """What the tokens of a step with prompts in it are padded to."""
+    return next((size for size in FEW if size >= tokens), tokens + -tokens % GRAIN)
 
 
 def _padded(lengths: Sequence[int]) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import perf_counter, sleep
 
 import mlx.core as mx
 from mlx import nn
@@ -75,6 +75,9 @@ WORTHWHILE = 1 / 8
 WORTHWHILE_AHEAD = 1 / 2
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
+# Seconds in which a first token's reader gets Python's lock, which whoever puts a step together
+# holds for milliseconds.
+BREATH = 1e-4
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
 STEPS_BETWEEN_TRIMS = 512
 
@@ -309,13 +312,26 @@ class TextEngine:
         self._route()
         last = self._under_way
         if self._undrawn is None:
-            if last is not None and not last.read and not self._may_look_ahead():
-                self._read(last)
+            if last is not None and not last.read:
+                if self._only_begins(last):
+                    self._read(last)
+                    self._deliver()
+                    sleep(BREATH)
+                elif not self._may_look_ahead():
+                    self._read(last)
             self._undrawn = self._launch(last)
         if last is not None and not last.read and not self._looks_ahead:
             # What has been put together meanwhile is computed only now: pages are written in place
             # once nothing under way holds them.
             self._read(last)
+        if self._forward.unfinished:
+            if last is not None and not last.read:
+                # They have come when the device is at what has been queued of this step.
+                self._read(last)
+                self._deliver()
+            asked = self._clock()
+            self._forward.finish()
+            self._waited += self._clock() - asked
         if last is not None and not last.read and self._undrawn and self._undrawn.crew.needs_host:
             # Masks and penalties are found while the device computes the logits they apply to.
             mx.async_eval(self._undrawn.logits)  # type: ignore[no-untyped-call]
@@ -330,6 +346,12 @@ class TextEngine:
             self._last_read = None
             if not self._scheduler.has_work and not mx.cuda.is_available():
                 clear_cache()
+
+    def _only_begins(self, step: Step) -> bool:
+        """Whether all that a step draws are first tokens, and no other prompts wait: to put the
+        next one together first would make them later by more than the device's pause costs."""
+        first = self._looks_ahead and not step.load.rows and bool(step.crew.rows)
+        return first and not self._scheduler.prefilling and not self._scheduler.waiting
 
     def _may_look_ahead(self) -> bool:
         ahead = self._looks_ahead or self._forward.puts_together_ahead

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.portable import Portable, plainly
-from engine.rig import HandRig, alone, prompt
+from engine.rig import HandRig, Row, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
@@ -89,6 +90,63 @@ async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:
     assert {rows for (rows, _), _ in shapes} <= set(ROWS)
     assert all(width & (width - 1) == 0 for (_, width), _ in shapes)
     assert len(shapes) <= 14
+
+
+class Watched:
+    """A forward that notes how many tokens a row's reader has got, and how many have been drawn,
+    when it is run (`begun`) and when it is to wait for the device (`waited`)."""
+
+    def __init__(self, forward: FusedForward) -> None:
+        self._forward = forward
+        self.row: Row | None = None
+        self.begun: list[tuple[int, int]] = []
+        self.waited: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def run(self, *args: Any) -> Any:
+        self.begun.append(self._figures())
+        return self._forward.run(*args)
+
+    def finish(self) -> None:
+        self.waited.append(self._figures())
+        self._forward.finish()
+
+    def _figures(self) -> tuple[int, int]:
+        assert self.row is not None
+        return len(self.row.tokens), self.row.sequence.drawn
+
+
+def watching(*args: Any) -> Any:
+    forward = on_kernels(*args)
+    assert isinstance(forward, FusedForward)
+    return Watched(forward)
+
+
+async def test_a_crowd_s_prompts_do_not_keep_back_what_has_been_drawn(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=24)
+    prompts = [prompt(200, salt) for salt in range(2, 9)]
+    async with HandRig(folder, choose=watching, prefill_chunk=2048) as rig:
+        row = rig.forward.row = rig.submit(prompt(9), 20)
+        rig.step(4)
+        rows = [rig.submit(tokens, 6) for tokens in prompts]
+        rig.run()
+        assert row.tokens == alone(rig.model, prompt(9), 20)
+        for each, tokens in zip(rows, prompts, strict=True):
+            assert each.tokens == alone(rig.model, tokens, 6)
+    assert rig.forward.waited
+    assert all(got == drawn for got, drawn in rig.forward.waited)
+
+
+async def test_a_first_token_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama")
+    async with HandRig(folder, choose=watching) as rig:
+        row = rig.forward.row = rig.submit(prompt(20), 5)
+        rig.run()
+        assert row.tokens == alone(rig.model, prompt(20), 5)
+    # The first is there before the second is begun, and from then on one step is under way.
+    assert rig.forward.begun == [(0, 0), (1, 1), (1, 2), (2, 3), (3, 4)]
 
 
 class WrongRows(Portable):
