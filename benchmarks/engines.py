@@ -136,7 +136,13 @@ class OurEngine:
         request = GenerationRequest(
             model="",
             prompt=Tokens(row.prompt),
-            sampling=Sampling(temperature=row.temperature, top_p=row.top_p, seed=row.seed),
+            sampling=Sampling(
+                temperature=row.temperature,
+                top_p=row.top_p,
+                top_k=row.top_k,
+                min_p=row.min_p,
+                seed=row.seed,
+            ),
             stop=StopRules(ignore_eos=ignore_eos),
             max_tokens=row.max_tokens,
             constraint=constraint,

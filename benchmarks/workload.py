@@ -32,6 +32,8 @@ class Row:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 def text_of(words: int, seed: int) -> str:

@@ -54,6 +54,7 @@ def mlx_findings() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
+    from mlx_manager.mlx_server.engine.draws.report import draw_report
     from mlx_manager.mlx_server.engine.kv.kernels.report import kernel_report
     from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, load_fast_blas
 
@@ -65,9 +66,9 @@ def mlx_findings() -> Iterator[Finding]:
     blas = load_fast_blas()
     slow = blas.name.startswith("reference")
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
-    kernels = kernel_report()
-    advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
-    yield Finding("kernels", kernels.name, advice=advice)
+    for name, kernels in (("kernels", kernel_report()), ("sampling", draw_report())):
+        advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
+        yield Finding(name, kernels.name, advice=advice)
 
 
 def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:

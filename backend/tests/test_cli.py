@@ -86,6 +86,7 @@ def test_doctor_is_content_with_this_machine() -> None:
         "memory",
         "blas",
         "kernels",
+        "sampling",
         "disk",
         "port",
     } <= findings.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -36,9 +36,9 @@ def queued(arrays: Sequence[mx.array]) -> Steps[None]:
     yield from beside(partial(_evaluate, arrays))
 
 
-def one_by_one(launches: Sequence[mx.array]) -> Steps[None]:
+def one_by_one(launches: Iterable[mx.array]) -> Steps[None]:
     """Compute each of `launches` by itself, in their order, and pause after each: no two kernels
-    are compiled without a step of other models in between."""
+    are compiled without a step of other models in between. The next is put together then."""
     for launch in launches:
         yield from computed([launch])
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from secrets import randbits
-from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.engine.draws import MOST_TOKENS, DrawKernel, Wish, checked
+from mlx_manager.mlx_server.engine.draws.chances import chances, halves
 
 # The draw finds its block first and its token within the block.
 BLOCK = 64
@@ -87,22 +88,16 @@ class Asked:
         filtered: the numbers of those that exclude unlikely ones.
     """
 
-    HEAT: ClassVar[int] = 0
-    GREEDY: ClassVar[int] = 1
-    FLOOR: ClassVar[int] = 2
-    KEEP: ClassVar[int] = 3
-    MASS: ClassVar[int] = 4
-
     def __init__(self, rows: Sequence[SamplerState]) -> None:
         self.rows = rows
         self.greedy = [i for i, row in enumerate(rows) if row.greedy]
         self.filtered = [i for i, row in enumerate(rows) if row.filtered]
-        self._columns: dict[int, mx.array] = {}
+        self._columns: dict[Wish, mx.array] = {}
+        self._next: tuple[list[int], mx.array] = [], mx.array([])
 
     @cached_property
     def host(self) -> NDArray[np.float32]:
-        """(rows, 5). FLOOR is the logarithm of min_p, and KEEP how many of the best tokens top_k
-        leaves (0: all)."""
+        """(rows, len(Wish))."""
         return np.array(
             [
                 (
@@ -115,34 +110,45 @@ class Asked:
                 for row in self.rows
             ],
             np.float32,
-        ).reshape(-1, 5)
+        ).reshape(-1, len(Wish))
 
     @cached_property
-    def _device(self) -> mx.array:
+    def wishes(self) -> mx.array:
         """`host`, where a GPU need not fetch it."""
         return mx.array(self.host) + 0
 
     @cached_property
     def wants_best(self) -> mx.array:
         """(rows,) bool: the rows of `greedy`."""
-        return self.column(Asked.GREEDY)[:, 0] > 0
+        return self.column(Wish.GREEDY)[:, 0] > 0
 
     @cached_property
     def _seeds(self) -> NDArray[np.uint64]:
         return np.array([row.seed for row in self.rows], np.uint64)
 
+    @cached_property
+    def seeds(self) -> mx.array:
+        """(rows, 2) uint32, as `DrawKernel` takes them."""
+        return mx.array(halves(self._seeds)) + 0
+
     def chances(self, drawn: Sequence[int]) -> NDArray[np.float32]:
-        """(rows,) numbers in [0, 1) that decide each row's token after so many.
+        """(rows,) numbers in [0, 1) that decide each row's token after so many."""
+        return chances(self._seeds, drawn)
 
-        23 bits, so that their product with a float32 sum stays below that sum.
-        """
-        steps = (np.array(drawn, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        return (_mix(self._seeds + steps) >> np.uint64(41)).astype(np.float32) / np.float32(2**23)
+    def draw(self, kernel: DrawKernel, logits: mx.array, drawn: Sequence[int]) -> mx.array:
+        """A token of each row of `logits`, padding included, by `kernel`."""
+        expected, places = self._next
+        if expected != drawn:
+            places = mx.array(list(drawn), mx.uint32)
+        # Steps that follow one another take nothing from the host: a GPU stops to fetch it.
+        tokens, places = kernel.draw(logits, self.wishes, self.seeds, places)
+        self._next = [n + 1 for n in drawn], places
+        return tokens
 
-    def column(self, which: int) -> mx.array:
+    def column(self, which: Wish) -> mx.array:
         """(rows, 1), on the device."""
         if which not in self._columns:
-            self._columns[which] = self._device[:, which : which + 1]
+            self._columns[which] = self.wishes[:, which : which + 1]
         return self._columns[which]
 
     @cached_property
@@ -151,37 +157,37 @@ class Asked:
         return Asked([self.rows[i] for i in self.filtered])
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
     """Draw a token for each row.
 
     Args:
-        logits: (rows, vocabulary), any float dtype.
+        logits: (rows, vocabulary), any float dtype. More rows than `asked` has are padding.
         asked: what each row wants, in order.
         drawn: tokens of each row so far, those included that its state does not know of yet.
 
     Returns:
-        (rows,) uint32 token ids, not evaluated.
+        (rows,) uint32 token ids, not evaluated. There may be some for padding, too.
     """
     if any(row.adjusted for row in asked.rows):
-        logits = _adjust(logits.astype(mx.float32), asked.rows)
-    best = mx.argmax(logits, axis=-1)
+        logits = _adjust(logits[: len(asked.rows)].astype(mx.float32), asked.rows)
     if len(asked.greedy) == len(asked.rows):
-        return best
-    scaled = logits.astype(mx.float32) / asked.column(Asked.HEAT)
+        return mx.argmax(logits, axis=-1)
+    match checked(logits.dtype):
+        case DrawKernel() as kernel if logits.shape[-1] <= MOST_TOKENS:
+            return asked.draw(kernel, logits, drawn)
+    return sample_portably(logits[: len(asked.rows)], asked, drawn)
+
+
+def sample_portably(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
+    """What `DrawKernel` does, in MLX's own operations; some rows are not greedy."""
+    scaled = logits.astype(mx.float32) / asked.column(Wish.HEAT)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if asked.filtered:
         scaled = _filter(scaled, asked)
     tokens = _draw(mx.exp(scaled), mx.array(asked.chances(drawn)))
     if not asked.greedy:
         return tokens
-    return mx.where(asked.wants_best, best, tokens)
+    return mx.where(asked.wants_best, mx.argmax(logits, axis=-1), tokens)
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:
@@ -225,8 +231,8 @@ def _filter(scaled: mx.array, asked: Asked) -> mx.array:
 
 def _filtered(scaled: mx.array, asked: Asked) -> mx.array:
     # Relative to the best token, which is at 0: min_p needs no sort.
-    limit = asked.column(Asked.FLOOR)
-    if (asked.host[:, Asked.KEEP] > 0).any() or (asked.host[:, Asked.MASS] < 1.0).any():
+    limit = asked.column(Wish.FLOOR)
+    if (asked.host[:, Wish.KEEP] > 0).any() or (asked.host[:, Wish.MASS] < 1.0).any():
         limit = mx.maximum(limit, _nucleus(scaled, asked))
     return mx.where(scaled < limit, -mx.inf, scaled)
 
@@ -234,11 +240,11 @@ def _filtered(scaled: mx.array, asked: Asked) -> mx.array:
 def _nucleus(own: mx.array, asked: Asked) -> mx.array:
     """(rows, 1): the logit of the last token that top_k and then top_p keep."""
     vocabulary = own.shape[-1]
-    kept = asked.host[:, Asked.KEEP]
+    kept = asked.host[:, Wish.KEEP]
     enough = vocabulary if (kept == 0).any() else int(kept.max())
-    keep = asked.column(Asked.KEEP)
+    keep = asked.column(Wish.KEEP)
     keep = mx.where(keep > 0, keep, vocabulary)
-    mass = asked.column(Asked.MASS)
+    mass = asked.column(Wish.MASS)
     if enough > CANDIDATES and vocabulary > CANDIDATES and mx.default_device() == mx.cpu:
         head = _descending(mx.topk(own, CANDIDATES, axis=-1))
         within = mx.exp(head).sum(-1, keepdims=True) >= mass * mx.exp(own).sum(-1, keepdims=True)
@@ -337,9 +343,10 @@ def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array,
     return mx.array(rows), mx.array(tokens), mx.array(values, mx.float32)
 
 
-def every_way(logits: mx.array) -> list[mx.array]:
+def every_way(logits: mx.array) -> Iterator[mx.array]:
     """Draws from `logits`, (2, vocabulary), in every way that requests may ask for, one of each:
-    what a device compiles for them, it then has."""
+    what a device compiles for them, it then has, and kernels are checked. Nothing is evaluated, but
+    by those checks."""
     known = -(-logits.shape[-1] // 32)
     masked = partial(SamplerState, mask=np.full(known, -1, np.int32))
     greedy, warm = SamplerState(Sampling(temperature=0.0)), SamplerState(Sampling())
@@ -352,7 +359,9 @@ def every_way(logits: mx.array) -> list[mx.array]:
     )
     ways = [(greedy, greedy), (greedy, warm), (warm, warm), (greedy, nucleus), (few, few)]
     ways += [(biased, warm), (greedy, masked(Sampling())), (masked(Sampling()),) * 2]
-    drawn = [sample(logits, Asked(way), (0, 0)) for way in ways]
-    chosen = drawn[0][mx.array([0])]
-    scored = (logprobs(logits[mx.array([0])], chosen, best) for best in (0, 2))
-    return [*drawn, chosen, *(array for scores in scored for array in scores)]
+    for way in ways:
+        yield sample(logits, Asked(way), (0, 0))
+    chosen = mx.argmax(logits, axis=-1)[mx.array([0])]
+    yield chosen
+    for best in (0, 2):
+        yield from logprobs(logits[mx.array([0])], chosen, best)

@@ -394,7 +394,6 @@ class TextEngine:
             # With nothing to draw, something must still be waited for.
             tokens = mx.argmax(logits, axis=-1)
         else:
-            logits = logits[: len(crew.rows)]
             tokens = sample(logits, crew.asked, [row.drawn for row in crew.rows])
             scores.add_drawn(logits, crew.rows, tokens)
         mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]

@@ -29,12 +29,14 @@ CUDA_TYPES = {
     mx.float16: "__half",
     mx.float32: "float",
     mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
 }
 METAL_TYPES = {
     mx.bfloat16: "bfloat16_t",
     mx.float16: "float16_t",
     mx.float32: "float",
     mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
 }
 
 

@@ -46,6 +46,22 @@ inline void __syncthreads() { group::block_barrier(); }
 inline void __syncwarp() { group::warp_barrier(); }
 inline void __threadfence() {}
 inline int atomicAdd(int* p, int x) { int old = *p; *p += x; return old; }
+inline unsigned atomicAdd(unsigned* p, unsigned x) { unsigned old = *p; *p += x; return old; }
+inline unsigned atomicMax(unsigned* p, unsigned x) {
+  unsigned old = *p;
+  *p = std::max(old, x);
+  return old;
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 using Strides = std::array<int64_t, 8>;
 using Shape = std::array<int32_t, 8>;
 

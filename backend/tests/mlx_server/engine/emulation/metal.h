@@ -1,4 +1,4 @@
-// What attention.metal needs of the Metal Shading Language, on a CPU.
+// What the kernels need of the Metal Shading Language, on a CPU.
 #pragma once
 #include <algorithm>
 
@@ -10,6 +10,7 @@
 
 struct uint3 { unsigned x, y, z; };
 typedef unsigned short ushort;
+typedef uint64_t ulong;
 
 struct bfloat16_t {
   uint16_t bits;
@@ -38,8 +39,21 @@ inline int max(int a, int b) { return std::max(a, b); }
 inline int min(int a, int b) { return std::min(a, b); }
 inline float exp2(float x) { return std::exp2(x); }
 inline float rsqrt(float x) { return 1.f / std::sqrt(x); }
+inline float min(float a, float b) { return std::min(a, b); }
 inline float simd_shuffle_xor(float x, ushort lanes) {
   return group::exchange(x, group::lane() ^ lanes);
+}
+template <typename T>
+T simd_shuffle(T x, ushort lane) {
+  return group::exchange(x, lane);
+}
+enum memory_order { memory_order_relaxed };
+struct atomic_uint { unsigned value; };
+inline void atomic_store_explicit(atomic_uint* p, unsigned x, memory_order) { p->value = x; }
+inline unsigned atomic_load_explicit(atomic_uint* p, memory_order) { return p->value; }
+inline void atomic_fetch_add_explicit(atomic_uint* p, unsigned x, memory_order) { p->value += x; }
+inline void atomic_fetch_max_explicit(atomic_uint* p, unsigned x, memory_order) {
+  p->value = std::max(p->value, x);
 }
 enum class mem_flags { mem_threadgroup, mem_device };
 inline void threadgroup_barrier(mem_flags) { group::block_barrier(); }
@@ -47,6 +61,14 @@ namespace precise {
 inline float tanh(float x) { return std::tanh(x); }
 }
 }  // namespace metal
+
+template <typename To, typename From>
+To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
 
 template <typename Kernel>
 void launch(uint3 grid, uint3 block, Kernel kernel) {

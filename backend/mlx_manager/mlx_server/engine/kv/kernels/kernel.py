@@ -242,3 +242,15 @@ def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True)
         shared_memory=text.shared_memory,
     )
     return kernel
+
+
+def compiled_for_metal(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
+    kernel: Kernel = mx.fast.metal_kernel(  # type: ignore[assignment]
+        name=text.unique_name,
+        input_names=list(text.inputs),
+        output_names=list(text.outputs),
+        source=text.body,
+        header=text.header,
+        ensure_row_contiguous=ensure_row_contiguous,
+    )
+    return kernel

@@ -15,13 +15,14 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     Lengths,
     Rotary,
     Variant,
+    compiled_for_metal,
     flag,
     real,
     source,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
 
-_TYPES: dict[Any, str] = {
+TYPES: dict[Any, str] = {
     mx.bfloat16: "bfloat16_t",
     mx.float16: "float16_t",
     mx.float32: "float",
@@ -49,7 +50,7 @@ class MetalKernels:
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[Variant, _Pair] = {}
         self._rotate: dict[Rotary, Kernel] = {}
-        self._write = _compiled(write_source(shape), ensure_row_contiguous=False)
+        self._write = compiled_for_metal(write_source(shape), ensure_row_contiguous=False)
         self._no_sinks = mx.zeros((1,), mx.float32)
         self._no_norm = mx.zeros((1,), shape.dtype)
 
@@ -89,7 +90,7 @@ class MetalKernels:
         rotary: Rotary,
     ) -> mx.array:
         if rotary not in self._rotate:
-            self._rotate[rotary] = _compiled(rotate_source(self.shape, rotary))
+            self._rotate[rotary] = compiled_for_metal(rotate_source(self.shape, rotary))
         norms = head_norms or (self._no_norm, self._no_norm)
         tokens = qkv.shape[0]
         (queries,) = self._rotate[rotary](
@@ -185,20 +186,20 @@ class _Pair:
     @staticmethod
     def build(shape: AttentionShape, variant: Variant) -> _Pair:
         return _Pair(
-            _compiled(attend_source(shape, variant)),
-            _compiled(merge_source(shape, sinks=variant.sinks)),
+            compiled_for_metal(attend_source(shape, variant)),
+            compiled_for_metal(merge_source(shape, sinks=variant.sinks)),
         )
 
 
 def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
     constants = (
-        f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
         f"{SIMDGROUPS}, {variant.window or 0}, {flag(variant.softcap is not None)}, "
         f"{flag(variant.sinks)}, {flag(variant.divided)}"
     )
     sets = f"{SIMDGROUPS} * (32 / kernels::lanes_per_token({shape.head_dim}))"
     heads = f"kernels::heads_per_block({shape.group})"
-    element, dim = _TYPES[shape.dtype], shape.head_dim
+    element, dim = TYPES[shape.dtype], shape.head_dim
     match variant.rotary:
         case None:
             inputs: tuple[str, ...] = ("q",)
@@ -230,7 +231,7 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
 def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
     """Declares `queries`: what the q/k/v projections made of a step."""
     constants = (
-        f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
         f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}"
     )
     return (
@@ -240,7 +241,7 @@ def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
 
 
 def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
-    constants = f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
+    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
     body = (
         f"kernels::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
         "threadgroup_position_in_grid, threadgroups_per_grid, int(thread_index_in_threadgroup));"
@@ -256,7 +257,7 @@ def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
 
 def write_source(shape: AttentionShape) -> KernelSource:
     body = (
-        f"kernels::write_token<{_TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        f"kernels::write_token<{TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
         "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 0;"
     )
@@ -270,7 +271,7 @@ def write_source(shape: AttentionShape) -> KernelSource:
 
 
 def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
-    constants = f"{_TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}"
+    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}"
     body = (
         f"{_fresh(shape, rotary, 'nullptr')}"
         f"kernels::rotate_and_write<{constants}>(queries, k_pool, v_pool, slots, k_pool_shape[1], "
@@ -289,15 +290,3 @@ def rotate_threads(shape: AttentionShape, tokens: int) -> int:
     """Of the launch that `rotate_source` is for: whole threadgroups."""
     heads = shape.q_heads + 2 * shape.kv_heads
     return -(-tokens * heads * 16 // THREADS) * THREADS
-
-
-def _compiled(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    kernel: Kernel = mx.fast.metal_kernel(  # type: ignore[assignment]
-        name=text.unique_name,
-        input_names=list(text.inputs),
-        output_names=list(text.outputs),
-        source=text.body,
-        header=text.header,
-        ensure_row_contiguous=ensure_row_contiguous,
-    )
-    return kernel

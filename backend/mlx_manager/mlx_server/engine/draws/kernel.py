@@ -1,0 +1,134 @@
+"""The kernel of draw.h as MLX's custom kernels take it, on NVIDIA and Apple GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.draws.wish import Wish
+from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    bounded,
+    compiled_for_cuda,
+    compiled_for_metal,
+    source,
+)
+
+# Of a block. One of Metal's may have fewer than 1 024, depending on the registers it takes.
+CUDA_THREADS = 1024
+METAL_THREADS = 256
+MOST_TOKENS = (1 << 20) - 1
+"""Of a vocabulary: weights are summed in 32-bit integers, 12 bits of each at a time."""
+
+INPUTS = ("logits", "wishes", "seeds", "drawn")
+OUTPUTS = ("tokens", "following")
+
+_TEXT = Path(__file__).with_name("draw.h")
+_ON_CUDA, _ON_METAL = _TEXT.with_suffix(".cu"), _TEXT.with_suffix(".metal")
+_CUDA_TYPES: dict[Any, str] = {**cuda.TYPES, mx.float32: "float"}
+
+
+def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
+    """The kernel for logits of `dtype` on the default device. Nothing is compiled before its first
+    use."""
+    if mx.default_device().type != mx.gpu:
+        return Unsupported("the default device is no GPU")
+    if mx.metal.is_available():
+        return DrawKernel(compiled_for_metal(metal_source(dtype)), METAL_THREADS)
+    device = cuda.cuda_device()
+    if isinstance(device, Unsupported):
+        return device
+    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), CUDA_THREADS)
+
+
+class DrawKernel:
+    """Draws every row's token in one launch, of a block of `threads` a row."""
+
+    def __init__(self, kernel: Kernel, threads: int) -> None:
+        self._kernel = kernel
+        self._threads = threads
+
+    def draw(
+        self, logits: mx.array, wishes: mx.array, seeds: mx.array, drawn: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """
+        Args:
+            logits: (rows, vocabulary), of `MOST_TOKENS` at most. Minus infinity excludes a token.
+            wishes: (rows that draw, len(Wish)) float32: the others are padding.
+            seeds: (rows that draw, 2) uint32, the lower half first. They and `drawn`, (rows that
+                draw,) uint32, decide what is drawn: see `chances`.
+
+        Returns:
+            (rows,) uint32 tokens, and what `drawn` is the next time.
+        """
+        rows = logits.shape[0]
+        tokens, following = self._kernel(
+            inputs=[logits, wishes, seeds, drawn],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+            output_shapes=[(rows,), drawn.shape],
+            output_dtypes=[mx.uint32, mx.uint32],
+        )
+        return tokens, following
+
+
+def cuda_source(dtype: mx.Dtype, threads: int = CUDA_THREADS) -> KernelSource:
+    warps = threads // 32
+    body = (
+        "const int row = blockIdx.x;\n"
+        f"auto scratch = kernels::shared_by_block<kernels::Scratch<{warps}>>();\n"
+        f"{_draw(_CUDA_TYPES[dtype], warps, 'threadIdx.x')}"
+    )
+    return KernelSource(
+        name="draw",
+        header=source(cuda.DEVICE_SOURCE, _ON_CUDA, _TEXT) + bounded(threads),
+        body=body,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+        shared_memory=scratch_bytes(warps),
+    )
+
+
+def metal_source(dtype: mx.Dtype, threads: int = METAL_THREADS) -> KernelSource:
+    warps = threads // 32
+    body = (
+        "const int row = int(threadgroup_position_in_grid.x);\n"
+        f"threadgroup kernels::Scratch<{warps}> shared;\n"
+        f"threadgroup kernels::Scratch<{warps}>* scratch = &shared;\n"
+        f"{_draw(metal.TYPES[dtype], warps, 'int(thread_index_in_threadgroup)')}"
+    )
+    return KernelSource(
+        name="draw",
+        header=source(_ON_METAL, _TEXT),
+        body=body,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+    )
+
+
+def scratch_bytes(warps: int) -> int:
+    """Of `Scratch` in draw.h."""
+    bins, numbers = 2 * 2048, 3
+    return 4 * (bins + numbers + 4 * warps)
+
+
+def _draw(element: str, warps: int, thread: str) -> str:
+    kinds = {Wish.GREEDY: "bool", Wish.KEEP: "int"}
+    wishes = ", ".join(
+        f"{kinds.get(wish, 'float')}(wishes[row * {len(Wish)} + {wish:d}])" for wish in Wish
+    )
+    return (
+        f"const int me = {thread};\n"
+        "if (row >= wishes_shape[0]) {\nif (me == 0) tokens[row] = 0;\nreturn;\n}\n"
+        "const kernels::Wide seed = kernels::Wide(seeds[2 * row + 1]) << 32 | seeds[2 * row];\n"
+        f"const kernels::Wishes wished = {{{wishes}, kernels::chance_of(seed, drawn[row])}};\n"
+        f"const int token = kernels::draw<{element}, {warps}>(logits + long(row) * "
+        "logits_shape[1], logits_shape[1], wished, scratch, me);\n"
+        "if (token >= 0) tokens[row] = token;\n"
+        "if (me == 0) following[row] = drawn[row] + 1;"
+    )
