@@ -2,7 +2,7 @@
 
 Streams start together, each a chat of its own whose prompt no cache has seen, greedy, of the same
 number of tokens. The peer gets the same BLAS, a listen backlog of 1 024 and as many decode slots
-as there are streams; `--as-installed` gives it none of these. `--url` adds a server that speaks
+as there are streams; `--as-installed` gives it the backlog alone. `--url` adds a server that speaks
 OpenAI's chat completions and serves the model of `--model` (repeatable).
 """
 

@@ -56,16 +56,15 @@ def our_server(model: Path, **settings: str) -> Iterator[Server]:
 def mlx_lm_server(model: Path, streams: int, as_installed: bool = False) -> Iterator[Server]:
     """`mlx_lm.server` that decodes `streams` together.
 
-    As installed it has its own backlog, its own BLAS and 32 streams.
+    As installed it has its own BLAS and 32 streams; the listen backlog is raised either way.
     """
     port = free_port()
-    if as_installed:
-        command = [sys.executable, "-m", "mlx_lm", "server"]
-    else:
-        launcher = str(ROOT / "benchmarks" / "mlx_lm_server.py")
-        command = [sys.executable, launcher, "--decode-concurrency", str(streams)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "mlx_lm_server.py")]
+    environment = {"PEER_BLAS": "own"} if as_installed else {}
+    if not as_installed:
+        command += ["--decode-concurrency", str(streams)]
     command += ["--model", str(model), "--port", str(port), "--log-level", "WARNING"]
-    with running("mlx_lm.server", command, port, {}, "default_model") as server:
+    with running("mlx_lm.server", command, port, environment, "default_model") as server:
         yield server
 
 

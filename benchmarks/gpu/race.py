@@ -40,7 +40,8 @@ from servers import (  # noqa: E402
     tokens_per_second,
 )
 
-TOKENS = 96
+# Tokens that rows decode: some 0.5 s, or what a run has besides would weigh as much.
+TOKENS = {"1b": 192, "8b": 96}
 Answers = dict[str, list[dict[str, Any]]]
 
 
@@ -99,7 +100,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             worker.wait()
         table = []
         for title in options.loads:
-            answers = take_turns(workers, lengths_of(title), options.rounds)
+            tokens = TOKENS.get(shape, 96)
+            answers = take_turns(workers, lengths_of(title), tokens, options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm"]
@@ -107,14 +109,15 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
     print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
 
 
-def take_turns(workers: Sequence[Worker], lengths: Sequence[int], rounds: int) -> Answers:
+def take_turns(
+    workers: Sequence[Worker], lengths: Sequence[int], tokens: int, rounds: int
+) -> Answers:
     answers: Answers = {worker.name: [] for worker in workers}
     first: dict[str, int | None] = {}
     for number in range(-1, rounds):
         for worker in workers if number % 2 else reversed(workers):
             # The first time compiles.
-            tokens = TOKENS if number >= 0 else 80
-            found = worker.measure(lengths, tokens, seed=100 + number)
+            found = worker.measure(lengths, tokens if number >= 0 else 80, seed=100 + number)
             if number >= 0:
                 answers[worker.name].append(found)
             else:
