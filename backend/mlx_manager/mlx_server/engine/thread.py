@@ -67,6 +67,19 @@ class Post:
         pass
 
 
+class Notice:
+    """Somebody on another thread waits for it, or for the thread's end."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def run(self) -> None:
+        self._function()
+
+    def abandon(self) -> None:
+        self._function()
+
+
 class Question:
     """Somebody in an event loop waits for what it returns or raises."""
 
@@ -131,6 +144,11 @@ class MLXThread:
     def post(self, message: Callable[[], None]) -> None:
         """Run `message` between steps. What it raises is logged: nobody waits for it."""
         self._put(Post(message))
+
+    def after_step(self, function: Callable[[], None]) -> None:
+        """Run `function` when all engines with work have made a step from now on, or the thread has
+        ended. From any thread."""
+        self._put(Notice(lambda: self._put(Notice(function))))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between steps and return what it returns.

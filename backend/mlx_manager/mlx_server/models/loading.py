@@ -49,12 +49,14 @@ from mlx_manager.mlx_server.models.weights import (
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish
+from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish, in_turns
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
+SOME_TOKENS = 500
+"""They are looked up within a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,8 @@ def loading(
             model = adapted(model, recipe.adapter)
         yield None
         tokenizer = yield from beside(partial(read_tokenizer, folder.path, config, limits))
-        longest = yield from beside(partial(longest_token, tokenizer))
-        adapter = get_adapter(config, source.id, tokenizer)
+        longest = yield from longest_token(tokenizer)
+        adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
         yield None
         weights, nbytes = yield from settled(model, source.id, limits, ledger)
         return LoadedModel(
@@ -183,10 +185,20 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) 
     )
 
 
-def longest_token(tokenizer: TokenizerWrapper) -> int:
-    # Not by its dictionary, which is made in one go, and nothing else in Python runs meanwhile.
-    tokens: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return max(len(token) for token in tokens if token is not None)
+def longest_token(tokenizer: TokenizerWrapper) -> Steps[int]:
+    """Not by its dictionary, which is made in one go, and nothing else in Python runs meanwhile."""
+    longest = 0
+
+    def measured() -> Iterator[None]:
+        nonlocal longest
+        for start in range(0, len(tokenizer), SOME_TOKENS):
+            ids = list(range(start, min(start + SOME_TOKENS, len(tokenizer))))
+            tokens: list[str | None] = tokenizer.convert_ids_to_tokens(ids)
+            longest = max(longest, *(len(token) for token in tokens if token is not None))
+            yield
+
+    yield from in_turns(measured())
+    return longest
 
 
 def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:

@@ -69,6 +69,8 @@ class Thread(Protocol):
 
     async def call(self, function: Callable[[], T]) -> T: ...
 
+    def after_step(self, function: Callable[[], None]) -> None: ...
+
 
 class ModelPoolManager:
     """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
@@ -430,7 +432,7 @@ class ModelPoolManager:
                         case Done():
                             return
                         case Aside() as aside:
-                            await asyncio.to_thread(aside.run)
+                            await asyncio.to_thread(aside.run, self._thread.after_step)
                         case None:
                             pass
             finally:

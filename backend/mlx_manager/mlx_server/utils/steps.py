@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from threading import Lock
+from functools import partial
+from threading import Event, Lock
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
+from mlx_manager.mlx_server.utils.slices import sliced
+
 T = TypeVar("T")
 Y = TypeVar("Y")
+After = Callable[[Callable[[], None]], None]
 
 TURN = 0.005
 """Seconds of work on the MLX thread after which other models get their turn."""
@@ -44,15 +49,32 @@ class Aside(Generic[T]):
         self._work = work
         self._outcome: Done[T] | Exception | None = None
         self._working = Lock()
+        self._go_on = Event()
+        self._abandoned = False
 
-    def run(self) -> None:
-        """Do it, once. A failure is kept for who asks for the result."""
+    def run(self, after_step: After | None = None) -> None:
+        """Do it, once. A failure is kept for who asks for the result.
+
+        after_step: calls what it is given once the step under way is done. With it the work is cut
+        into slices, so that a step meets one at most.
+        """
         with self._working:
             if self._outcome is None:
-                try:
-                    self._outcome = Done(self._work())
-                except BROKEN as error:
-                    self._outcome = error
+                with sliced(partial(self._wait, after_step)) if after_step else nullcontext():
+                    self._do()
+
+    def _do(self) -> None:
+        try:
+            self._outcome = Done(self._work())
+        except BROKEN as error:
+            self._outcome = error
+
+    def _wait(self, after_step: After) -> None:
+        self._go_on.clear()
+        # Who abandons the work may be the thread that steps.
+        if not self._abandoned:
+            after_step(self._go_on.set)
+            self._go_on.wait()
 
     def result(self) -> T:
         self.run()
@@ -65,6 +87,8 @@ class Aside(Generic[T]):
 
     def abandon(self) -> None:
         """Wait for it if it is under way, and otherwise see to it that it never is."""
+        self._abandoned = True
+        self._go_on.set()
         with self._working:
             self._outcome = self._outcome or RuntimeError("nobody waits for it any more")
 

@@ -241,6 +241,39 @@ async def test_a_message_sent_by_another_waits_for_the_engines_to_step(thread: M
     assert seen == [0, 1, 2, 3]
 
 
+async def test_who_waits_for_a_step_gets_a_whole_one(thread: MLXThread) -> None:
+    work, begun, go_on, stepped = Work(), threading.Event(), threading.Event(), threading.Event()
+    steps: list[int] = []
+
+    def hold() -> None:
+        work.add(1000)
+        begun.set()
+        assert go_on.wait(30)
+
+    def done() -> None:
+        steps.append(work.done)
+        stepped.set()
+
+    await thread.call(lambda: thread.attach(work))
+    thread.post(hold)
+    assert begun.wait(30)
+    thread.after_step(done)
+    go_on.set()
+    assert stepped.wait(30)
+    # The message is read after the first one, and another is whole.
+    assert steps == [2]
+
+
+async def test_nobody_waits_for_a_step_of_a_thread_that_has_no_work_or_has_ended() -> None:
+    thread, idle, ended = MLXThread(), threading.Event(), threading.Event()
+    thread.start()
+    thread.after_step(idle.set)
+    assert idle.wait(30)
+    thread.close()
+    thread.after_step(ended.set)
+    assert ended.is_set()
+
+
 async def test_a_closed_thread_refuses() -> None:
     thread = MLXThread()
     with pytest.raises(ServerNotReady):

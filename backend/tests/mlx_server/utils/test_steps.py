@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from mlx_manager.mlx_server.utils.slices import SLICE
 from mlx_manager.mlx_server.utils.steps import (
     TURN,
     Aside,
@@ -17,6 +18,9 @@ from mlx_manager.mlx_server.utils.steps import (
     in_turns,
     whereabouts,
 )
+
+LONG = range(int(2e9 * SLICE))
+"""Summed up in many slices of any machine's time."""
 
 
 def reading(work: Any) -> Steps[str]:
@@ -87,6 +91,38 @@ def test_what_has_not_begun_when_its_steps_are_closed_never_does():
     steps.close()
     aside.run()
     assert not done
+
+
+def test_long_work_waits_for_others_to_step():
+    asked: list[int] = []
+
+    def after_step(go_on: Callable[[], None]) -> None:
+        asked.append(len(asked))
+        go_on()
+
+    aside = Aside(lambda: sum(LONG))
+    aside.run(after_step)
+    assert asked
+    assert aside.result() == sum(LONG)
+
+
+def test_steps_that_are_closed_wait_for_no_step_that_never_comes():
+    waiting, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        sum(LONG)
+        sum(LONG)
+        done.set()
+
+    steps = beside(work)
+    aside = advance(steps)
+    assert isinstance(aside, Aside)
+    other = threading.Thread(target=aside.run, args=(lambda go_on: waiting.set(),))
+    other.start()
+    assert waiting.wait(30)
+    steps.close()
+    assert done.is_set()
+    other.join()
 
 
 def test_work_pauses_after_what_takes_long_and_after_as_much_that_does_not():
