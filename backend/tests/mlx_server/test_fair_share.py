@@ -13,6 +13,8 @@ from mlx_manager.mlx_server.services.keys import add_key
 CHAT = "/v1/chat/completions"
 ROWS = 2
 FLOOD = 6
+MANY = 100
+"""Rows that take turns on a CPU once another key has been there."""
 
 
 def body(text: str, tokens: int) -> dict[str, object]:
@@ -62,4 +64,37 @@ async def test_a_key_is_answered_while_another_has_every_row(tmp_path: Path) -> 
             for task in flood:
                 task.cancel()
             await asyncio.gather(*flood, return_exceptions=True)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def answer(client: httpx.AsyncClient, text: str) -> str:
+    asked = {**body(text, 24), "temperature": 0, "stream": False}
+    reply = await client.post(CHAT, json=asked)
+    assert reply.status_code == 200
+    content: str = reply.json()["choices"][0]["message"]["content"]
+    return content
+
+
+async def test_answers_of_many_rows_that_two_keys_share_are_those_given_alone(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.toml"
+    tokens = {name: add_key(file, name, {}) for name in ("alice", "bob")}
+    with live_server(tmp_path / "log", api_keys_file=file) as server:
+
+        def client(name: str) -> httpx.AsyncClient:
+            headers = {"authorization": f"Bearer {tokens[name]}"}
+            limits = httpx.Limits(max_connections=None)
+            return httpx.AsyncClient(
+                base_url=server.url, headers=headers, timeout=120, limits=limits
+            )
+
+        async with client("alice") as alice, client("bob") as bob:
+            questions = [f"What is {n} + {n + 3}?" for n in range(5)]
+            alone = {question: await answer(alice, question) for question in questions}
+            asked = [questions[n % 5] for n in range(MANY)]
+            clients = [bob if n % 10 == 0 else alice for n in range(MANY)]
+            pairs = zip(clients, asked, strict=True)
+            answers = await asyncio.gather(*(answer(who, text) for who, text in pairs))
+            assert answers == [alone[text] for text in asked]
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -16,6 +16,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import (
+    ABREAST_ON_CPU,
     Chunk,
     Decode,
     NotApplicable,
@@ -161,6 +162,7 @@ class JoinedForward(OnPages):
     """All tokens of a step in one pass, by joined products; made by `joining`."""
 
     kind: ClassVar[str] = "fused"
+    abreast: int = ABREAST_ON_CPU
 
     def __init__(self, common: Common, layers: Sequence[JoinedLayer], page_size: int) -> None:
         self._page_size = page_size

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
@@ -30,6 +31,9 @@ JUST_BEGUN_AHEAD = 16
 # So many of them have a claim at most where steps are long: whoever comes while a larger burst
 # begins would wait for steps of whole chunks, one after another.
 MOST_BEGUN = 16
+# Steps for which rows take turns after several owners were here at once: who comes back after a
+# minute or two finds short steps, and a crowd that has the engine to itself goes on at its best.
+LATELY = 4096
 
 
 class Admission(Enum):
@@ -79,6 +83,9 @@ class Scheduler:
             attached, and prompts are cut at their last page border so that something can be.
         horizon: tokens ahead that running rows get pages for, all of them at once, where there is
             plenty: their tables then change in few steps.
+        abreast: running rows that are enough for a step, or 0 where it is best for all of them to
+            go at once. Where several owners want the engine, and there are twice as many or more,
+            they take turns, so that whoever comes waits for a shorter step.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Scheduler:
         reuse: bool,
         restore: Callable[[Sequence, object], None] | None = None,
         horizon: int = 0,
+        abreast: int = 0,
     ) -> None:
         self.pool = pool
         self.waiting: list[Sequence] = []
@@ -102,6 +110,7 @@ class Scheduler:
         self._reuse = reuse
         self._restore = restore
         self._horizon = horizon
+        self._abreast = abreast
         self._steps = 0
         self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
@@ -113,6 +122,8 @@ class Scheduler:
         self._gave_way = False
         # The first step that may find one of the running rows without the page it needs.
         self._short_at = 0
+        # The last step before which several owners were here.
+        self._contested_at = -LATELY
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.running
@@ -188,13 +199,24 @@ class Scheduler:
         self._refused = None
         if self._steps >= self._short_at:
             self._make_room()
-        chosen = Schedule(list(self.running))
+        chosen = Schedule(self._turn())
         self._prefill(chosen, budget)
         for row in chosen.rows:
             row.computed += 1
+            row.stepped_at = self._steps
         if self._shares.contested:
+            self._contested_at = self._steps
             self._charge(chosen)
         return chosen
+
+    def _turn(self) -> list[Sequence]:
+        """The running rows whose turn it is: those that have waited longest, if they take turns."""
+        together = self._steps - self._contested_at > LATELY
+        turns = len(self.running) // self._abreast if self._abreast and not together else 1
+        if turns <= 1:
+            return list(self.running)
+        most = -(-len(self.running) // turns)
+        return sorted(self.running, key=attrgetter("stepped_at"))[:most]
 
     def _prefill(self, chosen: Schedule, budget: Budget) -> None:
         """Admit what there is room for, and choose the prompt tokens of this step.
@@ -223,7 +245,7 @@ class Scheduler:
             sequence.computed += prefill.tokens
             chosen.prefills.append(prefill)
             if prefill.final:
-                sequence.joined_at = self._steps
+                sequence.joined_at = sequence.stepped_at = self._steps
                 self.prefilling.remove(sequence)
                 self.running.append(sequence)
                 self._joining.append(sequence)

@@ -43,8 +43,8 @@ class Sequence:
         prompt_scores: of the prompt's tokens but the first, where they are asked for.
         parsed: events of the last token of a guided row, parsed before the next step is queued.
         ended: nothing more is wanted of this row; results still under way are dropped.
-        submitted_at, joined_at: by the scheduler's count of steps, when it came, and when its
-            prompt was done.
+        submitted_at, joined_at, stepped_at: by the scheduler's count of steps, when it came, when
+            its prompt was done, and when its last token was drawn.
         queued_at, admitted_at, read_at: by the engine's clock, when it came, when its prompt was
             first worked on, and when its last token was read; 0 before.
     """
@@ -89,7 +89,7 @@ class Sequence:
         self.started = False
         self.outcome: FinishReason | None = None
         self.ended = False
-        self.submitted_at = self.joined_at = 0
+        self.submitted_at = self.joined_at = self.stepped_at = 0
         self.queued_at = self.admitted_at = self.read_at = 0.0
         self._committed = 0
         self._node: Node = ROOT

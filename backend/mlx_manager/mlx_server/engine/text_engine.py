@@ -204,6 +204,7 @@ class TextEngine:
             reuse=reuse,
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
             horizon=self._forward.horizon,
+            abreast=self._forward.abreast,
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
         most = chunk_of(self._limits)
@@ -219,7 +220,7 @@ class TextEngine:
         # The rows of the last step, as they were scheduled and as they went through it.
         self._given: list[Sequence] = []
         self._crew = Crew(())
-        # The first step before which one of them may have drawn all its tokens.
+        # The first step before which a running row may have drawn all its tokens.
         self._full_at = 0
         # The row whose own output is being worked on, and whose failure is nobody else's.
         self._at_fault: Sequence | None = None
@@ -363,6 +364,8 @@ class TextEngine:
         full = [row for row in running if row.drawn >= row.limit] if checked else []
         for row in full:
             running.remove(row)
+        if checked:
+            self._full_at = self._steps + min([r.limit - r.drawn for r in running], default=0)
         schedule = self._scheduler.schedule(self._pace.budget(self._scheduler.beginning))
         running += full
         if not schedule:
@@ -406,7 +409,6 @@ class TextEngine:
         if rows != self._given:
             order = self._forward.order([r.key for r in rows], [r.computed for r in rows])
             self._given, self._crew = rows, Crew([rows[i] for i in order])
-            self._full_at = self._steps + min([r.limit - r.drawn for r in rows], default=0)
         return self._crew
 
     def _decode(self, crew: Crew, last: Step | None) -> Decode:
@@ -415,10 +417,7 @@ class TextEngine:
         elif last.crew is crew:
             tokens = last.tokens
         else:
-            place = {row.key: i for i, row in enumerate(last.crew.rows)}
-            places = [place[key] for key in crew.keys]
-            same = places == list(range(len(place)))
-            tokens = last.tokens if same else last.tokens[mx.array(places)]
+            tokens = _newest(crew.rows, last)
         return Decode(crew.keys, crew.tables, [row.computed for row in crew.rows], tokens)
 
     def _read(self, step: Step) -> None:
@@ -787,6 +786,21 @@ def with_chunk(
         tokens //= 2
         working = working_bytes(model, forward, tokens, limits.max_rows)
     return replace(limits, prefill_chunk=tokens), working
+
+
+def _newest(rows: list[Sequence], last: Step) -> mx.array:
+    """The rows' newest tokens: of those that `last` draws for, where it will have them."""
+    known = [row for row in rows if not row.pending]
+    if len(known) == len(rows):
+        return mx.array([row.tokens[-1] for row in rows], mx.uint32)
+    place = {row.key: i for i, row in enumerate(last.crew.rows)}
+    tokens = last.tokens
+    if known:
+        place |= {row.key: i for i, row in enumerate(known, tokens.size)}
+        tokens = mx.concatenate([tokens, mx.array([row.tokens[-1] for row in known], mx.uint32)])
+    places = [place[row.key] for row in rows]
+    same = places == list(range(len(place)))
+    return tokens if same else tokens[mx.array(places)]
 
 
 def _chunk(prefill: Prefill) -> Chunk:

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.sampling import SamplerState
-from mlx_manager.mlx_server.engine.scheduler import Schedule, Scheduler
+from mlx_manager.mlx_server.engine.scheduler import LATELY, Schedule, Scheduler
 from mlx_manager.mlx_server.engine.sequence import Sequence
 
 NOBODY: Any = None
@@ -55,6 +55,7 @@ class World:
     reuse: bool = True
     states: bool = False
     horizon: int = 0
+    abreast: int = 0
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     prompt_tokens: int = 0
     forgotten: list[Sequence] = field(default_factory=list)
@@ -70,6 +71,7 @@ class World:
             reuse=self.reuse,
             restore=self.restore if self.states else None,
             horizon=self.horizon,
+            abreast=self.abreast,
         )
 
     def grow(self, lacking: int, *, urgent: bool) -> bool:
@@ -177,8 +179,9 @@ class Days(RuleBasedStateMachine):
         reuse=st.booleans(),
         states=st.booleans(),
         page_size=st.sampled_from([1, 3, 4]),
+        abreast=st.sampled_from([0, 1, 2]),
     )
-    def begin(self, max_rows: int, reuse: bool, states: bool, page_size: int) -> None:
+    def begin(self, max_rows: int, reuse: bool, states: bool, page_size: int, abreast: int) -> None:
         # Room for the longest row of all by itself, and for little else.
         self.world = World(
             most=-(-60 // page_size) + 2,
@@ -186,6 +189,7 @@ class Days(RuleBasedStateMachine):
             max_rows=max_rows,
             reuse=reuse,
             states=states and reuse,
+            abreast=abreast,
         )
         self.rows: list[Sequence] = []
 
@@ -555,6 +559,59 @@ def test_a_full_queue_still_takes_in_who_has_less_than_its_part() -> None:
     for n in range(5):
         world.submit(distinct(8, 50 + n), 5, "single")
     assert not world.scheduler.may_queue(row([1], 1, "single"), 10)
+
+
+def crowd(abreast: int) -> tuple[World, list[Sequence]]:
+    """Seven running rows of one key, and one of another."""
+    world = World(most=20_000, max_rows=9, abreast=abreast)
+    rows = [world.submit(distinct(8, n), 10_000, "flood") for n in range(7)]
+    world.step()
+    rows.append(world.submit(distinct(8, 99), 10_000, "single"))
+    # The others give way to it, once.
+    assert not world.step().rows
+    return world, rows
+
+
+@pytest.mark.parametrize(("abreast", "turns"), [(2, 4), (3, 2), (5, 1), (0, 1)])
+def test_where_keys_share_the_engine_many_rows_take_turns(abreast: int, turns: int) -> None:
+    world, rows = crowd(abreast)
+    taken = [world.step().rows for _ in range(12)]
+    assert {len(turn) for turn in taken} == {8 // turns}
+    for start in range(12 - turns):
+        each = [row.key for turn in taken[start : start + turns] for row in turn]
+        assert sorted(each) == [row.key for row in rows]
+
+
+def test_who_joins_rows_that_take_turns_waits_no_longer_than_they() -> None:
+    world, _ = crowd(3)
+    late = world.submit(distinct(4, 98), 100, "flood")
+    world.step()
+    assert late.drawn == 1
+    for _ in range(5):
+        before = late.drawn
+        for _ in range(3):
+            world.step()
+        assert late.drawn > before
+
+
+def test_one_keys_rows_go_all_at_once_however_many() -> None:
+    world = World(most=1000, max_rows=8, abreast=2)
+    rows = [world.submit(distinct(8, n), 20, "flood") for n in range(8)]
+    world.step()
+    for _ in range(5):
+        assert world.step().rows == rows
+
+
+def test_rows_go_all_at_once_again_when_no_other_key_has_come_for_long() -> None:
+    world, rows = crowd(2)
+    world.cancel(rows.pop())
+    taken = []
+    for _ in range(LATELY + 1):
+        taken.append(world.scheduler.schedule(at_most(4)).rows)
+        for row in taken[-1]:
+            row.append(1)
+    assert all(len(turn) < len(rows) for turn in taken[:-1])
+    assert taken[-1] == rows
 
 
 # ---------------------------------------------------------------------------------------------
