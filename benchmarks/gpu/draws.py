@@ -42,7 +42,7 @@ from mlx_manager.mlx_server.core import Sampling  # noqa: E402
 from mlx_manager.mlx_server.engine import sampling  # noqa: E402
 from mlx_manager.mlx_server.engine.draws import DrawKernel, Unsupported, checked  # noqa: E402
 from mlx_manager.mlx_server.engine.draws.check import Problem  # noqa: E402
-from mlx_manager.mlx_server.engine.draws.kernel import CUDA_THREADS, cuda_source  # noqa: E402
+from mlx_manager.mlx_server.engine.draws.kernel import Form, cuda_source  # noqa: E402
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably  # noqa: E402
 from workload import Row  # noqa: E402
@@ -132,24 +132,24 @@ def measure(
     return statistics.median(more) / chain, statistics.median(host)
 
 
-def in_blocks_of(threads: int) -> Draw:
-    kernel = DrawKernel(compiled_for_cuda(cuda_source(mx.bfloat16, threads)), threads)
+def in_form(form: Form) -> Draw:
+    kernel = DrawKernel(compiled_for_cuda(cuda_source(mx.bfloat16, form)), form.threads)
     return lambda logits, asked, drawn: asked.draw(kernel, logits, drawn)
 
 
-def time_draws(threads: Sequence[int]) -> None:
+def time_draws(forms: Sequence[Form]) -> None:
     table = []
     for rows in ROWS:
         logits = logits_of(rows, 2.0, rows)
         for name, ways in WAYS.items():
             # One draw by operations at a time: several would run beside each other.
             both = [measure(sample_portably, logits, ways, 1)]
-            both += [measure(in_blocks_of(n), logits, ways, CHAIN) for n in threads]
+            both += [measure(in_form(form), logits, ways, CHAIN) for form in forms]
             devices, hosts = ([f"{x * 1e6:,.0f}" for x in each] for each in zip(*both, strict=True))
             table.append([str(rows), name, *devices, *hosts[:2]])
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["rows", "asking for", "operations, device µs"]
-    columns += [f"kernel of {n} threads" for n in threads]
+    columns += [f"kernel, {form.threads} threads, {form.copies} copies" for form in forms]
     columns += ["operations, host µs", "kernel"]
     print_report("A draw from 128 256 logits, bf16", columns, table)
 
@@ -236,14 +236,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["draws", "agreement", "engine"])
     parser.add_argument("--shapes", nargs="*", default=["1b", "8b"], choices=SHAPES)
     parser.add_argument("--rows", type=int, default=32, help="in the engine")
-    parser.add_argument("--threads", type=int, nargs="*", default=[CUDA_THREADS, 512])
+    forms = ["1024x1", "1024x4", "1024x8", "512x4"]
+    parser.add_argument("--forms", nargs="*", default=forms, help="threads x copies of bins")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--memory", type=float, default=48, help="GB")
     options = parser.parse_args()
     if "draws" in options.parts:
-        time_draws(options.threads)
+        time_draws([Form(*map(int, form.split("x"))) for form in options.forms])
     if "agreement" in options.parts:
         compare(10 * options.rounds)
     if "engine" in options.parts:

@@ -55,10 +55,11 @@ FUNCTION int least(int x, int lane) {
   return x;
 }
 
-// What the threads of a block share.
-template <int WARPS>
+// What the threads of a block share. Lanes that meet in a bin wait for each other, unless they count
+// in different copies of it.
+template <int WARPS, int COPIES>
 struct Scratch {
-  Counter high[kBins], low[kBins];
+  Counter high[kBins * COPIES], low[kBins * COPIES];
   Counter chosen;
   float best[WARPS], bins[WARPS], sums[WARPS];
   int places[WARPS];
@@ -120,9 +121,10 @@ struct Row {
 // What lies at the distances of a search's bins: how many tokens, or, SUMS, how much weight. A
 // weight is counted in 2^-24 of that at the near end of its bin, in two parts so that neither
 // counter overflows.
-template <typename T, int WARPS, bool SUMS>
+template <typename T, int WARPS, int COPIES, bool SUMS>
 struct Tally {
-  SHARED Scratch<WARPS>* scratch;
+  SHARED Scratch<WARPS, COPIES>* scratch;
+  int lane;
   float top, scale;
   unsigned widest, prefix;
   int shift, bits;
@@ -133,7 +135,7 @@ struct Tally {
       const float distance = top - piece.at(j);
       const unsigned key = bits_of(distance);
       if (key <= widest && key >> (shift + bits) == prefix) {
-        const int bin = int(key >> shift & ((1u << bits) - 1));
+        const int bin = int(key >> shift & ((1u << bits) - 1)) * COPIES + lane % COPIES;
         if (SUMS) {
           const float near = float_of(key >> shift << shift);
           const float part = power_of_two((near - distance) * scale);
@@ -148,10 +150,14 @@ struct Tally {
   }
 
   FUNCTION float content(int bin) const {
-    const float low = float(read(&scratch->low[bin]));
-    if (!SUMS) return low;
+    unsigned high = 0, low = 0;
+    for (int i = bin * COPIES; i < (bin + 1) * COPIES; i++) {
+      low += read(&scratch->low[i]);
+      if (SUMS) high += read(&scratch->high[i]);
+    }
+    if (!SUMS) return float(low);
     const float near = float_of((prefix << bits | unsigned(bin)) << shift);
-    const float weight = float(read(&scratch->high[bin])) * 4096.0f + low;
+    const float weight = float(high) * 4096.0f + float(low);
     return weight > 0.0f ? weight / 16777216.0f * power_of_two(-near * scale) : 0.0f;
   }
 };
@@ -165,21 +171,21 @@ struct Border {
 
 // The farthest distance, up to `widest`, before which there is less than is wanted: tokens, or,
 // SUMS, a part of the weight of all of them but `excess`.
-template <bool SUMS, typename T, int WARPS>
-FUNCTION Border search(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS>* scratch, float top,
-                       float scale, unsigned widest, float wanted, float excess) {
+template <bool SUMS, typename T, int WARPS, int COPIES>
+FUNCTION Border search(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS, COPIES>* scratch,
+                       float top, float scale, unsigned widest, float wanted, float excess) {
   enum { EACH = kBins / (WARPS * 32) };
   const int me = row.warp * 32 + row.lane;
   Border found = {0, 0.0f, 0.0f};
-  Tally<T, WARPS, SUMS> tally = {scratch, top, scale, widest, 0, 31, 0};
+  Tally<T, WARPS, COPIES, SUMS> tally = {scratch, row.lane, top, scale, widest, 0, 31, 0};
   float target = wanted;
   for (int level = 0; level < kLevels; level++) {
     tally.bits = level == 0 ? 11 : 10;
     tally.shift -= tally.bits;
     tally.prefix = found.key;
-    for (int bin = me; bin < kBins; bin += WARPS * 32) {
-      clear(&scratch->high[bin]);
-      clear(&scratch->low[bin]);
+    for (int i = me; i < kBins * COPIES; i += WARPS * 32) {
+      clear(&scratch->high[i]);
+      clear(&scratch->low[i]);
     }
     if (me == 0) clear(&scratch->chosen);
     meet();
@@ -287,8 +293,8 @@ struct Search {
   }
 };
 
-template <typename T, int WARPS>
-FUNCTION Best<T> best_of(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS>* scratch) {
+template <typename T, int WARPS, int COPIES>
+FUNCTION Best<T> best_of(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS, COPIES>* scratch) {
   Best<T> best = {lowest(), 0};
   row.walk(best);
   UNROLL
@@ -308,9 +314,9 @@ FUNCTION Best<T> best_of(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS>* 
 }
 
 // The token of a row, for thread `me` of the block; known to one thread, -1 to all others.
-template <typename T, int WARPS>
+template <typename T, int WARPS, int COPIES>
 FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Wishes wishes,
-                  SHARED Scratch<WARPS>* scratch, int me) {
+                  SHARED Scratch<WARPS, COPIES>* scratch, int me) {
   const Row<T, WARPS> row = {logits, vocabulary, me / 32, me % 32};
   const Best<T> best = best_of(row, scratch);
   if (wishes.greedy) return me == 0 ? best.place : -1;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,30 @@ from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     source,
 )
 
-# Of a block. One of Metal's may have fewer than 1 024, depending on the registers it takes.
-CUDA_THREADS = 1024
-METAL_THREADS = 256
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Threads of a block, and copies of the bins that they count in, among which lanes are shared
+    out."""
+
+    threads: int
+    copies: int
+
+    @property
+    def constants(self) -> str:
+        return f"{self.threads // 32}, {self.copies}"
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of `Scratch` in draw.h."""
+        bins, numbers, arrays = 2 * 2048 * self.copies, 3, 4
+        return 4 * (bins + numbers + arrays * (self.threads // 32))
+
+
+ON_CUDA = Form(1024, 4)
+ON_METAL = Form(256, 1)
+"""A block may have fewer than 1 024 threads there, depending on its registers, and 32 KB."""
+
 MOST_TOKENS = (1 << 20) - 1
 """Of a vocabulary: weights are summed in 32-bit integers, 12 bits of each at a time."""
 
@@ -29,7 +51,6 @@ INPUTS = ("logits", "wishes", "seeds", "drawn")
 OUTPUTS = ("tokens", "following")
 
 _TEXT = Path(__file__).with_name("draw.h")
-_ON_CUDA, _ON_METAL = _TEXT.with_suffix(".cu"), _TEXT.with_suffix(".metal")
 _CUDA_TYPES: dict[Any, str] = {**cuda.TYPES, mx.float32: "float"}
 
 
@@ -39,11 +60,11 @@ def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     if mx.metal.is_available():
-        return DrawKernel(compiled_for_metal(metal_source(dtype)), METAL_THREADS)
+        return DrawKernel(compiled_for_metal(metal_source(dtype)), ON_METAL.threads)
     device = cuda.cuda_device()
     if isinstance(device, Unsupported):
         return device
-    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), CUDA_THREADS)
+    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), ON_CUDA.threads)
 
 
 class DrawKernel:
@@ -77,47 +98,39 @@ class DrawKernel:
         return tokens, following
 
 
-def cuda_source(dtype: mx.Dtype, threads: int = CUDA_THREADS) -> KernelSource:
-    warps = threads // 32
+def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
     body = (
         "const int row = blockIdx.x;\n"
-        f"auto scratch = kernels::shared_by_block<kernels::Scratch<{warps}>>();\n"
-        f"{_draw(_CUDA_TYPES[dtype], warps, 'threadIdx.x')}"
+        f"auto scratch = kernels::shared_by_block<kernels::Scratch<{form.constants}>>();\n"
+        f"{_draw(_CUDA_TYPES[dtype], form, 'threadIdx.x')}"
     )
     return KernelSource(
         name="draw",
-        header=source(cuda.DEVICE_SOURCE, _ON_CUDA, _TEXT) + bounded(threads),
+        header=source(cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT) + bounded(form.threads),
         body=body,
         inputs=INPUTS,
         outputs=OUTPUTS,
-        shared_memory=scratch_bytes(warps),
+        shared_memory=form.shared_memory,
     )
 
 
-def metal_source(dtype: mx.Dtype, threads: int = METAL_THREADS) -> KernelSource:
-    warps = threads // 32
+def metal_source(dtype: mx.Dtype, form: Form = ON_METAL) -> KernelSource:
     body = (
         "const int row = int(threadgroup_position_in_grid.x);\n"
-        f"threadgroup kernels::Scratch<{warps}> shared;\n"
-        f"threadgroup kernels::Scratch<{warps}>* scratch = &shared;\n"
-        f"{_draw(metal.TYPES[dtype], warps, 'int(thread_index_in_threadgroup)')}"
+        f"threadgroup kernels::Scratch<{form.constants}> shared;\n"
+        f"threadgroup kernels::Scratch<{form.constants}>* scratch = &shared;\n"
+        f"{_draw(metal.TYPES[dtype], form, 'int(thread_index_in_threadgroup)')}"
     )
     return KernelSource(
         name="draw",
-        header=source(_ON_METAL, _TEXT),
+        header=source(_TEXT.with_suffix(".metal"), _TEXT),
         body=body,
         inputs=INPUTS,
         outputs=OUTPUTS,
     )
 
 
-def scratch_bytes(warps: int) -> int:
-    """Of `Scratch` in draw.h."""
-    bins, numbers = 2 * 2048, 3
-    return 4 * (bins + numbers + 4 * warps)
-
-
-def _draw(element: str, warps: int, thread: str) -> str:
+def _draw(element: str, form: Form, thread: str) -> str:
     kinds = {Wish.GREEDY: "bool", Wish.KEEP: "int"}
     wishes = ", ".join(
         f"{kinds.get(wish, 'float')}(wishes[row * {len(Wish)} + {wish:d}])" for wish in Wish
@@ -127,7 +140,7 @@ def _draw(element: str, warps: int, thread: str) -> str:
         "if (row >= wishes_shape[0]) {\nif (me == 0) tokens[row] = 0;\nreturn;\n}\n"
         "const kernels::Wide seed = kernels::Wide(seeds[2 * row + 1]) << 32 | seeds[2 * row];\n"
         f"const kernels::Wishes wished = {{{wishes}, kernels::chance_of(seed, drawn[row])}};\n"
-        f"const int token = kernels::draw<{element}, {warps}>(logits + long(row) * "
+        f"const int token = kernels::draw<{element}, {form.constants}>(logits + long(row) * "
         "logits_shape[1], logits_shape[1], wished, scratch, me);\n"
         "if (token >= 0) tokens[row] = token;\n"
         "if (me == 0) following[row] = drawn[row] + 1;"

@@ -13,13 +13,14 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.draws import checked, kernel
 from mlx_manager.mlx_server.engine.draws.chances import chances, seed_of
 from mlx_manager.mlx_server.engine.draws.check import CHANCES, Problem, random_problem, wish
+from mlx_manager.mlx_server.engine.draws.kernel import Form
 from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably
 
 BF16, F16, F32, U32 = mx.bfloat16, mx.float16, mx.float32, mx.uint32
 DTYPES = (BF16, F16, F32)
-THREADS = 64
+SMALL = Form(64, 2)
 NEVER = 2**32 - 1
-WHOLE = {"cuda": kernel.CUDA_THREADS, "metal": kernel.METAL_THREADS}
+WHOLE = {"cuda": kernel.ON_CUDA, "metal": kernel.ON_METAL}
 
 
 def stored(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
@@ -33,30 +34,29 @@ class Emulated:
     def __init__(self, language, compile_entries):
         made = {"cuda": kernel.cuda_source, "metal": kernel.metal_source}[language]
         self.whole = WHOLE[language]
-        self._forms = [(dtype, THREADS) for dtype in DTYPES] + [(BF16, self.whole)]
+        self._forms = [(dtype, SMALL) for dtype in DTYPES] + [(BF16, self.whole)]
         entries = [
-            (made(dtype, threads), (dtype, F32, U32, U32), (U32, U32))
-            for dtype, threads in self._forms
+            (made(dtype, form), (dtype, F32, U32, U32), (U32, U32)) for dtype, form in self._forms
         ]
         self._library = compile_entries(entries)
 
-    def draw(self, logits, wishes, seeds, drawn, threads=THREADS):
+    def draw(self, logits, wishes, seeds, drawn, form=SMALL):
         rows, dtype = logits.shape[0], logits.dtype
         tokens, following = np.full(rows, NEVER, np.uint32), np.zeros(len(seeds), np.uint32)
         given = np.array(logits if dtype == F32 else logits.view(mx.uint16))
         self._library.call(
-            self._forms.index((dtype, threads)),
+            self._forms.index((dtype, form)),
             [given, *map(np.array, (wishes, seeds, drawn))],
             [tokens, following],
-            (rows * threads, 1, 1),
-            (threads, 1, 1),
+            (rows * form.threads, 1, 1),
+            (form.threads, 1, 1),
         )
         return mx.array(tokens), mx.array(following)
 
-    def solve(self, problem: Problem, dtype: mx.Dtype, threads: int = THREADS) -> np.ndarray:
+    def solve(self, problem: Problem, dtype: mx.Dtype, form: Form = SMALL) -> np.ndarray:
         logits = mx.array(problem.logits).astype(dtype)
         given = map(mx.array, (problem.wishes, *problem.origins))
-        return np.array(self.draw(logits, *given, threads)[0])
+        return np.array(self.draw(logits, *given, form)[0])
 
 
 @pytest.fixture(scope="module", params=["cuda", "metal"])
@@ -78,7 +78,7 @@ def test_every_row_draws_what_its_chance_says(emulated, dtype, vocabulary):
 
 
 def test_a_block_as_large_as_on_a_device_takes_several_turns(emulated):
-    vocabulary = 4 * 256 * emulated.whole // 32 + 296
+    vocabulary = 4 * 256 * emulated.whole.threads // 32 + 296
     problem = random_problem(vocabulary, BF16, CHANCES[2:3])
     some = Problem(problem.logits[::11], problem.wishes[::11], problem.chances[::11])
     assert some.mistake(emulated.solve(some, BF16, emulated.whole)) is None
