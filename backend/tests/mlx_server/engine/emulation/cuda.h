@@ -92,6 +92,7 @@ inline void forget_copies() {
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
 }
+inline void copy_async_once(void* to, const void* from, int bytes) { copy_async(to, from, bytes); }
 inline void copy_async_in_order(void* to, const void* from) { copy_async(to, from, 16); }
 inline void copy_async_cached(void* to, const void* from) { copy_async(to, from, 16); }
 inline void commit_copies() {

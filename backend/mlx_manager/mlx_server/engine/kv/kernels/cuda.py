@@ -32,9 +32,10 @@ _SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
 MOST_STAGES = 4
-# Blocks wanted on each multiprocessor in turn: more make the end of a launch evener, and cost
-# their starts and ends.
-WAVES = 2
+# Blocks wanted in the place of each that the device has room for at a time. Fewer than two leave
+# the end of a launch uneven by no more than what one block to a multiprocessor still reads at full
+# rate, and save every other block's start and end.
+WAVES = 1
 # Tokens that contexts have on average where blocks of few warps and stages do better: 64 rows of
 # 144 tokens take 16 instead of 20 us a layer of an 8B, of 640 tokens 52 instead of 49 (H200).
 SHORT = 384

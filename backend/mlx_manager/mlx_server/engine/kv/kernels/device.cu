@@ -17,6 +17,16 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
                "l"(from), "r"(bytes));
 }
 
+// The same for what is read once: the second-level cache gives it up before anything else.
+__device__ __forceinline__ void copy_async_once(void* to, const void* from, int bytes) {
+  unsigned long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "l"(policy));
+}
+
 // The same for all 16, where what follows them is copied soon after.
 __device__ __forceinline__ void copy_async_in_order(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
