@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +32,17 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.loading import LoadedModel, load
+from mlx_manager.mlx_server.models.loading import LoadedModel, loading
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
-from mlx_manager.mlx_server.utils.steps import finish
+from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, whereabouts
 from workload import Row
 
 load_fast_blas()
 
 T = TypeVar("T")
+LONG_PIECE = 2.0
+"""Seconds."""
 
 
 @dataclass(slots=True)
@@ -83,6 +86,21 @@ def decode_rate(traces: Sequence[Trace]) -> float:
     return sum(t.tokens_between(begin, end) for t in traces) / (end - begin)
 
 
+def told(steps: Steps[T]) -> T:
+    """All pieces of a load in one go; those that take seconds are told, with where they end."""
+    while True:
+        begun = time.perf_counter()
+        piece = advance(steps)
+        if isinstance(piece, Aside):
+            piece.run()
+        taken = time.perf_counter() - begun
+        if taken > LONG_PIECE:
+            print(f"{taken:.1f} s: {whereabouts(steps)}", file=sys.stderr, flush=True)
+        if isinstance(piece, Done):
+            result: T = piece.value
+            return result
+
+
 class OurEngine:
     """The text backend on its MLX thread, driven from an event loop of its own."""
 
@@ -99,8 +117,9 @@ class OurEngine:
     def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
         self.ledger = Ledger(self._limits.memory_limit or default_limit())
         set_memory_limit(self.ledger.limit)
-        loaded = load(ModelSource(str(model), model, "configured"), self._limits, self.ledger)
-        return loaded, finish(preparing(loaded, self.thread, EngineLimits(), self.ledger))
+        source = ModelSource(str(model), model, "configured")
+        loaded = told(loading(source, self._limits, self.ledger))
+        return loaded, told(preparing(loaded, self.thread, EngineLimits(), self.ledger))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

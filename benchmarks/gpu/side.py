@@ -2,11 +2,12 @@
 
     python benchmarks/gpu/side.py ours|mlx-lm|vllm FOLDER
 
-Reads a line of JSON for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`,
-and answers with a line: tokens per second while all rows decode, prompt tokens per second of a run
-of few tokens that nobody has seen before, and the memory that was in use at the worst moment beyond
-what was before (null where the side does not tell). With `"whole": true` ours answers with the
-tokens per second from submission to the last token of rows that nobody has seen before.
+Once the model is loaded it answers with a line of JSON that tells how it is run. Then it reads one
+for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`, and answers with a
+line: tokens per second while all rows decode, prompt tokens per second of a run of few tokens that
+nobody has seen before, and the memory that was in use at the worst moment beyond what was before
+(null where the side does not tell). With `"whole": true` ours answers with the tokens per second
+from submission to the last token of rows that nobody has seen before.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ FIRST_WORD = 300
 
 
 class Side(Protocol):
+    def told(self) -> dict[str, Any]:
+        """What there is to know of the model once it is loaded."""
+        ...
+
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]: ...
 
 
@@ -50,6 +55,10 @@ class Ours:
             memory_limit=int(float(os.environ.get("RACE_GB", "48")) * 1e9), weights=weights
         )
         self._engine = OurEngine(folder, limits)
+
+    def told(self) -> dict[str, Any]:
+        stats = self._engine.backend.stats()
+        return {"weights": self._engine.loaded.weights.name, "forward": stats.forward}
 
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
         import mlx.core as mx
@@ -81,6 +90,9 @@ class MlxLm:
         from engines import MlxLm
 
         self._engine = MlxLm(folder)
+
+    def told(self) -> dict[str, Any]:
+        return {}
 
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
         import mlx.core as mx
@@ -114,6 +126,9 @@ class Vllm:
             str(folder), gpu_memory_utilization=0.4, max_model_len=16384, max_num_seqs=128
         )
 
+    def told(self) -> dict[str, Any]:
+        return {}
+
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]:
         cold = self._seconds(prompts, LEAD)
         pairs = [
@@ -145,7 +160,7 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr
     side: Side = SIDES[sys.argv[1]](Path(sys.argv[2]))
-    print("{}", file=answers, flush=True)
+    print(json.dumps(side.told()), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         prompts = prompts_of(asked["lengths"], asked["seed"])
