@@ -13,7 +13,7 @@ class Pieces:
     What is queued keeps all that it works on until it has run.
 
     Args:
-        ahead: pieces that may be queued behind the one that the device is at.
+        ahead: pieces that may be queued when the next pass begins.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -23,22 +23,23 @@ class Pieces:
 
     @property
     def unfinished(self) -> bool:
-        """Whether some can only be queued when others have run."""
-        return bool(self._left)
+        """Whether some of it must have run before the next pass begins."""
+        return len(self._queued) + len(self._left) > self._ahead
 
     def add(self, piece: mx.array) -> None:
-        """The next piece, which is queued at once if so many may be: the device begins while the
-        host is still at the others."""
+        """The next piece. One more than may be ahead are queued at once: the device begins while
+        the host is still at the others."""
         if len(self._queued) <= self._ahead:
             self._queue(piece)
         else:
             self._left.append(piece)
 
     def finish(self) -> None:
-        """Queue those that are left, each when the one before the last has run."""
-        while self._left:
+        """Queue those that are left, each when an earlier one has run."""
+        while self.unfinished:
             mx.eval(self._queued.popleft())
-            self._queue(self._left.popleft())
+            if self._left:
+                self._queue(self._left.popleft())
 
     def _queue(self, piece: mx.array) -> None:
         mx.async_eval(piece)  # type: ignore[no-untyped-call]
