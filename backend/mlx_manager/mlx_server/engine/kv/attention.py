@@ -37,7 +37,14 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.kv.powers import attend_causal, attend_rows, block_of, pays
+from mlx_manager.mlx_server.engine.kv.powers import (
+    LEAST_PAGE,
+    attend_causal,
+    attend_pages,
+    attend_rows,
+    block_of,
+    pays,
+)
 from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
@@ -76,13 +83,22 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Paged:
+    """The pages of several rows, (rows, n), and what is to be added to scores of all that is in
+    them, (rows, 1, n, 1, page_size): 0, or -inf for what is not seen."""
+
+    table: Numbers
+    hidden: mx.array
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Spans attended in one call: rows `start` to `start + rows * queries` of the step.
 
     source: slot range of a single span, or the page table (rows, n) to gather.
     keys: how many of the keys gathered are read.
     mask: None, "causal", or bool, broadcastable to (rows, heads, queries, keys).
-    hidden: of several rows, the mask as what is added to scores.
+    pages: of rows that would be gathered, what is read where it is.
     """
 
     start: int
@@ -91,7 +107,7 @@ class Group:
     source: tuple[int, int] | Numbers
     keys: int
     mask: mx.array | str | None
-    hidden: mx.array | None = None
+    pages: Paged | None = None
 
     def read(self, store: LayerStore) -> tuple[mx.array, mx.array]:
         if isinstance(self.source, tuple):
@@ -222,7 +238,7 @@ class StepPlan:
         while i < len(self.spans):
             span = self.spans[i]
             taken = [span] if span.queries > 1 else self._alike(i)
-            if len(taken) == 1:
+            if len(taken) == 1 and (span.queries > 1 or span.table.neighbours):
                 groups.append(self._single(span, start, window))
             else:
                 groups.append(self._gathered(taken, start, window))
@@ -279,13 +295,11 @@ class StepPlan:
         if window is not None:
             visible &= places >= (last - window)[:, None]
         source, keys = Numbers(table), int(last.max())
-        visible = visible[:, :keys]
-        if visible.all():
-            return Group(start, len(spans), 1, source, keys, None)
-        mask = mx.array(visible[:, None, None])
         # Computed once for all layers, and only where it is used.
-        hidden = mx.where(mask, 0.0, -mx.inf)
-        return Group(start, len(spans), 1, source, keys, mask, hidden)
+        hidden = mx.where(mx.array(visible.reshape(-1, 1, pages, 1, size)), 0.0, -mx.inf)
+        visible = visible[:, :keys]
+        mask = None if visible.all() else mx.array(visible[:, None, None])
+        return Group(start, len(spans), 1, source, keys, mask, Paged(source, hidden))
 
     # -- for modules that attend by themselves ------------------------------------------------
 
@@ -488,21 +502,24 @@ def _attend_group(
     if group.queries > 1:
         out = _attend_chunk(own.transpose(2, 1, 0, 3), group, store, scale, sinks)
         return out.transpose(2, 1, 0, 3)
+    rows, heads, _, dim = own.shape
+    # The query heads that share a key head are its queries: one product instead of several.
+    shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
+    by_powers = sinks is None and pays(shared, rows * heads * group.keys)
+    if by_powers and group.pages is not None and store.page_size >= LEAST_PAGE:
+        out = attend_pages(shared, store, group.pages.table, scale, group.pages.hidden)
+        return out.reshape(rows, heads, 1, out.shape[-1])
     keys, values = group.read(store)
     own = store.after_write(own)
     if sinks is not None:
         return mx.fast.scaled_dot_product_attention(
             own, keys, values, scale=scale, mask=group.mask, sinks=sinks
         )
-    # The query heads that share a key head are its queries: one product instead of several.
-    rows, heads, _, dim = own.shape
-    shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
-    additive = group.mask is None or group.hidden is not None
-    if additive and pays(shared, rows * heads * keys.shape[2]):
-        out = attend_rows(shared, keys, values, scale, group.hidden)
+    if by_powers and group.mask is None:
+        out = attend_rows(shared, keys, values, scale)
     else:
         out = mx.fast.scaled_dot_product_attention(
-            shared, keys, values, scale=scale, mask=group.mask
+            store.after_write(shared), keys, values, scale=scale, mask=group.mask
         )
     return out.reshape(rows, heads, 1, out.shape[-1])
 

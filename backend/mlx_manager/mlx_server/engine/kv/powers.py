@@ -13,11 +13,15 @@ import sys
 import mlx.core as mx
 import numpy as np
 
+from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
+
 # With fewer scores, what is saved is less than what more operations cost.
 LEAST_SCORES = 1 << 12
 # Scores that a core's second cache holds beside their powers.
 CACHED_SCORES = 1 << 18
 LEAST_BLOCK = 16
+# Each page of fewer tokens is a product of its own, which is more than to gather it.
+LEAST_PAGE = 8
 _LOG2_E = math.log2(math.e)
 
 
@@ -64,26 +68,47 @@ def attend_causal(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
     return out.reshape(1, heads, count, values.shape[3])
 
 
-def attend_rows(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, hidden: mx.array | None
-) -> mx.array:
-    """Attention of rows to what each has before it, float32.
+def attend_rows(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of rows to all of what each has before it, float32.
 
     Args:
         queries: (rows, kv_heads, queries, dim).
         keys, values: (rows, kv_heads, seen, dim).
-        hidden: (rows, 1, 1, seen) 0, or -inf where a row has nothing to see.
 
     Returns:
         (rows, kv_heads, queries, dim of the values).
     """
     scores = (queries * (scale * _LOG2_E)) @ keys.swapaxes(2, 3)
-    if hidden is not None:
-        scores = scores + hidden
     weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
     *outer, seen = weights.shape
     sums = (weights.reshape(-1, seen) @ mx.ones((seen, 1))).reshape(*outer, 1)
     return (weights @ values) / sums
+
+
+def attend_pages(
+    queries: mx.array, store: LayerStore, table: Numbers, scale: float, hidden: mx.array
+) -> mx.array:
+    """The same over pages where they are, a product for each: to gather them takes as long.
+
+    Args:
+        queries: (rows, kv_heads, queries, dim).
+        table: (rows, n) pages.
+        hidden: (rows, 1, n, 1, page_size) 0, or -inf where a row has nothing to see.
+
+    Returns:
+        (rows, kv_heads, queries, dim of the values).
+    """
+    rows, heads, count, dim = queries.shape
+    size = store.page_size
+    row, page, product = table.for_products(heads, store.keys.shape[1] // size)
+    keys, values = store.in_pages()
+    own = (queries * (scale * _LOG2_E)).reshape(rows * heads, count, dim)
+    scores = mx.gather_mm(own, keys.swapaxes(1, 2), row, page) + hidden
+    most = mx.max(mx.max(scores, axis=4, keepdims=True), axis=2, keepdims=True)
+    weights = mx.power(2.0, scores - most)
+    sums = (weights.reshape(-1, size) @ mx.ones((size, 1))).reshape(*weights.shape[:4], 1)
+    parts = mx.gather_mm(weights.reshape(-1, count, size), values, product, page)
+    return mx.sum(parts, axis=2) / mx.sum(sums, axis=2)
 
 
 def gated_by(gate: mx.array, up: mx.array) -> mx.array:

@@ -38,6 +38,7 @@ class Numbers:
     def __init__(self, numbers: NDArray[np.int32]) -> None:
         self._numbers = numbers
         self._of_heads: dict[tuple[int, int], mx.array] = {}
+        self._places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
 
     @cached_property
     def array(self) -> mx.array:
@@ -50,6 +51,23 @@ class Numbers:
             first = np.arange(heads, dtype=np.int32)[:, None] * np.int32(each)
             self._of_heads[heads, each] = mx.array(self._numbers[..., None, :] + first)
         return self._of_heads[heads, each]
+
+    def for_products(self, heads: int, each: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Of each page's products, (rows, heads, n) uint32: the row's head, the page where `heads`
+        lie one after another, of `each` pages, and the product itself, counted from 0."""
+        if (heads, each) not in self._places:
+            rows, pages = self._numbers.shape
+            shape = rows, heads, pages
+            of = np.arange(rows * heads, dtype=np.uint32).reshape(rows, heads, 1)
+            first = np.arange(heads, dtype=np.uint32)[:, None] * np.uint32(each)
+            page = self._numbers[:, None].astype(np.uint32) + first
+            product = np.arange(rows * heads * pages, dtype=np.uint32).reshape(shape)
+            self._places[heads, each] = (
+                mx.array(np.broadcast_to(of, shape)),
+                mx.array(page),
+                mx.array(product),
+            )
+        return self._places[heads, each]
 
 
 class LayerStore:
@@ -155,6 +173,11 @@ class LayerStore:
         pages = self.keys.shape[1] // self.page_size
         index = self.after_write(table.of_heads(self.shape.kv_heads, pages))
         return self._gather(self.keys, index), self._gather(self.values, index)
+
+    def in_pages(self) -> tuple[mx.array, mx.array]:
+        """Keys and values as views (kv_heads * pages, page_size, dim), room included."""
+        size, of = self.page_size, self.shape
+        return self.keys.reshape(-1, size, of.key_dim), self.values.reshape(-1, size, of.value_dim)
 
     def slice(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
         """Slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""

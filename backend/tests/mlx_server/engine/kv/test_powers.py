@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from mlx_manager.mlx_server.engine.kv.powers import (
     LEAST_BLOCK,
     attend_causal,
+    attend_pages,
     attend_rows,
     block_of,
 )
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
 
 DIM = 8
+PAGE = 4
 
 
 def expected(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
@@ -76,25 +79,41 @@ def test_a_block_is_never_so_small_that_products_suffer() -> None:
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
+    value_dim=st.sampled_from([DIM, 5]),
     loud=st.sampled_from([1.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-def test_rows_see_what_is_not_hidden_from_them(
-    lengths: list[int], kv_heads: int, group: int, loud: float, seed: int
+def test_rows_see_what_is_not_hidden_from_them_of_their_own_pages(
+    lengths: list[int], kv_heads: int, group: int, value_dim: int, loud: float, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    rows, most = len(lengths), max(lengths)
+    rows, pages = len(lengths), -(-max(lengths) // PAGE)
+    table = random.permutation(rows * pages + 3)[: rows * pages].reshape(rows, pages)
+    slots = PAGE * (rows * pages + 3)
     queries = random.normal(size=(rows, kv_heads, group, DIM)) * loud
-    keys, values = random.normal(size=(2, rows, kv_heads, most, DIM))
-    hidden = np.where(np.arange(most) < np.array(lengths)[:, None], 0, -np.inf)[:, None, None]
-    arrays = [mx.array(a.astype(np.float32)) for a in (queries, keys, values, hidden)]
-    found = np.array(attend_rows(*arrays[:3], 0.3, arrays[3]))
+    keys = random.normal(size=(kv_heads, slots, DIM))
+    values = random.normal(size=(kv_heads, slots, value_dim))
+    store = LayerStore(LayerShape(kv_heads, DIM, value_dim, mx.float32), PAGE)
+    store.keys, store.values = (mx.array(a.astype(np.float32)) for a in (keys, values))
+    seen = np.arange(pages * PAGE) < np.array(lengths)[:, None]
+    hidden = np.where(seen, 0, -np.inf).reshape(rows, 1, pages, 1, PAGE)
+    given_arrays = [mx.array(a.astype(np.float32)) for a in (queries, hidden)]
+    numbers = Numbers(table.astype(np.int32))
+    found = np.array(attend_pages(given_arrays[0], store, numbers, 0.3, given_arrays[1]))
     for row, length in enumerate(lengths):
+        places = (table[row][:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:length]
         for head in range(kv_heads):
-            alone = expected(
-                queries[row, head][:, None],
-                keys[row, head][None, :length],
-                values[row, head][None, :length],
-                0.3,
-            )
+            own = keys[head][None, places], values[head][None, places]
+            alone = expected(queries[row, head][:, None], *own, 0.3)
             np.testing.assert_allclose(found[row, head], alone[:, 0], atol=1e-5 * max(loud, 2))
+
+
+def test_rows_of_neighbouring_pages_see_all_that_is_given() -> None:
+    random = np.random.default_rng(5)
+    queries = random.normal(size=(1, 2, 3, DIM))
+    keys, values = random.normal(size=(2, 1, 2, 40, DIM))
+    arrays = [mx.array(a.astype(np.float32)) for a in (queries, keys, values)]
+    found = np.array(attend_rows(*arrays, 0.3))
+    for head in range(2):
+        own = queries[0, head][:, None], keys[0, head][None], values[0, head][None]
+        np.testing.assert_allclose(found[0, head], expected(*own, 0.3)[:, 0], atol=2e-5)
