@@ -12,9 +12,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_manager.mlx_server.engine.choice import Reference, choose
-from mlx_manager.mlx_server.engine.forward import NotApplicable
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, NotApplicable
 from mlx_manager.mlx_server.engine.fused import Dense
 from mlx_manager.mlx_server.engine.joined import JoinedForward, joining
+from mlx_manager.mlx_server.engine.kv.attention import Span
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.utils.steps import finish
 
 PAGE = 16
@@ -49,6 +51,31 @@ def test_the_module_keeps_working_and_nothing_exists_twice() -> None:
     assert mx.get_active_memory() - used < 0.02 * weights
     np.testing.assert_allclose(np.array(before), np.array(model(tokens)), rtol=1e-5, atol=1e-5)
     assert isinstance(forward, JoinedForward)
+
+
+def test_steps_of_rows_and_a_chunk_that_are_put_together_ahead_write_their_pages_in_place() -> None:
+    forward = finish(joining(make("llama", {}), PAGE))
+    for store in forward.stores:
+        store.resize(60, most=100)
+    pages = [array for store in forward.stores for array in (store.keys, store.values)]
+    begin = [address(array) for array in pages]
+    del pages
+    tables = [PageTable(range(row, 20, 2)) for row in range(2)]
+    prompt = PageTable(range(20, 60))
+    tokens = mx.array([3, 4], mx.uint32)
+    for step in range(8):
+        chunk = Chunk(2, Span(prompt, 20 * (step + 1), 20), [5] * 20, False)
+        logits = forward.run(Decode([0, 1], tables, [80 + step] * 2, tokens), [chunk])
+        mx.eval(tokens)
+        tokens = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        del logits
+        mx.async_eval(tokens, forward.state())
+    mx.eval(tokens)
+    assert [address(a) for store in forward.stores for a in (store.keys, store.values)] == begin
+
+
+def address(array: mx.array) -> int:
+    return int(np.array(array, copy=False).ctypes.data)
 
 
 def test_weights_that_lie_by_columns_are_joined_by_columns() -> None:

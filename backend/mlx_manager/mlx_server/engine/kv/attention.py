@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -36,6 +37,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Splits,
     Unsupported,
 )
+from mlx_manager.mlx_server.engine.kv.lane import beside
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.powers import (
     LEAST_PAGE,
@@ -438,8 +440,12 @@ def attend(  # noqa: PLR0917
         if lacking:
             parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
     else:
-        groups = plan.groups(window)
-        parts = [_attend_group(queries, group, store, scale, sinks) for group in groups]
+        parts = []
+        for group in plan.groups(window):
+            # A load's checks have no steps of rows and chunks.
+            aside = beside() if group.queries > 1 and plan.spans[0].queries == 1 else nullcontext()
+            with aside:
+                parts.append(_attend_group(queries, group, store, scale, sinks))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     Reading,
     Span,
     StepPlan,
+    attend,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
@@ -240,6 +241,17 @@ def test_chunks_of_long_prompts_are_what_dense_attention_gives(sinks: bool) -> N
     agree(scene.case, scene.attend(), scene.expected())
 
 
+def test_rows_and_chunks_of_one_step_are_exactly_what_they_are_by_themselves() -> None:
+    rows = (*[Row(length, scattered=True) for length in (580, 600, 640)], Row(1100, queries=24))
+    scene = Scene(Case((*rows, Row(70, queries=30)), 4, 2, 64))
+    together = scene.attend()
+    queries = scene.fresh(scene.queries)
+    for spans, tokens in ((slice(0, 3), slice(0, 3)), (slice(3, None), slice(3, None))):
+        plan = StepPlan(scene.spans[spans], 16)
+        apart = attend(queries[tokens], scene.store, plan, scene.scale, None)
+        np.testing.assert_array_equal(together[tokens], np.array(apart)[:, :, 0])
+
+
 @pytest.mark.parametrize("window", [None, 190, 500])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_many_rows_are_what_dense_attention_gives(window: int | None, sinks: bool) -> None:
@@ -407,10 +419,11 @@ def test_a_lone_row_of_neighbouring_pages_is_read_where_it_lies() -> None:
     assert group.mask is None
 
 
+@pytest.mark.parametrize("chunks", [(), (Row(900, queries=20),)], ids=["rows", "and a chunk"])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_writing_a_step_does_not_copy_the_pool(scattered: bool) -> None:
+def test_writing_a_step_does_not_copy_the_pool(scattered: bool, chunks: tuple[Row, ...]) -> None:
     rows = tuple(Row(length, scattered=scattered) for length in (30, 45, 61, 100))
-    scene = Scene(Case(rows, 2, 1, 64))
+    scene = Scene(Case((*rows, *chunks), 2, 1, 64))
     scene.store.resize(8192)
     pool = scene.store.keys.nbytes
     assert pool >= 32 << 20
