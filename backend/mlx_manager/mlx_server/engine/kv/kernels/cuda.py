@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
     AttentionShape,
@@ -32,10 +33,12 @@ _SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
 MOST_STAGES = 4
-# Blocks wanted in the place of each that the device has room for at a time. Fewer than two leave
-# the end of a launch uneven by no more than what one block to a multiprocessor still reads at full
-# rate, and save every other block's start and end.
-WAVES = 1
+# Blocks wanted in the place of each that the device has room for at a time. Where contexts are
+# alike, up to so many times their average, one saves every other block's start and end; where they
+# are not, the end of a launch would be uneven.
+WAVES = 2
+WAVES_OF_ALIKE = 1
+ALIKE = 1.25
 # Tokens that contexts have on average where blocks of few warps and stages do better: 64 rows of
 # 144 tokens take 16 instead of 20 us a layer of an 8B, of 640 tokens 52 instead of 49 (H200).
 SHORT = 384
@@ -112,7 +115,8 @@ def _multiprocessors() -> int:
 class CudaLaunch:
     """Warps a block, shared-memory stages a warp, and what follows from them.
 
-    `fresh` is where a fused step's own data begins in the block's `shared_memory` bytes.
+    `fresh` is where a fused step's own data begins in the block's `shared_memory` bytes. `waves` of
+    blocks are wanted, whatever the contexts; by what they are if None.
     """
 
     warps: int
@@ -120,11 +124,15 @@ class CudaLaunch:
     shared_memory: int
     fresh: int
     resident: int
-    waves: int = WAVES
+    waves: int | None = None
 
     @staticmethod
     def of(
-        shape: AttentionShape, device: CudaDevice, warps: int, stages: int, waves: int = WAVES
+        shape: AttentionShape,
+        device: CudaDevice,
+        warps: int,
+        stages: int,
+        waves: int | None = None,
     ) -> CudaLaunch:
         heads, dim = min(shape.group, 16), shape.head_dim
         stage = 2 * TILE * ((dim // 8) | 1) * 8 * shape.dtype.size
@@ -178,7 +186,8 @@ class CudaKernels:
         splits = plan(
             lengths,
             blocks_per_item=self._blocks,
-            blocks_wanted=launch.blocks(self._device) * launch.waves,
+            blocks_wanted=launch.blocks(self._device)
+            * (launch.waves or waves_for(lengths, window)),
             window=window,
             table_rows=table_rows,
         )
@@ -311,8 +320,19 @@ class CudaKernels:
 
 def are_short(lengths: Lengths, window: int | None, *, blocks_per_item: int, room: int) -> bool:
     """Whether blocks end soon, and there are more than the device has `room` for at a time."""
-    seen = np.asarray(lengths) if window is None else np.minimum(lengths, window)
+    seen = _seen(lengths, window)
     return len(seen) * blocks_per_item > room and bool(seen.mean() <= SHORT)
+
+
+def waves_for(lengths: Lengths, window: int | None) -> int:
+    """How many waves of blocks contexts are cut for. Rows of padding do not count."""
+    seen = _seen(lengths, window)
+    alike = seen.max(initial=0) * np.count_nonzero(seen) <= ALIKE * seen.sum()
+    return WAVES_OF_ALIKE if alike else WAVES
+
+
+def _seen(lengths: Lengths, window: int | None) -> npt.NDArray[np.integer]:
+    return np.asarray(lengths) if window is None else np.minimum(lengths, window)
 
 
 def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> KernelSource:

@@ -290,6 +290,23 @@ def test_small_blocks_are_for_crowds_of_short_contexts(lengths, window, short):
     assert found == short
 
 
+@pytest.mark.parametrize(
+    ("lengths", "window", "waves"),
+    [
+        ([4096] * 32, None, 1),
+        ([4096] * 24 + [4600] * 8 + [0] * 8, None, 1),
+        ([8192] + [64] * 31, None, 2),
+        ([8192] + [1024] * 31, 512, 1),
+        ([9000], None, 1),
+        ([0, 0], None, 1),
+    ],
+)
+def test_contexts_that_are_alike_are_read_in_one_wave(
+    lengths: list[int], window: int | None, waves: int
+) -> None:
+    assert cuda.waves_for(np.array(lengths), window) == waves
+
+
 @pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["cuda_on_cpu", "metal_on_cpu"])
 def test_fused_step_writes_the_newest_token_and_attends_to_it(backend, case, request):
