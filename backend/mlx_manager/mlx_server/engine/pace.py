@@ -12,7 +12,7 @@ from mlx_manager.mlx_server.engine.load import Budget, Load
 # A step with prompt tokens in it may take this many times a step without. Readers of running
 # streams are promised a p99 gap of four times the median; the rest is for what varies: of a hundred
 # steps, one takes 1.5 to 1.6 times what half of them take.
-STRETCH = 2.4
+STRETCH = 2.2
 # What has been seen of steps of so many prompt tokens is trusted for so many times as many.
 BOLDNESS = 2
 LESS_BOLD = 0.98

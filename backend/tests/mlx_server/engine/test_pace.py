@@ -110,7 +110,7 @@ def test_the_further_a_prompt_has_come_the_less_of_it_is_processed() -> None:
     pace = taught(Machine(seen=5e-8))
     given = [pace.budget(1)(EIGHT, before) for before in (0, 500, 1000, 2000, 4000, 8000)]
     assert given == sorted(given, reverse=True)
-    assert given[0] > 2 * given[-1]
+    assert given[0] >= 2 * given[-1]
 
 
 def test_two_prompts_in_a_step_take_no_longer_than_one() -> None:
