@@ -18,6 +18,9 @@ After = Callable[[Callable[[], None]], None]
 
 TURN = 0.005
 """Seconds of work on the MLX thread after which other models get their turn."""
+PATIENCE = 0.5
+"""Seconds that work done aside waits for a step, which may itself wait for a lock that the work
+holds: that of a log's handler, or of a module that is being imported."""
 
 # What mlx-lm, transformers and MLX raise over files that are not as they expect.
 BROKEN = (
@@ -56,7 +59,7 @@ class Aside(Generic[T]):
         """Do it, once. A failure is kept for who asks for the result.
 
         after_step: calls what it is given once the step under way is done. With it the work is cut
-        into slices, so that a step meets one at most.
+        into slices, so that a step meets one at most, unless it takes longer than `PATIENCE`.
         """
         with self._working:
             if self._outcome is None:
@@ -74,7 +77,7 @@ class Aside(Generic[T]):
         # Who abandons the work may be the thread that steps.
         if not self._abandoned:
             after_step(self._go_on.set)
-            self._go_on.wait()
+            self._go_on.wait(PATIENCE)
 
     def result(self) -> T:
         self.run()

@@ -106,6 +106,34 @@ def test_long_work_waits_for_others_to_step():
     assert aside.result() == sum(LONG)
 
 
+def test_a_step_may_wait_for_a_lock_that_the_work_holds():
+    lock = threading.Lock()
+    steppers: list[threading.Thread] = []
+
+    def work() -> str:
+        with lock:
+            sum(LONG)
+        return "text"
+
+    def after_step(go_on: Callable[[], None]) -> None:
+        def step() -> None:
+            with lock:
+                go_on()
+
+        steppers.append(threading.Thread(target=step, daemon=True))
+        steppers[-1].start()
+
+    aside = Aside(work)
+    other = threading.Thread(target=aside.run, args=(after_step,), daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
+    assert steppers
+    for stepper in steppers:
+        stepper.join(30)
+    assert aside.result() == "text"
+
+
 def test_steps_that_are_closed_wait_for_no_step_that_never_comes():
     waiting, done = threading.Event(), threading.Event()
 
