@@ -186,6 +186,10 @@ class Forward(Protocol):
         """Queue what is left of the last `run`, waiting for the device in between."""
         ...
 
+    def abandon(self) -> None:
+        """A step has failed: drop what is left of it, which keeps pages that there are no more."""
+        ...
+
     def forget(self, key: int) -> None:
         """The sequence has ended or is paused; drop what is kept for it besides pages."""
         ...
@@ -227,6 +231,9 @@ class Plain:
         return False
 
     def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
     def tokens_at_once(self, tokens: int) -> int:

@@ -110,6 +110,9 @@ class FusedForward(OnPages):
     def finish(self) -> None:
         self._pieces.finish()
 
+    def abandon(self) -> None:
+        self._batch, self._pieces = None, Pieces(0)
+
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.
         return [] if self._batch is None else [self._batch.before]

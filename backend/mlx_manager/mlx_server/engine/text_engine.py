@@ -610,6 +610,7 @@ class TextEngine:
                 row.ended = True
                 self._forward.forget(row.key)
                 self._outbox.fail(row.stream, failure)
+            self._forward.abandon()
             self._drop_pages()
             self._pauses += self._scheduler.pauses
             self._start_over()

@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused_forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
+from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
 on_kernels = partial(choose, kernels=Portable, compile=plainly)
@@ -118,14 +119,14 @@ class Watched:
         return len(self.row.tokens), self.row.sequence.drawn
 
 
-def watching(*args: Any) -> Any:
+def watching(*args: Any, watch: type[Watched] = Watched) -> Any:
     forward = on_kernels(*args)
     assert isinstance(forward, FusedForward)
-    return Watched(forward)
+    return watch(forward)
 
 
 async def test_a_crowd_s_prompts_do_not_keep_back_what_has_been_drawn(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=24)
+    folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=16)
     prompts = [prompt(200, salt) for salt in range(2, 9)]
     async with HandRig(folder, choose=watching, prefill_chunk=2048) as rig:
         row = rig.forward.row = rig.submit(prompt(9), 20)
@@ -137,6 +138,30 @@ async def test_a_crowd_s_prompts_do_not_keep_back_what_has_been_drawn(tmp_path: 
             assert each.tokens == alone(rig.model, tokens, 6)
     assert rig.forward.waited
     assert all(got == drawn for got, drawn in rig.forward.waited)
+
+
+class Failing(Watched):
+    """The device fails before the rest of a pass can be queued."""
+
+    def finish(self) -> None:
+        if not self.waited:
+            self.waited.append((0, 0))
+            raise RuntimeError("the device has failed")
+        super().finish()
+
+
+async def test_a_pass_that_fails_half_way_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=16)
+    async with HandRig(folder, choose=partial(watching, watch=Failing), prefill_chunk=2048) as rig:
+        row = rig.forward.row = rig.submit(prompt(1100), 6)
+        rig.run()
+        assert rig.forward.waited
+        assert not rig.forward.unfinished
+        with pytest.raises(GenerationFailed):
+            await row.events()
+        again = rig.submit(prompt(20), 6)
+        rig.run()
+        assert again.tokens == alone(rig.model, prompt(20), 6)
 
 
 async def test_a_first_token_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
