@@ -582,11 +582,23 @@ def test_where_keys_share_the_engine_many_rows_take_turns(abreast: int, turns: i
         assert sorted(each) == [row.key for row in rows]
 
 
+def test_where_turns_are_uneven_nobody_waits_for_more_of_them() -> None:
+    world, rows = crowd(3)
+    world.cancel(rows.pop(0))
+    for _ in range(5):
+        turn, other = world.step().rows, world.step().rows
+        assert {row.key for row in [*turn, *other]} == {row.key for row in rows}
+
+
 def test_who_joins_rows_that_take_turns_waits_no_longer_than_they() -> None:
     world, _ = crowd(3)
+    # All the others have been in a turn.
+    for _ in range(2):
+        world.step()
     late = world.submit(distinct(4, 98), 100, "flood")
     world.step()
     assert late.drawn == 1
+    assert late not in world.step().rows
     for _ in range(5):
         before = late.drawn
         for _ in range(3):

@@ -23,11 +23,6 @@ NEVER = 2**32 - 1
 WHOLE = {"cuda": kernel.ON_CUDA, "metal": kernel.ON_METAL}
 
 
-def stored(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    array = mx.array(values).astype(dtype)
-    return np.array(array if dtype == F32 else array.view(mx.uint16))
-
-
 class Emulated:
     """`DrawKernel` in one of the GPU languages, in small blocks unless said otherwise."""
 
@@ -141,6 +136,13 @@ def test_a_row_draws_in_company_what_it_draws_alone(emulated, row, asked):
 def test_rows_without_a_distribution_draw_some_token(emulated, asked, filling):
     problem = problem_of(np.full((1, 77), filling), [asked], [0.5])
     assert emulated.solve(problem, F32)[0] < 77
+
+
+@pytest.mark.parametrize("asked", [wish(top_k=3), wish(top_p=0.7), wish(top_k=3, top_p=0.9)])
+def test_both_zeros_are_the_same_logit(emulated, asked):
+    zeros = np.array([-0.0, 0.0, 0.0, -0.2, -0.2, -0.2, -0.2])
+    problem = problem_of([zeros] * len(CHANCES), [asked] * len(CHANCES), CHANCES)
+    assert problem.mistake(emulated.solve(problem, F32)) is None
 
 
 def test_tokens_come_as_often_as_their_probability_says(emulated):
