@@ -79,7 +79,7 @@ class Scores:
     prompts: list[tuple[Row, int, Found]] = field(default_factory=list)
 
     def add_drawn(self, logits: mx.array, rows: Sequence[Row], tokens: mx.array) -> None:
-        """Score the rows' next tokens where that is asked for; `logits` are those of `rows`."""
+        """Score the next tokens of who asks for it; `logits` begin with those of `rows`."""
         wanted = {i: row.scoring.best for i, row in enumerate(rows) if row.scoring is not None}
         if wanted:
             self.asking = list(wanted)

@@ -412,9 +412,7 @@ class TextEngine:
         return self._crew
 
     def _decode(self, crew: Crew, last: Step | None) -> Decode:
-        if last is None or last.read:
-            tokens = mx.array([row.tokens[-1] for row in crew.rows], mx.uint32)
-        elif last.crew is crew:
+        if last is not None and last.crew is crew and not last.read:
             tokens = last.tokens
         else:
             tokens = _newest(crew.rows, last)
@@ -789,16 +787,17 @@ def with_chunk(
     return replace(limits, prefill_chunk=tokens), working
 
 
-def _newest(rows: list[Sequence], last: Step) -> mx.array:
+def _newest(rows: list[Sequence], last: Step | None) -> mx.array:
     """The rows' newest tokens: of those that `last` draws for, where it will have them."""
     known = [row for row in rows if not row.pending]
-    if len(known) == len(rows):
-        return mx.array([row.tokens[-1] for row in rows], mx.uint32)
+    read = mx.array([row.tokens[-1] for row in known], mx.uint32)
+    if last is None or len(known) == len(rows):
+        return read
     place = {row.key: i for i, row in enumerate(last.crew.rows)}
     tokens = last.tokens
     if known:
         place |= {row.key: i for i, row in enumerate(known, tokens.size)}
-        tokens = mx.concatenate([tokens, mx.array([row.tokens[-1] for row in known], mx.uint32)])
+        tokens = mx.concatenate([tokens, read])
     places = [place[row.key] for row in rows]
     same = places == list(range(len(place)))
     return tokens if same else tokens[mx.array(places)]

@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.engine.draws.kernel import MOST_TOKENS, DrawKernel, 
 from mlx_manager.mlx_server.engine.draws.wish import Wish
 from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
 
-__all__ = ["MOST_TOKENS", "DrawKernel", "Unsupported", "Wish", "build", "checked", "self_check"]
+__all__ = ["MOST_TOKENS", "DrawKernel", "Unsupported", "Wish", "build", "checked"]
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Splits,
     Unsupported,
 )
-from mlx_manager.mlx_server.engine.kv.lane import beside
+from mlx_manager.mlx_server.engine.kv.lane import lane
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.powers import (
     LEAST_PAGE,
@@ -443,8 +443,8 @@ def attend(  # noqa: PLR0917
         parts = []
         for group in plan.groups(window):
             # A load's checks have no steps of rows and chunks.
-            aside = beside() if group.queries > 1 and plan.spans[0].queries == 1 else nullcontext()
-            with aside:
+            stream = lane() if group.queries > 1 and plan.spans[0].queries == 1 else nullcontext()
+            with stream:
                 parts.append(_attend_group(queries, group, store, scale, sinks))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 

@@ -16,16 +16,16 @@ import mlx.core as mx
 from mlx_manager.mlx_server.utils.blas import available_cores
 
 
-def beside() -> AbstractContextManager[Any]:
+def lane() -> AbstractContextManager[Any]:
     """What is put together within is computed while the rest goes on, where a core is there for it.
 
     By the thread that puts it together alone: a load's passes, which another thread evaluates, must
     have nothing of it.
     """
-    lane = _lane() if mx.default_device() == mx.cpu else None
-    return nullcontext() if lane is None else mx.stream(lane)
+    stream = _stream() if mx.default_device() == mx.cpu else None
+    return nullcontext() if stream is None else mx.stream(stream)
 
 
 @cache
-def _lane() -> mx.ThreadLocalStream | None:
+def _stream() -> mx.ThreadLocalStream | None:
     return mx.new_thread_local_stream(mx.Device(mx.cpu)) if available_cores() > 1 else None
