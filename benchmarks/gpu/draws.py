@@ -209,8 +209,8 @@ def run_engine(shape: str, options: argparse.Namespace) -> None:
         write(shape, options.folder / shape),
         PoolLimits(memory_limit=int(options.memory * 1e9), weights="keep"),
     )
-    modes = {"greedy": checked, "shared": checked, "own": checked}
-    ways: dict[str, Any] = {**modes, "own, by operations": drawn_by_operations}
+    ways: dict[str, Any] = dict.fromkeys(["greedy", "shared", "own"], checked)
+    ways["own, by operations"] = drawn_by_operations
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, options.rounds):
         prompts = prompts_of([128] * options.rows, seed=500 + number)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.draws import Unsupported, build, checked
-from mlx_manager.mlx_server.engine.kv.kernels.report import KernelReport
-
-PORTABLE = "portable: by MLX's own operations"
+from mlx_manager.mlx_server.engine.kv.kernels.report import PORTABLE, KernelReport
 
 
 def draw_report() -> KernelReport:

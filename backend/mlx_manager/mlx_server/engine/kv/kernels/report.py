@@ -10,7 +10,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import build, build_chunks
 from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Unsupported
 
-PORTABLE = "portable: pages are gathered for MLX's own attention"
+PORTABLE = "portable: by MLX's own operations"
 
 
 @dataclass(frozen=True, slots=True)
