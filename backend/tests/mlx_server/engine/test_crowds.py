@@ -329,6 +329,25 @@ async def test_rows_that_are_paused_come_back_and_answer_right(
         assert rig.ledger.figures()["pages:tiny"] == stored(rig)
 
 
+@AHEAD
+async def test_seeded_rows_draw_after_a_pause_what_they_draw_without(
+    llama: Path, looks_ahead: bool
+) -> None:
+    drawn, pauses = [], []
+    for pages in (12, 1000):
+        async with HandRig(llama, memory=pages * PAGE, looks_ahead=looks_ahead) as rig:
+            rows = [
+                rig.row(prompt(20, n + 1), 60, Sampling(temperature=1.0, top_p=0.9, seed=n))
+                for n in range(4)
+            ]
+            rig.submit_together(rows)
+            rig.run()
+            drawn.append([row.tokens for row in rows])
+            pauses.append(rig.engine.stats().pauses)
+    assert drawn[0] == drawn[1]
+    assert pauses[0] > pauses[1] == 0
+
+
 async def test_a_prompt_that_waits_for_room_does_not_shake_the_pages_of_others(
     llama: Path,
 ) -> None:
