@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_manager.mlx_server.engine.evaluation import computed
+from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
     Chunk,
@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
@@ -90,6 +91,20 @@ def choosing(
         ModelNotSupported: that pass itself fails on this machine.
     """
     reference = yield from Reference.of(model, page_size)
+    forward = yield from _first_right(model, page_size, kernels, compile, reference)
+    if forward.looks_ahead or mx.default_device() == mx.gpu:
+        # What draws is compiled and checked here, and not in the step of whoever draws first.
+        yield from one_by_one(every_way(mx.stack(reference.logits[0][:2])))
+    return forward
+
+
+def _first_right(
+    model: nn.Module,
+    page_size: int,
+    kernels: BuildKernels,
+    compile: Compile,
+    reference: Reference,
+) -> Steps[Forward]:
     built = KernelSet(kernels)
     ways: list[Steps[Forward]] = [
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),

@@ -29,7 +29,6 @@ from mlx_manager.mlx_server.engine.kv.kernels import Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
-from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.utils.steps import Steps
 
 # Steps after which the attention's work is divided anew, and for which rows get pages ahead.
@@ -121,8 +120,8 @@ class FusedForward(OnPages):
         return self._decoder.tokens_at_once(tokens)
 
     def warming(self) -> Steps[None]:
-        """Compile what is compiled for steps, prompts and draws, which would hold up whoever comes
-        first: kernels for long contexts and for crowds of short ones, and what steps that are
+        """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
+        kernels for long contexts and for crowds of short ones, and what steps that are
         compiled take of MLX's, 17 s in all the first time on a machine (H200).
 
         Writes to the first page; call before there is anything in it.
@@ -141,7 +140,6 @@ class FusedForward(OnPages):
             ragged = RaggedStep.of(decode, [chunk], size, whole)
             logits, _ = self._decoder.run_ragged(ragged, self.stores)
             yield from computed([logits])
-        yield from one_by_one(every_way(logits[:2]))
 
     def _pools(self) -> list[tuple[mx.array, mx.array]]:
         return [(store.keys, store.values) for store in self.stores]
