@@ -106,7 +106,7 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             answers = take_turns(workers, lengths_of(title), tokens, options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["load", "ours tok/s", "forward", "÷ vLLM", "÷ mlx-lm"]
+    columns = ["load", "ours tok/s", "forward", "vLLM tok/s", "÷ vLLM", "÷ mlx-lm"]
     columns += ["prompts tok/s", "÷ vLLM", "memory beyond, GB"]
     print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
 
@@ -146,7 +146,8 @@ def describe(title: str, answers: Answers) -> list[str]:
     rate = f"{statistics.median(ours):,.0f}"
     forward = answers["ours"][0]["forward"]
     prefill = statistics.median(each["prefill"] for each in answers["ours"])
-    row = [title, rate, forward, against("vllm"), against("mlx-lm"), f"{prefill:,.0f}"]
+    theirs = ", ".join(f"{each:,.0f}" for each in rates.get("vllm", ())) or "not run"
+    row = [title, rate, forward, theirs, against("vllm"), against("mlx-lm"), f"{prefill:,.0f}"]
     if "vllm" in answers:
         row.append(
             str(
