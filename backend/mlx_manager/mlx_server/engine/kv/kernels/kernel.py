@@ -232,25 +232,25 @@ def real(value: float) -> str:
 
 
 def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=text.unique_name,
-        input_names=list(text.inputs),
-        output_names=list(text.outputs),
-        source=text.body,
-        header=text.header,
-        ensure_row_contiguous=ensure_row_contiguous,
-        shared_memory=text.shared_memory,
+    return _compiled(
+        mx.fast.cuda_kernel, text, ensure_row_contiguous, shared_memory=text.shared_memory
     )
-    return kernel
 
 
 def compiled_for_metal(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    kernel: Kernel = mx.fast.metal_kernel(  # type: ignore[assignment]
+    return _compiled(mx.fast.metal_kernel, text, ensure_row_contiguous)
+
+
+def _compiled(
+    make: Callable[..., object], text: KernelSource, ensure_row_contiguous: bool, **more: int
+) -> Kernel:
+    kernel: Kernel = make(  # type: ignore[assignment]
         name=text.unique_name,
         input_names=list(text.inputs),
         output_names=list(text.outputs),
         source=text.body,
         header=text.header,
         ensure_row_contiguous=ensure_row_contiguous,
+        **more,
     )
     return kernel
