@@ -52,16 +52,8 @@ inline unsigned atomicMax(unsigned* p, unsigned x) {
   *p = std::max(old, x);
   return old;
 }
-inline unsigned __float_as_uint(float x) {
-  unsigned bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-inline float __uint_as_float(unsigned bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+inline unsigned __float_as_uint(float x) { return as_type<unsigned>(x); }
+inline float __uint_as_float(unsigned bits) { return as_type<float>(bits); }
 using Strides = std::array<int64_t, 8>;
 using Shape = std::array<int32_t, 8>;
 
@@ -146,10 +138,7 @@ inline unsigned transpose_matrix(unsigned x) {
 
 template <typename T>
 float element(unsigned word, int which) {
-  uint16_t bits = uint16_t(word >> which * 16);
-  T x;
-  std::memcpy(&x, &bits, 2);
-  return float(x);
+  return float(as_type<T>(uint16_t(word >> which * 16)));
 }
 
 // m16n8k16: a has rows lane/4 (+8 for odd registers), columns lane%4*2 (+8 for registers 2, 3);

@@ -13,6 +13,15 @@
 #include <functional>
 #include <vector>
 
+// The same bits as another type; Metal has it by this name.
+template <typename To, typename From>
+To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
 namespace group {
 
 constexpr int kLanes = 32;
@@ -112,40 +121,22 @@ inline void wait_until(std::function<bool()> happened) {
 // The value that `lane` shows while this thread shows `x`.
 template <typename T>
 T exchange(T x, int lane) {
-  static_assert(sizeof(T) == 4);
-  std::memcpy(&self().shown[0], &x, 4);
+  self().shown[0] = as_type<unsigned>(x);
   warp_barrier();
-  T y;
-  std::memcpy(&y, &peer(lane).shown[0], 4);
+  T y = as_type<T>(peer(lane).shown[0]);
   warp_barrier();
   return y;
 }
 
 }  // namespace group
 
-inline float float_of_bfloat16(uint16_t x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
+inline float float_of_bfloat16(uint16_t x) { return as_type<float>(uint32_t(x) << 16); }
 
 inline uint16_t bfloat16_of_float(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
   if (std::isnan(x)) return 0x7fc0;
+  uint32_t bits = as_type<uint32_t>(x);
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline float float_of_float16(uint16_t x) {
-  _Float16 y;
-  std::memcpy(&y, &x, 2);
-  return float(y);
-}
-
-inline uint16_t float16_of_float(float x) {
-  _Float16 y = _Float16(x);
-  uint16_t bits;
-  std::memcpy(&bits, &y, 2);
-  return bits;
-}
+inline float float_of_float16(uint16_t x) { return float(as_type<_Float16>(x)); }
+inline uint16_t float16_of_float(float x) { return as_type<uint16_t>(_Float16(x)); }

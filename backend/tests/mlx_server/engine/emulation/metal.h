@@ -62,14 +62,6 @@ inline float tanh(float x) { return std::tanh(x); }
 }
 }  // namespace metal
 
-template <typename To, typename From>
-To as_type(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
-
 template <typename Kernel>
 void launch(uint3 grid, uint3 block, Kernel kernel) {
   threads_per_threadgroup = block;
