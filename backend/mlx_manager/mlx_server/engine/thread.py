@@ -67,14 +67,8 @@ class Post:
         pass
 
 
-class Notice:
+class Notice(Post):
     """Somebody on another thread waits for it, or for the thread's end."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def run(self) -> None:
-        self._function()
 
     def abandon(self) -> None:
         self._function()
