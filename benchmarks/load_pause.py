@@ -36,7 +36,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
 
-from synthetic import SHAPES, write
+from folders import written
+from synthetic import SHAPES
 
 from checks import check_engine
 from harness import find_model, parser, percentile, print_report, ratio, write_random_llama
@@ -97,8 +98,8 @@ def bundled(chosen: argparse.Namespace, folder: Path) -> Models:
 
 def synthetic(chosen: argparse.Namespace, folder: Path) -> Models:
     first, second = chosen.shapes
-    streaming, arriving = write(first, folder / first), folder / f"arriving-{second}"
-    shutil.copytree(write(second, folder / second), arriving, copy_function=os.link)
+    streaming, arriving = written(first, folder / first), folder / f"arriving-{second}"
+    shutil.copytree(written(second, folder / second), arriving, copy_function=os.link)
     title = f"{chosen.streams} streams of {first} while {second} is loaded"
     return Models(title, streaming, arriving)
 

@@ -12,7 +12,6 @@ sampling, and each of its own; the last with the operations, too.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -24,16 +23,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
 
-from mlx_manager.mlx_server.utils.graphs import SETTINGS  # noqa: E402
-
-# Before MLX is imported, which reads them then.
-for name, value in SETTINGS.items():
-    os.environ.setdefault(name, value)
-
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
+from folders import written  # noqa: E402
 from side import LEAD, prompts_of  # noqa: E402
-from synthetic import SHAPES, VOCABULARY, write  # noqa: E402
+from synthetic import SHAPES, VOCABULARY  # noqa: E402
 
 from engines import OurEngine, decode_rate  # noqa: E402
 from harness import print_report, ratio  # noqa: E402
@@ -45,6 +39,7 @@ from mlx_manager.mlx_server.engine.draws.check import Problem  # noqa: E402
 from mlx_manager.mlx_server.engine.draws.kernel import Form, cuda_source  # noqa: E402
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably  # noqa: E402
+from mlx_manager.mlx_server.utils.graphs import record_whole_steps  # noqa: E402
 from workload import Row  # noqa: E402
 
 ROWS = (1, 32, 64, 128)
@@ -206,7 +201,7 @@ def drawn_by_operations(dtype: mx.Dtype) -> DrawKernel | Unsupported:
 
 def run_engine(shape: str, options: argparse.Namespace) -> None:
     engine = OurEngine(
-        write(shape, options.folder / shape),
+        written(shape, options.folder / shape),
         PoolLimits(memory_limit=int(options.memory * 1e9), weights="keep"),
     )
     ways: dict[str, Any] = dict.fromkeys(["greedy", "shared", "own"], checked)
@@ -243,6 +238,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--memory", type=float, default=48, help="GB")
     options = parser.parse_args()
+    record_whole_steps()
     if "draws" in options.parts:
         time_draws([Form(*map(int, form.split("x"))) for form in options.forms])
     if "agreement" in options.parts:

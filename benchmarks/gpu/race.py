@@ -25,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
 
+from folders import written  # noqa: E402
 from loads import LOADS, lengths_of  # noqa: E402
 from side import prompts_of  # noqa: E402
 
@@ -304,16 +305,7 @@ def main() -> None:
         if "http" in options.parts:
             race_http(shape, folder, options)
         if "quantized" in options.parts:
-            race_quantized(shape, written(shape, options.folder / f"{shape}-4bit", "4"), options)
-
-
-def written(shape: str, folder: Path, bits: str = "") -> Path:
-    """The model's folder, made by a process of its own, whose memory is free again afterwards."""
-    code = "import sys; from pathlib import Path; from synthetic import write; "
-    code += "write(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3] else None)"
-    command = [sys.executable, "-c", code, shape, str(folder), bits]
-    subprocess.run(command, check=True, cwd=HERE)
-    return folder
+            race_quantized(shape, written(shape, options.folder / f"{shape}-4bit", 4), options)
 
 
 if __name__ == "__main__":

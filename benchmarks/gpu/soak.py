@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parent.parent / "backend")]
 
 import mlx.core as mx  # noqa: E402
+from folders import written  # noqa: E402
 from side import prompts_of  # noqa: E402
-from synthetic import write  # noqa: E402
 
 from engines import OurEngine  # noqa: E402
 from mlx_manager.mlx_server.config import PoolLimits  # noqa: E402
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--memory-gb", type=float, default=20)
     options = parser.parse_args()
-    folder = write(options.shape, options.folder / options.shape)
+    folder = written(options.shape, options.folder / options.shape)
     engine = OurEngine(folder, PoolLimits(memory_limit=int(options.memory_gb * 1e9)))
     print(f"{mx.device_info()['device_name']}, forward {engine.backend.stats().forward}")
     requests = engine.run(soak(engine, options.steps))
