@@ -24,14 +24,9 @@ import mlx.core as mx
 import numpy as np
 from loads import lengths_of
 
-from mlx_manager.mlx_server.engine.kv.kernels import (
-    AttentionShape,
-    Rotary,
-    Splits,
-    Unsupported,
-    build,
-    cuda,
-)
+from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice, cuda_device
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary, Splits, build, cuda
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -193,7 +188,7 @@ def attend(  # noqa: PLR0917
     return q
 
 
-def once(loads: Sequence[str], device: cuda.CudaDevice) -> None:
+def once(loads: Sequence[str], device: CudaDevice) -> None:
     """One launch of each load after another, for a profiler."""
     for name, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B)):
         for load in loads:
@@ -222,7 +217,7 @@ def check() -> None:
         print("check", "ok   " if wrong is None else "WRONG", shape, features, rotary, wrong or "")
 
 
-def launches(shape: AttentionShape, device: cuda.CudaDevice, tune: bool) -> list[cuda.CudaLaunch]:
+def launches(shape: AttentionShape, device: CudaDevice, tune: bool) -> list[cuda.CudaLaunch]:
     chosen = cuda.CudaLaunch.choose(shape, device)
     if not tune:
         return [chosen]
@@ -256,7 +251,7 @@ def main() -> None:
             raise SystemExit(wrong)
     if options.check:
         check()
-    device = cuda.cuda_device()
+    device = cuda_device()
     if isinstance(device, Unsupported):
         raise SystemExit(device.reason)
     if options.once:

@@ -24,9 +24,10 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, checking
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
-from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet, Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported

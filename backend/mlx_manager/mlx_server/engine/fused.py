@@ -34,6 +34,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE,
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import RaggedStep, kept_in
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import (
@@ -42,7 +43,6 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     PagedKernels,
     Rotary,
     Splits,
-    Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays

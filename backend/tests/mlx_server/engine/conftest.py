@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import KernelSource
+from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
 
 Compile = Callable[[Sequence[tuple]], "Library"]
 

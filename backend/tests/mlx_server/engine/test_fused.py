@@ -14,7 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.fused import FusedDecoder
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits, Unsupported
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
 
 PAGE = 16
 MINISTRAL = {

@@ -15,7 +15,7 @@ from tiny_models import make_tiny_model
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused_forward import ROWS, FusedForward
-from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16

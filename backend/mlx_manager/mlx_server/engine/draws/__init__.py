@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_manager.mlx_server.engine.draws.check import self_check
 from mlx_manager.mlx_server.engine.draws.kernel import MOST_TOKENS, DrawKernel, build
 from mlx_manager.mlx_server.engine.draws.wish import Wish
-from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 
-__all__ = ["MOST_TOKENS", "DrawKernel", "Unsupported", "Wish", "build", "checked"]
+__all__ = ["MOST_TOKENS", "DrawKernel", "Wish", "build", "checked"]
 
 log = logging.getLogger(__name__)
 

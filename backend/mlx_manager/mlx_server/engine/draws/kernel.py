@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.draws.wish import Wish
-from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
+from mlx_manager.mlx_server.engine.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kernels.kernel import (
     Kernel,
     KernelSource,
     Unsupported,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.draws import Unsupported, build, checked
-from mlx_manager.mlx_server.engine.kv.kernels.report import PORTABLE, KernelReport
+from mlx_manager.mlx_server.engine.draws import build, checked
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.report import PORTABLE, KernelReport
 
 
 def draw_report() -> KernelReport:

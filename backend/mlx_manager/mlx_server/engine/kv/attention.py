@@ -27,6 +27,7 @@ import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     ChunkKernels,
@@ -35,7 +36,6 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     PagedKernels,
     QueryRun,
     Splits,
-    Unsupported,
 )
 from mlx_manager.mlx_server.engine.kv.lane import lane
 from mlx_manager.mlx_server.engine.kv.pages import PageTable

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kv.kernels import Unsupported
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
-    TYPES,
-    CudaDevice,
-    device_for,
-)
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
+from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, CudaDevice, device_for
+from mlx_manager.mlx_server.engine.kernels.kernel import (
     Kernel,
     KernelSource,
+    Unsupported,
     compiled_for_cuda,
     flag,
     real,

@@ -6,18 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
-    DEVICE_SOURCE,
-    RESERVED_PER_BLOCK,
-    CudaDevice,
-)
-from mlx_manager.mlx_server.engine.kv.kernels.hopper import (
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, RESERVED_PER_BLOCK, CudaDevice
+from mlx_manager.mlx_server.engine.kernels.hopper import (
     HOPPER_SOURCE,
     TILE_ALIGNMENT,
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import source
+from mlx_manager.mlx_server.engine.kernels.kernel import source
 
 WIDTH = 64
 """Inputs that a stage holds: what the matrix's inputs must be a multiple of."""

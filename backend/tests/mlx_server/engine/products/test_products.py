@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import CudaDevice
+from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
 from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, WarpForm
 

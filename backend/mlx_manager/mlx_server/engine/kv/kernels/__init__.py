@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
-    AttentionShape,
-    PagedKernels,
-    Rotary,
-    Unsupported,
-)
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
 
 __all__ = [
@@ -29,7 +25,6 @@ __all__ = [
     "QueryRun",
     "Rotary",
     "Splits",
-    "Unsupported",
     "build",
     "build_chunks",
     "check_chunks",

@@ -6,27 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import Blocks
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import (
+from mlx_manager.mlx_server.engine.kernels.cuda import (
     DEVICE_SOURCE,
-    HEADS_SOURCE,
     RESERVED_PER_BLOCK,
     TYPES,
     CudaDevice,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.hopper import (
+from mlx_manager.mlx_server.engine.kernels.hopper import (
     HOPPER_SOURCE,
     TILE_ALIGNMENT,
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
-    AttentionShape,
-    Variant,
-    bounded,
-    flag,
-    source,
-)
+from mlx_manager.mlx_server.engine.kernels.kernel import bounded, flag, source
+from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import Blocks
+from mlx_manager.mlx_server.engine.kv.kernels.cuda import HEADS_SOURCE
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Variant
 
 _ROWS_SOURCES = (
     DEVICE_SOURCE,

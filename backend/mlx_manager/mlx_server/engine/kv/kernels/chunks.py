@@ -11,6 +11,14 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, CudaDevice, device_for
+from mlx_manager.mlx_server.engine.kernels.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+    real,
+)
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import (
     FIELDS,
     MOST_PARTS,
@@ -24,16 +32,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import (
     blocks_of,
     tiles_for,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import TYPES, CudaDevice, device_for
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
-    AttentionShape,
-    Kernel,
-    KernelSource,
-    Unsupported,
-    Variant,
-    compiled_for_cuda,
-    real,
-)
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Variant
 
 
 def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:

@@ -1,4 +1,4 @@
-"""What every implementation of paged decode attention shares: its shape, its source, its face.
+"""What every implementation of paged decode attention shares: its shape, its face.
 
 The pools are written in place: MLX hands a kernel its inputs as constant, the kernel casts that
 away, and the write returns a dummy array that the attention takes as an input, which is what
@@ -7,11 +7,8 @@ orders the two. That is what keeps a step from copying the pools.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
@@ -21,7 +18,6 @@ import numpy.typing as npt
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
-Kernel = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +34,6 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads that share a key/value head."""
         return self.q_heads // self.kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """Why no kernel serves a shape on this device."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +65,6 @@ class Variant:
     divided: bool
     rotary: Rotary | None = None
     short: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSource:
-    """A kernel as MLX's custom kernels take it. `shared_memory` in bytes, for CUDA alone."""
-
-    name: str
-    header: str
-    body: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    shared_memory: int = 0
-
-    @property
-    def unique_name(self) -> str:
-        """The name that MLX caches the compiled kernel by, on disk too: it must change with
-        anything that the source says."""
-        digest = hashlib.sha1(f"{self.header}\0{self.body}".encode(), usedforsecurity=False)
-        return f"{self.name}_{digest.hexdigest()[:16]}"
 
 
 class PagedKernels(Protocol):
@@ -198,59 +168,3 @@ class PagedKernels(Protocol):
 
         Returns (rows, q_heads * head_dim).
         """
-
-
-@cache
-def source(*paths: Path) -> str:
-    """The text of source files, one after another, without comments and indentation: MLX copies
-    it at every call. Ends with a line of its own, since MLX goes on right behind it."""
-    lines = (line.strip() for path in paths for line in path.read_text().splitlines())
-    return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
-
-
-def bounded(threads: int) -> str:
-    """The end of a header that has the kernel compiled for blocks of `threads`.
-
-    More than 256 leave each thread fewer registers than the 255 that the compiler takes to be
-    there. MLX declares the kernel itself, hence the macro.
-    """
-    return (
-        "#ifndef EMULATED\n#undef __global__\n"
-        f"#define __global__ __attribute__((global)) __attribute__((launch_bounds({threads})))\n"
-        "#endif\n"
-    )
-
-
-def flag(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def real(value: float) -> str:
-    """A float32 literal."""
-    text = repr(float(value))
-    return f"{text}f"
-
-
-def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    return _compiled(
-        mx.fast.cuda_kernel, text, ensure_row_contiguous, shared_memory=text.shared_memory
-    )
-
-
-def compiled_for_metal(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    return _compiled(mx.fast.metal_kernel, text, ensure_row_contiguous)
-
-
-def _compiled(
-    make: Callable[..., object], text: KernelSource, ensure_row_contiguous: bool, **more: int
-) -> Kernel:
-    kernel: Kernel = make(  # type: ignore[assignment]
-        name=text.unique_name,
-        input_names=list(text.inputs),
-        output_names=list(text.outputs),
-        source=text.body,
-        header=text.header,
-        ensure_row_contiguous=ensure_row_contiguous,
-        **more,
-    )
-    return kernel

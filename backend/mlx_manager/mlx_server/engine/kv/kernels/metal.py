@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import (
-    AttentionShape,
+from mlx_manager.mlx_server.engine.kernels.kernel import (
     Kernel,
     KernelSource,
-    Lengths,
-    Rotary,
-    Variant,
     compiled_for_metal,
     flag,
     real,
     source,
 )
+from mlx_manager.mlx_server.engine.kernels.metal import TYPES
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
-
-TYPES: dict[Any, str] = {
-    mx.bfloat16: "bfloat16_t",
-    mx.float16: "float16_t",
-    mx.float32: "float",
-}
 
 _SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.report import PORTABLE, KernelReport
 from mlx_manager.mlx_server.engine.kv.kernels import build, build_chunks
 from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Unsupported
-
-PORTABLE = "portable: by MLX's own operations"
-
-
-@dataclass(frozen=True, slots=True)
-class KernelReport:
-    """`problem`: why a kernel that should work here does not; "" where none does, or is needed."""
-
-    name: str
-    problem: str = ""
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary
 
 
 def kernel_report() -> KernelReport:

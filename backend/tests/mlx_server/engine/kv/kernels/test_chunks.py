@@ -24,7 +24,8 @@ from engine.kv.kernels.test_kernels import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.kv.kernels import Unsupported, chunks, first_right
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels import chunks, first_right
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     TOLERANCE,
     Features,

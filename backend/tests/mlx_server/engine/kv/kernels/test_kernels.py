@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     TOLERANCE,
@@ -21,9 +22,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
 
-DEVICE = cuda.CudaDevice(
-    multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024
-)
+DEVICE = CudaDevice(multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024)
 NOWHERE = 1 << 28
 F32, I32 = mx.float32, mx.int32
 PLAIN = Features()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     Features,
     Rotary,
-    Unsupported,
     build,
     build_chunks,
     check_chunks,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from engine.kv.kernels.test_kernels import BF16, F16, F32, stored
 
-from mlx_manager.mlx_server.engine.kv.kernels import hopper
-from mlx_manager.mlx_server.engine.kv.kernels.cuda import DEVICE_SOURCE, TYPES
-from mlx_manager.mlx_server.engine.kv.kernels.kernel import KernelSource, source
+from mlx_manager.mlx_server.engine.kernels import hopper
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES
+from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource, source
 
 ROWS, TOKENS = 64, 32
 # The scores of 64 queries and 32 tokens, K 64, and of the tokens' values as many sums as WIDTH; in
