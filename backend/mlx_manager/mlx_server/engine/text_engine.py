@@ -313,22 +313,19 @@ class TextEngine:
         self._route()
         last = self._under_way
         if self._undrawn is None:
-            if last is not None and not last.read:
-                if self._only_begins(last):
-                    self._read(last)
-                    self._deliver()
-                    sleep(BREATH)
-                elif not self._may_look_ahead():
-                    self._read(last)
+            if self._only_begins(last) and self._read(last):
+                self._deliver()
+                sleep(BREATH)
+            elif not self._may_look_ahead():
+                self._read(last)
             self._undrawn = self._launch(last)
-        if last is not None and not last.read and not self._looks_ahead:
+        if not self._looks_ahead:
             # What has been put together meanwhile is computed only now: pages are written in place
             # once nothing under way holds them.
             self._read(last)
         if self._forward.unfinished:
-            if last is not None and not last.read:
-                # They have come when the device is at what has been queued of this step.
-                self._read(last)
+            # They have come when the device is at what has been queued of this step.
+            if self._read(last):
                 self._deliver()
             asked = self._clock()
             self._forward.finish()
@@ -339,8 +336,7 @@ class TextEngine:
             self._read(last)
         self._under_way = self._draw(self._undrawn)
         self._undrawn = None
-        if last is not None and not last.read:
-            self._read(last)
+        self._read(last)
         self._deliver()
         self._meter.host.add(self._clock() - began - self._waited)
         if self._under_way is None:
@@ -348,10 +344,11 @@ class TextEngine:
             if not self._scheduler.has_work and not mx.cuda.is_available():
                 clear_cache()
 
-    def _only_begins(self, step: Step) -> bool:
+    def _only_begins(self, step: Step | None) -> bool:
         """Whether all that a step draws are first tokens, and no other prompts wait: to put the
         next one together first would make them later by more than the device's pause costs."""
-        first = self._looks_ahead and not step.load.rows and bool(step.crew.rows)
+        begins = step is not None and not step.load.rows and bool(step.crew.rows)
+        first = self._looks_ahead and begins
         return first and not self._scheduler.prefilling and not self._scheduler.waiting
 
     def _may_look_ahead(self) -> bool:
@@ -418,12 +415,15 @@ class TextEngine:
             tokens = _newest(crew.rows, last)
         return Decode(crew.keys, crew.tables, [row.computed for row in crew.rows], tokens)
 
-    def _read(self, step: Step) -> None:
+    def _read(self, step: Step | None) -> bool:
         """Wait for the step's tokens; rows that they end give up their pages before the next.
+        Returns whether there was something to read: not if there is no step, or it has been read.
 
         Rows that had ended already (cancelled, or run one step too far by the lookahead) are
         left out. Where steps do not overlap with the host's work, the tokens are delivered at once.
         """
+        if step is None or step.read:
+            return False
         asked = self._clock()
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
         now = self._clock()
@@ -455,6 +455,7 @@ class TextEngine:
         self._settle()
         if not self._looks_ahead:
             self._deliver()
+        return True
 
     def _settle(self) -> None:
         """Find out which guided rows go on, and what may be drawn for them."""
