@@ -3,6 +3,7 @@
 // Fibers run in order and switch at barriers alone, so a run is deterministic. A barrier that some
 // thread of its group never reaches is a deadlock on a GPU; here it ends the process with a message.
 #pragma once
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <cmath>
@@ -29,8 +30,11 @@ constexpr size_t kStack = 1 << 18;
 
 enum class Waits { nobody, warp, block, event, done };
 
+// A context only starts a fiber: to switch by contexts asks the system for the signal mask each time.
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  bool started;
+  jmp_buf place;
   std::vector<char> stack;
   Waits waits;
   // Of a thread that waits for an event: whether it has come.
@@ -41,7 +45,7 @@ struct Thread {
 };
 
 inline std::vector<Thread> threads;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline int current;
 inline std::function<void()> body;
 
@@ -51,13 +55,20 @@ inline Thread& peer(int lane) { return threads[current / kLanes * kLanes + lane]
 
 inline void wait(Waits what) {
   self().waits = what;
-  swapcontext(&self().context, &scheduler);
+  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
 }
 
 inline void entry() {
   body();
   self().waits = Waits::done;
-  swapcontext(&self().context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+
+inline void go_on(Thread& thread) {
+  if (_setjmp(scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  setcontext(&thread.start);
 }
 
 inline void resume(int first, int count) {
@@ -65,7 +76,7 @@ inline void resume(int first, int count) {
     if (threads[i].waits != Waits::done) {
       threads[i].waits = Waits::nobody;
       current = i;
-      swapcontext(&scheduler, &threads[i].context);
+      go_on(threads[i]);
     }
 }
 
@@ -81,11 +92,12 @@ inline void run(int size, std::function<void()> what) {
   for (auto& thread : threads) {
     thread.stack.resize(kStack);
     thread.waits = Waits::nobody;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.data();
-    thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, entry, 0);
+    thread.started = false;
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack.data();
+    thread.start.uc_stack.ss_size = kStack;
+    thread.start.uc_link = nullptr;
+    makecontext(&thread.start, entry, 0);
   }
   resume(0, size);
   while (!all(0, size, Waits::done)) {
