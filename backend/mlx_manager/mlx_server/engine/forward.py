@@ -501,11 +501,10 @@ def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) ->
     GPU, what is queued is there until it has run: about twice what the products make, in half
     precision (measured: 166 kB a token and layer of an 8B).
     """
-    outputs = [
-        array.shape[-2]
-        for name, array in tree_flatten(model.parameters())
-        if name.endswith("weight") and array.ndim > 1
-    ]
+    weights = [a for name, a in tree_flatten(model.parameters()) if name.endswith("weight")]
+    # Those that lie in blocks have no parameter of that name.
+    weights += [m.weight for _, m in model.named_modules() if isinstance(m, nn.Linear)]
+    outputs = [array.shape[-2] for array in weights if array.ndim > 1]
     vocabulary: int = max(outputs)
     widest: int = max([n for n in outputs if n != vocabulary] or outputs)
     logits = 4 * 4 * rows * vocabulary

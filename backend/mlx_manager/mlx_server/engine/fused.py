@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -152,7 +153,36 @@ class Quantized:
         return out if self.bias is None else out + self.bias
 
 
-Projection = Dense | Quantized
+@dataclass(frozen=True, slots=True)
+class OfItsOwn:
+    """A layer whose weight lies in memory in a way of its own, and which multiplies by itself. For
+    the methods, see `Dense`."""
+
+    layer: nn.Linear
+
+    @property
+    def weight(self) -> mx.array:
+        weight: mx.array = self.layer.weight
+        return weight
+
+    @property
+    def bias(self) -> mx.array | None:
+        bias: mx.array | None = self.layer.get("bias")
+        return bias
+
+    def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+        out: mx.array = self.layer(norm(x))
+        return out
+
+    def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+        return _gate(self.layer(norm(x)))
+
+    def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
+        out: mx.array = residual + self.layer(x)
+        return out
+
+
+Projection = Dense | Quantized | OfItsOwn
 
 
 def _norm(norm: nn.RMSNorm) -> Norm:
@@ -174,11 +204,11 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
     joined = dict(first)
     if len(linears) > 1:
         joined = {name: _below([linear[name] for linear in linears]) for name in joined}
-        start = 0
+        starts = dict.fromkeys(joined, 0)
         for linear in linears:
-            stop = start + linear["weight"].shape[0]
-            linear.update({name: array[start:stop] for name, array in joined.items()})
-            start = stop
+            stops = {name: start + linear[name].shape[0] for name, start in starts.items()}
+            linear.update({name: joined[name][starts[name] : stops[name]] for name in joined})
+            starts = stops
     if isinstance(first, nn.QuantizedLinear):
         return Quantized(
             joined["weight"],
@@ -189,6 +219,10 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
             first.bits,
             first.mode,
         )
+    if type(first) is not nn.Linear:
+        layer = copy(first)
+        layer.update(joined)
+        return OfItsOwn(layer)
     weight = joined["weight"]
     served = few is not None and few.serves(weight)
     return Dense(weight, weight.T, joined.get("bias"), few if served else None)
@@ -256,7 +290,7 @@ class Anatomy:
             "norms of another kind",
         )
         heads, kv_heads = attention.n_heads, attention.n_kv_heads
-        rows = sum(linear["weight"].shape[0] for linear in qkv)
+        rows = sum(linear.weight.shape[0] for linear in qkv)
         dim = rows // (heads + 2 * kv_heads)
         if head_norms is not None:
             sizes = {norm.weight.size for norm in head_norms}
@@ -305,8 +339,8 @@ def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[
         (type(x), *((x.group_size, x.bits, x.mode) if type(x) is nn.QuantizedLinear else ()))
         for x in linears
     }
-    plain = all(type(x) in (nn.Linear, nn.QuantizedLinear) for x in linears)
-    _expect(plain and len(kinds) == 1, "projections of other kinds, or of several")
+    known = all(isinstance(x, nn.Linear) or type(x) is nn.QuantizedLinear for x in linears)
+    _expect(known and len(kinds) == 1, "projections of other kinds, or of several")
     _expect(len({frozenset(dict(x)) for x in linears}) == 1, "a bias on some projections only")
     return linears
 

@@ -35,12 +35,12 @@ from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder, read_json
+from mlx_manager.mlx_server.models.layout import lay_out
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
-from mlx_manager.mlx_server.models.timing import faster_by_columns, fastest, layers_alike
+from mlx_manager.mlx_server.models.timing import fastest
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
-    by_columns,
     convert,
     default_device,
     evaluated,
@@ -264,15 +264,6 @@ def settle_weights(
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)
     return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
-
-
-def lay_out(model: nn.Module) -> Steps[None]:
-    """Turn the weights whose products are faster for it, pausing after each product timed."""
-    for layers in layers_alike(model):
-        if (yield from faster_by_columns(layers)):
-            for layer in layers:
-                layer.weight = by_columns(layer.weight)
-        yield None
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
     activation_dtype,
-    by_columns,
     computed,
     converted,
     elements,
@@ -29,12 +28,6 @@ SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
-SMALLEST_LAID_OUT = 2**16
-COLD = 2**22
-"""Bytes of weights that are multiplied in turn, more than a core's caches keep: in a step no layer
-finds its weight there."""
-GAIN = 0.9
-"""Of a product's time, that a change of layout must bring it below."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
 
@@ -62,36 +55,6 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
         f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
     )
     return best, f"ms for a product of {' / '.join(map(str, ROWS))} rows: {figures}"
-
-
-def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
-    """The float32 `nn.Linear` layers, grouped by shape, of a size whose layout matters."""
-    groups: dict[tuple[int, ...], list[nn.Linear]] = {}
-    for _, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
-            groups.setdefault(module.weight.shape, []).append(module)
-    return [layers for layers in groups.values() if elements(layers[0]) >= SMALLEST_LAID_OUT]
-
-
-def faster_by_columns(layers: Sequence[nn.Linear]) -> Steps[bool]:
-    """Whether a CPU's products with `layers`, which are alike, gain from weights that lie in memory
-    by columns.
-
-    A BLAS packs the weight for every product, and with few rows the packing takes the time. It
-    crawls where the stride is a large power of two, which for one layout is the number of inputs
-    and for the other that of outputs.
-    """
-    stored = layers[: -(-COLD // layers[0].weight.nbytes)]
-    turned = [copy.copy(layer) for layer in stored]
-    for layer in turned:
-        layer.weight = by_columns(layer.weight)
-    products = []
-    for sample in (stored, turned):
-        times = []
-        for rows in ROWS:
-            times.append((yield from seconds(sample, rows, mx.float32)))
-        products.append(prod(times))
-    return products[1] < GAIN**2 * products[0]
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:

@@ -147,11 +147,6 @@ def converted(layer: nn.Module, form: Form) -> nn.Module:
     return layer
 
 
-def by_columns(weight: mx.array) -> mx.array:
-    """The same matrix, lying in memory column by column."""
-    return mx.contiguous(weight.T).T
-
-
 def evaluated(model: nn.Module) -> Steps[None]:
     """Compute (read, convert) the parameters, and what the modules keep beside them."""
     most = PIECE_BESIDE if default_device() == "cpu" else PIECE

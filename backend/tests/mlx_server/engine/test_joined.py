@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from engine.common_decoders import MODELS, make
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_manager.mlx_server.engine.choice import Reference, choose
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, NotApplicable
-from mlx_manager.mlx_server.engine.fused import Dense
+from mlx_manager.mlx_server.engine.fused import Dense, OfItsOwn
 from mlx_manager.mlx_server.engine.joined import JoinedForward, joining
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -89,6 +89,37 @@ def test_weights_that_lie_by_columns_are_joined_by_columns() -> None:
             outputs, _ = product.weight.shape
             assert np.array(product.weight, copy=False).strides == (4, 4 * outputs)
     assert disagreement(make("llama", {})) is None
+
+
+class Reversed(nn.Linear):
+    """Keeps its weight in a way of its own: the inputs from the last to the first."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.reversed = linear.weight[:, ::-1]
+        if "bias" in linear:
+            self.bias = linear.bias
+
+    @property
+    def weight(self) -> mx.array:
+        return self.reversed[:, ::-1]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = x[..., ::-1] @ self.reversed.T
+        return out + self.bias if "bias" in self else out
+
+
+@pytest.mark.parametrize("kind", ["llama", "biases", "qwen3"])
+def test_layers_that_multiply_by_themselves_are_joined_too(kind: str) -> None:
+    model = make(*MODELS[kind])
+    model.update_modules(
+        tree_unflatten(
+            [(name, Reversed(m)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        )
+    )
+    assert disagreement(model) is None
+    layer = finish(joining(model, PAGE))._layers[0]
+    assert isinstance(layer.block.qkv, OfItsOwn)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,13 @@ from tiny_models import FAMILIES, make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
 from mlx_manager.mlx_server.models.timing import (
-    faster_by_columns,
     fastest,
-    layers_alike,
     sample_of,
     typical_layer,
 )
 from mlx_manager.mlx_server.models.weights import (
     Form,
     activation_dtype,
-    by_columns,
     convert,
     default_device,
     evaluated,
@@ -205,30 +202,6 @@ def test_typical_layer_is_of_the_kind_that_most_weights_belong_to(tmp_path: Path
     assert sample.weight.shape == layer.weight.shape
     assert typical_layer(nn.Module()) is None
     assert finish(fastest(nn.Module(), FORMS, "cpu"))[0] is FORMS[0]
-
-
-def test_weights_laid_out_by_columns_compute_the_same_in_the_same_bytes(tmp_path: Path):
-    model = model_of(tmp_path / "m", "llama", mx.float32, None)
-    rows, stored = model(TOKENS), nbytes(model)
-    for _, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            module.weight = by_columns(module.weight)
-    assert list(evaluated(model))
-    before = mx.get_active_memory()
-    assert mx.allclose(model(TOKENS), rows, atol=1e-5)
-    assert nbytes(model) == stored
-    assert mx.get_active_memory() - before < 1e5, "products copy the weights"
-
-
-def test_layout_is_tried_for_large_float32_layers_of_each_shape():
-    model = nn.Module()
-    model.layers = [nn.Linear(512, 1024), nn.Linear(512, 1024), nn.Linear(1024, 512)]
-    model.small, model.narrow = nn.Linear(8, 8), nn.Linear(512, 1024)
-    model.narrow.set_dtype(mx.bfloat16)
-    model.embedding, model.packed = nn.Embedding(1024, 512), nn.QuantizedLinear(512, 1024)
-    groups = {group[0].weight.shape: len(group) for group in layers_alike(model)}
-    assert groups == {(1024, 512): 2, (512, 1024): 1}
-    assert finish(faster_by_columns(model.layers[:1])) in (True, False)
 
 
 def test_sample_of_a_large_layer_is_small_on_a_cpu():

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.models.blocked import BlockedLinear
+from mlx_manager.mlx_server.models.layout import (
+    blockable_layers,
+    by_columns,
+    gains,
+    lay_out,
+    layers_alike,
+    times_of,
+)
+from mlx_manager.mlx_server.models.weights import default_device, evaluated
+from mlx_manager.mlx_server.utils.steps import finish
+
+TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
+
+pytestmark = pytest.mark.skipif(default_device() != "cpu", reason="the layout is a CPU's")
+
+
+def nbytes(model: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def test_weights_laid_out_by_columns_compute_the_same_in_the_same_bytes(tmp_path: Path):
+    make_tiny_model(tmp_path / "m", "llama", dtype=mx.float32)
+    model = load_model(tmp_path / "m", lazy=True)[0]
+    rows, stored = model(TOKENS), nbytes(model)
+    for _, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.weight = by_columns(module).weight
+    assert list(evaluated(model))
+    before = mx.get_active_memory()
+    assert mx.allclose(model(TOKENS), rows, atol=1e-5)
+    assert nbytes(model) == stored
+    assert mx.get_active_memory() - before < 1e5, "products copy the weights"
+
+
+def test_a_model_that_is_laid_out_computes_the_same_in_the_same_bytes(tmp_path: Path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    make_tiny_model(tmp_path / "m", "llama", dtype=mx.float32, **sizes)
+    model = load_model(tmp_path / "m", lazy=True)[0]
+    rows, stored = model(TOKENS), nbytes(model)
+    finish(lay_out(model))
+    finish(evaluated(model))
+    assert mx.allclose(model(TOKENS), rows, atol=1e-4)
+    assert nbytes(model) == stored
+
+
+def test_layout_is_tried_for_large_float32_layers_of_each_shape():
+    model = nn.Module()
+    model.layers = [nn.Linear(512, 1024), nn.Linear(512, 1024), nn.Linear(1024, 512)]
+    model.small, model.narrow = nn.Linear(8, 8), nn.Linear(512, 1024)
+    model.narrow.set_dtype(mx.bfloat16)
+    model.embedding, model.packed = nn.Embedding(1024, 512), nn.QuantizedLinear(512, 1024)
+    groups = {group[0].weight.shape: len(group) for group in layers_alike(model)}
+    assert groups == {(1024, 512): 2, (512, 1024): 1}
+    assert all(seconds > 0 for seconds in finish(times_of(model.layers[:2], BlockedLinear)))
+
+
+def test_siblings_are_in_blocks_together_or_not_at_all():
+    model = nn.Module()
+    model.even, model.odd = nn.Module(), nn.Module()
+    model.even.q, model.even.k = nn.Linear(512, 512), nn.Linear(512, 64)
+    model.odd.q, model.odd.k = nn.Linear(512, 512), nn.Linear(512, 80)
+    model.odd.out = nn.Linear(256, 512)
+    assert blockable_layers(model).keys() == {"even.q", "even.k", "odd.out"}
+
+
+def test_a_layout_is_changed_for_a_tenth_of_the_time():
+    assert gains([0.8, 0.9], [1.0, 1.0])
+    assert not gains([0.95, 0.95], [1.0, 1.0])
+    assert not gains([0.0, 0.0], [0.0, 0.0])
