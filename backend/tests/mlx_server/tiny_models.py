@@ -7,6 +7,7 @@ The tokenizer is byte-level (one token a byte) with Llama 3's special tokens.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -611,8 +612,7 @@ def random_model(config: dict[str, Any], *, seed: int, dtype: mx.Dtype) -> nn.Mo
 
 def write_byte_tokenizer(path: Path) -> None:
     """Token i is the byte i for i < 256 (by the byte-level alphabet), then the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    vocabulary = {character: i for i, character in enumerate(_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -633,10 +633,10 @@ def write_byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _byte_of(character: str) -> int:
-    """The byte that a character of the byte-level alphabet (GPT-2's) stands for."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    code = ord(character)
-    if code in printable:
-        return code
-    return [byte for byte in range(256) if byte not in printable][code - 256]
+@cache
+def _alphabet() -> list[str]:
+    """The characters of the byte-level alphabet (GPT-2's), each where the byte is that it stands
+    for: itself where that is printable, or else the next one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

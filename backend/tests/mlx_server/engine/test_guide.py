@@ -95,7 +95,7 @@ async def test_thinking_is_free_and_what_follows_fits(rig: Rig):
 
 
 async def test_without_a_budget_thinking_does_not_end_the_answer(rig: Rig):
-    events = await answer(rig, TEXTUAL, constraint=Regex("(yes|no)!"), limit=300)
+    events = await answer(rig, TEXTUAL, constraint=Regex("(yes|no)!"), limit=100)
     assert said(events) == "" or said(events) in ("yes!", "no!")
     assert finished(events).reason == ("stop" if said(events) else "length")
 
