@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from math import prod
 
 import mlx.core as mx
 from mlx import nn
@@ -28,8 +29,15 @@ finds its weight there."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 
+MANY_ROWS = 64
+"""Of a prompt. A BLAS may have several threads for them, and for blocks it has one."""
+MOST_OUTPUTS = 65 * 64
+"""Of a layer that is multiplied by so many, since running streams wait for it."""
+LOSS = 1.1
+"""Of a prompt's time, that blocks may bring it to."""
+
 Times = list[float]
-"""Seconds of products with so many rows as `ROWS` has."""
+"""Seconds of products with so many rows as `ROWS` has, and with `MANY_ROWS`."""
 
 
 def lay_out(model: nn.Module) -> Steps[None]:
@@ -41,7 +49,8 @@ def lay_out(model: nn.Module) -> Steps[None]:
     blockable = blockable_layers(model)
     in_blocks = {id(layer) for layer in blockable.values()}
     turned: list[nn.Linear] = []
-    without, with_blocks = [0.0] * len(ROWS), [0.0] * len(ROWS)
+    without: list[Times] = []
+    with_blocks: list[Times] = []
     for layers in layers_alike(model):
         best = yield from times_of(layers, lambda layer: layer)
         columns = yield from times_of(layers, by_columns)
@@ -50,11 +59,10 @@ def lay_out(model: nn.Module) -> Steps[None]:
             turned += layers
         blocked = [layer for layer in layers if id(layer) in in_blocks]
         times = (yield from times_of(blocked, BlockedLinear)) if blocked else best
-        for i, (one, other) in enumerate(zip(best, times, strict=True)):
-            without[i] += len(layers) * one
-            with_blocks[i] += len(blocked) * other + (len(layers) - len(blocked)) * one
+        without += [best] * len(layers)
+        with_blocks += [times] * len(blocked) + [best] * (len(layers) - len(blocked))
         yield None
-    if gains(with_blocks, without):
+    if are_better(with_blocks, without):
         model.update_modules(
             tree_unflatten([(name, BlockedLinear(layer)) for name, layer in blockable.items()])
         )
@@ -63,11 +71,16 @@ def lay_out(model: nn.Module) -> Steps[None]:
         layer.weight = by_columns(layer).weight
 
 
-def gains(times: Times, over: Times) -> bool:
-    ratio = 1.0
-    for one, other in zip(times, over, strict=True):
-        ratio *= one / other if other else 1.0
-    return ratio < GAIN ** len(ROWS)
+def are_better(with_blocks: Sequence[Times], without: Sequence[Times]) -> bool:
+    """Whether blocks are, by the times of each layer: for few rows, and no worse for a prompt."""
+    ours, others = (list(map(sum, zip(*each, strict=True))) for each in (with_blocks, without))
+    return bool(ours) and gains(ours, others) and ours[-1] <= LOSS * others[-1]
+
+
+def gains(times: Sequence[float], over: Sequence[float]) -> bool:
+    """With few rows."""
+    few = len(ROWS)
+    return prod(times[:few]) < GAIN**few * prod(over[:few])
 
 
 def by_columns(layer: nn.Linear) -> nn.Linear:
@@ -108,4 +121,14 @@ def times_of(layers: Sequence[nn.Linear], laid: Callable[[nn.Linear], nn.Linear]
     times = []
     for rows in ROWS:
         times.append((yield from seconds(sample, rows, mx.float32)) / len(sample))
+    outputs = layers[0].weight.shape[0]
+    whole = max(1.0, outputs / MOST_OUTPUTS)
+    times.append(whole * (yield from seconds([laid(cut(layers[0]))], MANY_ROWS, mx.float32)))
     return times
+
+
+def cut(layer: nn.Linear) -> nn.Linear:
+    """Its first outputs."""
+    sample = copy.copy(layer)
+    sample.update({name: array[:MOST_OUTPUTS] for name, array in layer.parameters().items()})
+    return sample

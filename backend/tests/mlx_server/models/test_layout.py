@@ -11,6 +11,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.models.blocked import BlockedLinear
 from mlx_manager.mlx_server.models.layout import (
+    are_better,
     blockable_layers,
     by_columns,
     gains,
@@ -76,6 +77,12 @@ def test_siblings_are_in_blocks_together_or_not_at_all():
 
 
 def test_a_layout_is_changed_for_a_tenth_of_the_time():
-    assert gains([0.8, 0.9], [1.0, 1.0])
-    assert not gains([0.95, 0.95], [1.0, 1.0])
-    assert not gains([0.0, 0.0], [0.0, 0.0])
+    assert gains([0.8, 0.9, 9.0], [1.0, 1.0, 1.0])
+    assert not gains([0.95, 0.95, 0.1], [1.0, 1.0, 1.0])
+
+
+def test_blocks_are_not_taken_where_prompts_would_pay_for_them():
+    small, large = [0.1, 0.1, 1.0], [1.0, 1.0, 10.0]
+    assert are_better([[0.2, 0.5, 10.0], small], [large, small])
+    assert not are_better([[0.2, 0.5, 13.0], small], [large, small])
+    assert not are_better([], [])
