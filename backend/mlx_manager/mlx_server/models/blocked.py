@@ -9,7 +9,7 @@ one by one, so that a product with all blocks is one operation.
 
 from __future__ import annotations
 
-import math
+from math import ceil, prod
 
 import mlx.core as mx
 from mlx import nn
@@ -27,7 +27,8 @@ ROWS_AT_ONCE = 128
 class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
     """`linear` with the same parameters, save that its weight is `blocks`.
 
-    blocks: (outputs / 64, parts, inputs / parts, 64). Products of the parts are added up.
+    blocks: (outputs / 64, inputs, 64); of many inputs (outputs / 64, parts, inputs / parts, 64),
+    and products with the parts are added up.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -35,7 +36,8 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
         outputs, inputs = linear.weight.shape
         parts = parts_of(inputs)
         apart = linear.weight.reshape(outputs // OUTPUTS, OUTPUTS, parts, inputs // parts)
-        self.blocks = mx.contiguous(apart.transpose(0, 2, 3, 1))
+        turned = apart.transpose(0, 2, 3, 1)
+        self.blocks = mx.contiguous(turned[:, 0] if parts == 1 else turned)
         if "bias" in linear:
             self.bias = linear.bias
         self.eval()
@@ -43,9 +45,9 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
     @property
     def weight(self) -> mx.array:
         """(outputs, inputs), put together anew."""
-        count, parts, inputs, outputs = self.blocks.shape
-        turned: mx.array = self.blocks.transpose(0, 3, 1, 2)
-        return turned.reshape(count * outputs, parts * inputs)
+        count, *inputs, outputs = self.blocks.shape
+        turned: mx.array = mx.moveaxis(self.blocks, -1, 1)
+        return turned.reshape(count * outputs, prod(inputs))
 
     def __call__(self, x: mx.array) -> mx.array:
         *leading, inputs = x.shape
@@ -58,20 +60,24 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
 
     def _product(self, x: mx.array) -> mx.array:
         """(rows, outputs / 64, 64) of (rows, inputs)."""
-        rows = x.shape[0]
-        count, parts, inputs, outputs = self.blocks.shape
+        rows, inputs = x.shape
+        blocks, outputs = self.blocks, self.blocks.shape[-1]
         groups = -(-rows // MOST_ROWS)
         of_group = -(-rows // groups)
-        if rows < groups * of_group:
-            x = mx.pad(x, [(0, groups * of_group - rows), (0, 0)])
-        # What differs least comes first: a block meets all groups of rows while it is in the cache.
-        if parts == 1:
-            out = x.reshape(groups, of_group, inputs) @ self.blocks
+        padding = groups * of_group - rows
+        if padding:
+            x = mx.pad(x, [(0, padding), (0, 0)])
+        if groups > 1:
+            # What differs least comes first: a block meets all groups while it is in the cache.
+            x, blocks = x.reshape(groups, of_group, inputs), mx.expand_dims(blocks, -3)
+        if self.blocks.ndim == 3:
+            out = x @ blocks
         else:
-            apart = x.reshape(groups, of_group, parts, inputs).transpose(2, 0, 1, 3)
-            out = (mx.contiguous(apart) @ self.blocks[:, :, None]).sum(axis=1)
-        out = out.reshape(count, groups * of_group, outputs).swapaxes(0, 1)
-        return out if rows == groups * of_group else out[:rows]
+            parts = self.blocks.shape[1]
+            apart = x.reshape(*x.shape[:-1], parts, inputs // parts)
+            out = (mx.contiguous(mx.moveaxis(apart, -2, 0)) @ blocks).sum(axis=1)
+        out = out.reshape(-1, rows + padding, outputs).swapaxes(0, 1)
+        return out[:rows] if padding else out
 
 
 def can_be_blocked(linear: nn.Linear) -> bool:
@@ -83,5 +89,5 @@ def can_be_blocked(linear: nn.Linear) -> bool:
 
 def parts_of(inputs: int) -> int:
     """Into how many equal parts so many inputs are cut."""
-    least = math.ceil(inputs / MOST_INPUTS)
+    least = ceil(inputs / MOST_INPUTS)
     return next(parts for parts in range(least, inputs + 1) if inputs % parts == 0)
