@@ -164,6 +164,10 @@ class Forward(Protocol):
     grain: int
     abreast: int
 
+    def serve(self) -> None:
+        """The load is over: the thread that calls `run` computes what it returns, too."""
+        ...
+
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Indices that put decoding rows in the order `run` wants them."""
         ...
@@ -225,6 +229,9 @@ class Plain:
     grain: int = 1
     abreast: int = 0
     stores: list[LayerStore]
+
+    def serve(self) -> None:
+        pass
 
     @property
     def unfinished(self) -> bool:

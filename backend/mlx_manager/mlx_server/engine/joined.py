@@ -6,7 +6,7 @@ its products. mlx-lm's module takes 150 of them a layer, of which many are views
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,8 +27,16 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused import Anatomy, Block, Common, NotFusable, Rotation
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape
+from mlx_manager.mlx_server.engine.kv.lane import has_lane, in_halves
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.utils.steps import Steps
+
+ByParts = Callable[..., mx.array]
+"""As `in_halves`, or the whole at once."""
+
+LEAST_IN_HALVES = 150_000
+"""Numbers that a layer gets, in a step with prompts: 300 tokens of 512. With fewer, and with rows
+alone, whose products take the time that their weights take to be read, too little is saved."""
 
 
 class MeanByProduct(nn.RMSNorm):  # type: ignore[misc] # mlx is not typed
@@ -144,18 +152,27 @@ class JoinedLayer:
         )
 
     def __call__(
-        self, hidden: mx.array, turns: Sequence[Turns], store: LayerStore, plan: StepPlan
+        self,
+        hidden: mx.array,
+        turns: Sequence[Turns],
+        store: LayerStore,
+        plan: StepPlan,
+        by_parts: ByParts,
     ) -> mx.array:
         tokens, of = hidden.shape[0], self.shape
-        heads = self.block.heads(hidden).reshape(tokens, -1, of.head_dim)
-        if self.head_norms is not None:
-            heads = self.head_norms(heads)
         by = turns[self.kind]
-        heads = heads * by.cosines + (heads @ self.rotation.turn) * by.sines
+        heads = by_parts(self._turned, hidden, by.cosines, by.sines)
         q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
         store.write(k.swapaxes(0, 1), v.swapaxes(0, 1), plan.slots)
         attended = attend(q[:, :, None], store, plan, self.scale, self.window)
-        return self.block.after(hidden, attended.reshape(tokens, -1))
+        return by_parts(self.block.after, hidden, attended.reshape(tokens, -1))
+
+    def _turned(self, hidden: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        """q, k and v, (tokens, heads + 2 * kv_heads, dim)."""
+        heads = self.block.heads(hidden).reshape(len(hidden), -1, self.shape.head_dim)
+        if self.head_norms is not None:
+            heads = self.head_norms(heads)
+        return heads * cosines + (heads @ self.rotation.turn) * sines
 
 
 class JoinedForward(OnPages):
@@ -172,6 +189,10 @@ class JoinedForward(OnPages):
         self._norm = MeanByProduct(common.norm)
         self._vocabulary = common.vocabulary
         self.stores = [LayerStore(_stored(layer), page_size) for layer in layers]
+        self._serves = False
+
+    def serve(self) -> None:
+        self._serves = True
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return shortest_first(lengths)
@@ -180,8 +201,10 @@ class JoinedForward(OnPages):
         step = RaggedStep.of(decode, chunks, self._page_size)
         turns = [rotation(step.plan.positions) for rotation in self._rotations]
         hidden = self._embed(step.tokens)
+        apart = chunks and hidden.size >= LEAST_IN_HALVES and self._serves and has_lane()
+        by_parts = in_halves if apart else _whole
         for layer, store in zip(self._layers, self.stores, strict=True):
-            hidden = layer(hidden, turns, store, step.plan)
+            hidden = layer(hidden, turns, store, step.plan, by_parts)
         hidden = hidden if step.wanted is None else hidden[step.wanted]
         return self._vocabulary(self._norm(hidden))
 
@@ -212,6 +235,10 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         # Before the next layer is joined, so that one alone is there twice.
         yield from computed(anatomy.weights())
     return JoinedForward(common, layers, page_size)
+
+
+def _whole(compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+    return compute(*arrays)
 
 
 def _stored(layer: JoinedLayer) -> LayerShape:

@@ -164,6 +164,7 @@ class TextEngine:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._forward = forward
+        forward.serve()
         self._limits = limits
         self._ledger = ledger
         self._line = f"pages:{name}"

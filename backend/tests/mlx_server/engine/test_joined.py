@@ -74,6 +74,30 @@ def test_steps_of_rows_and_a_chunk_that_are_put_together_ahead_write_their_pages
     assert [address(a) for store in forward.stores for a in (store.keys, store.values)] == begin
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "windows"])
+def test_a_prompt_in_two_halves_gives_the_same_logits(kind: str) -> None:
+    family, changes = MODELS[kind]
+    wide = make(family, {**changes, "hidden_size": 512})
+    forwards = [finish(joining(wide, PAGE)) for _ in range(2)]
+    forwards[1].serve()
+    logits = []
+    for forward in forwards:
+        for store in forward.stores:
+            store.resize(60, most=100)
+        rows = [PageTable([row]) for row in range(2)]
+        prompts = [PageTable(range(2, 21)), PageTable(range(21, 40))]
+        chunks = [
+            Chunk(3 + i, Span(table, n, n), [5 + j % 50 for j in range(n)], True)
+            for i, (table, n) in enumerate(zip(prompts, (300, 295), strict=True))
+        ]
+        decode = Decode([0, 1], rows, [1, 1], mx.array([3, 4], mx.uint32))
+        for steps in (forward.run(None, chunks), forward.run(decode, chunks[:1])):
+            mx.eval(steps, forward.state())
+            logits.append(np.array(steps))
+    np.testing.assert_allclose(logits[0], logits[2], atol=1e-4)
+    np.testing.assert_allclose(logits[1], logits[3], atol=1e-4)
+
+
 def address(array: mx.array) -> int:
     return int(np.array(array, copy=False).ctypes.data)
 
