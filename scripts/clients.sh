@@ -36,8 +36,9 @@ install_node() {
 
 if [ $# = 0 ]; then
     scripts/prometheus.sh
-    # Some at once, as they wait for the network; one that fails does not stop the others.
-    printf '%s\n' backend/tests/clients/*/requirements.txt backend/tests/clients/*/package.json |
+    # Some at once, as they wait for the network, those with most to install first; one that fails
+    # does not stop the others.
+    ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
         xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
     exit
 fi
