@@ -15,8 +15,7 @@ install_python() {
     [ "$(cat "$venv/.setup" 2>/dev/null || true)" != "$stamp" ] || return 0
     echo "clients: installing into $venv"
     .venv/bin/python -m venv --clear --without-pip "$venv"
-    # Python compiles what it imports; all that there is takes as long as the rest of this.
-    .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --no-input --no-compile \
+    .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --no-input \
         --disable-pip-version-check --constraint "$folder/constraints.txt" \
         --requirement "$folder/requirements.txt"
     printf '%s\n' "$stamp" >"$venv/.setup"
@@ -36,8 +35,7 @@ install_node() {
 
 if [ $# = 0 ]; then
     scripts/prometheus.sh
-    # Some at once, as they wait for the network, those with most to install first; one that fails
-    # does not stop the others.
+    # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
         xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
     exit
