@@ -171,11 +171,20 @@ def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
     if any(row.adjusted for row in asked.rows):
         logits = _adjust(logits[: len(asked.rows)].astype(mx.float32), asked.rows)
     if len(asked.greedy) == len(asked.rows):
-        return mx.argmax(logits, axis=-1)
+        return best(logits)
     match checked(logits.dtype):
         case DrawKernel() as kernel if logits.shape[-1] <= MOST_TOKENS:
             return asked.draw(kernel, logits, drawn)
     return sample_portably(logits[: len(asked.rows)], asked, drawn)
+
+
+def best(logits: mx.array) -> mx.array:
+    """Of each row of `logits`, (rows, vocabulary), the most likely token, the first of equals:
+    (rows,) uint32, not evaluated."""
+    match checked(logits.dtype):
+        case DrawKernel() as kernel:
+            return kernel.best(logits)
+    return mx.argmax(logits, axis=-1)
 
 
 def sample_portably(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:

@@ -36,7 +36,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.load import Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
 from mlx_manager.mlx_server.engine.pace import Pace
-from mlx_manager.mlx_server.engine.sampling import sample
+from mlx_manager.mlx_server.engine.sampling import best, sample
 from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
 from mlx_manager.mlx_server.engine.scores import Places, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -393,7 +393,7 @@ class TextEngine:
         crew, logits, scores = undrawn.crew, undrawn.logits, undrawn.scores
         if crew.plain:
             # With nothing to draw, something must still be waited for.
-            tokens = mx.argmax(logits, axis=-1)
+            tokens = best(logits)
         else:
             tokens = sample(logits, crew.asked, [row.drawn for row in crew.rows])
             scores.add_drawn(logits, crew.rows, tokens)

@@ -127,4 +127,7 @@ def self_check(kernel: DrawKernel, dtype: mx.Dtype) -> str | None:
         wrong = problem.mistake(np.array(tokens))
         if wrong is not None:
             return wrong
+        best = np.array(kernel.best(given))
+        if (best != problem.logits.argmax(axis=1)).any():
+            return f"of {vocabulary} tokens the best is not found"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,35 @@ def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
     device = cuda.cuda_device()
     if isinstance(device, Unsupported):
         return device
-    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), ON_CUDA.threads)
+    best = compiled_for_cuda(best_source(dtype))
+    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), ON_CUDA.threads, best)
 
 
 class DrawKernel:
-    """Draws every row's token in one launch, of a block of `threads` a row."""
+    """Draws every row's token in one launch, of a block of `threads` a row.
 
-    def __init__(self, kernel: Kernel, threads: int) -> None:
+    best: finds every row's best token, where MLX takes longer.
+    """
+
+    def __init__(self, kernel: Kernel, threads: int, best: Kernel | None = None) -> None:
         self._kernel = kernel
+        self._best = best
         self._threads = threads
+
+    def best(self, logits: mx.array) -> mx.array:
+        """Of each row of `logits`, (rows, vocabulary), the most likely token, the first of equals:
+        (rows,) uint32."""
+        if self._best is None:
+            return mx.argmax(logits, axis=-1)
+        rows = logits.shape[0]
+        (tokens,) = self._best(
+            inputs=[logits],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+            output_shapes=[(rows,)],
+            output_dtypes=[mx.uint32],
+        )
+        return tokens
 
     def draw(
         self, logits: mx.array, wishes: mx.array, seeds: mx.array, drawn: mx.array
@@ -110,6 +130,27 @@ def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
         body=body,
         inputs=INPUTS,
         outputs=OUTPUTS,
+        shared_memory=form.shared_memory,
+    )
+
+
+def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
+    """What finds the best token alone, some 7 instead of 21 us for 128 000 tokens (H200)."""
+    form = replace(form, copies=1)
+    body = (
+        f"auto scratch = kernels::shared_by_block<kernels::Scratch<{form.constants}>>();\n"
+        f"const kernels::Row<{_CUDA_TYPES[dtype]}, {form.threads // 32}> row = {{logits + "
+        "long(blockIdx.x) * logits_shape[1], logits_shape[1], threadIdx.x / 32, "
+        "threadIdx.x % 32};\n"
+        "const int place = kernels::best_of(row, scratch).place;\n"
+        "if (threadIdx.x == 0) tokens[blockIdx.x] = place;"
+    )
+    return KernelSource(
+        name="best",
+        header=source(cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT) + bounded(form.threads),
+        body=body,
+        inputs=("logits",),
+        outputs=("tokens",),
         shared_memory=form.shared_memory,
     )
 
