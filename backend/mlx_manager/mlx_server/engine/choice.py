@@ -25,6 +25,7 @@ from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, checking
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.mapped import carrier
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
@@ -96,6 +97,7 @@ def choosing(
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # What draws is compiled and checked here, and not in the step of whoever draws first.
         yield from one_by_one(every_way(mx.stack(reference.logits[0][:2])))
+        carrier()
     return forward
 
 

@@ -23,6 +23,7 @@ from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
@@ -33,6 +34,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import (
     SCORES,
     PagedLayer,
@@ -104,7 +106,6 @@ class RaggedStep:
         """whole: what so many tokens are padded to."""
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens[: len(decode.keys)]] if decode else []
-        parts += [mx.array(chunk.tokens, mx.uint32) for chunk in chunks]
         rows = list(range(len(decode.keys) if decode else 0))
         end = len(rows)
         for chunk in chunks:
@@ -114,10 +115,12 @@ class RaggedStep:
             elif chunk.final:
                 rows.append(end - 1)
         padding = whole(end) - end
-        if padding:
-            parts.append(mx.zeros((padding,), mx.uint32))
+        known = [token for chunk in chunks for token in chunk.tokens] + [0] * padding
+        if known:
+            parts.append(send(np.array(known, np.int32)).view(mx.uint32))
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        wanted = None if len(rows) == end + padding else mx.array(rows or [0], mx.int32)
+        all_wanted = len(rows) == end + padding
+        wanted = None if all_wanted else send(np.array(rows or [0], np.int32))
         return cls(tokens, StepPlan(spans, page_size, padding), wanted)
 
 

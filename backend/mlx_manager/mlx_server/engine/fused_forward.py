@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.engine.forward import (
     order_after,
 )
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -168,9 +169,7 @@ class FusedForward(OnPages):
             decode.lengths,
             sum(map(len, decode.tables)),
             self._table(decode.tables),
-            # The result of an operation lies in the device's memory, an array from the host in
-            # memory that the device has to fetch.
-            mx.array(np.maximum(lengths - 1, 0)) + 0,
+            send(np.maximum(lengths - 1, 0)),
             self._decoder.plan(lengths),
         )
 
@@ -181,7 +180,7 @@ class FusedForward(OnPages):
         table = np.zeros((_size(len(tables)), width), np.int32)
         for row, own in enumerate(tables):
             table[row, : len(own)] = own.pages
-        return mx.array(table) + 0
+        return send(table)
 
 
 def whole(tokens: int) -> int:

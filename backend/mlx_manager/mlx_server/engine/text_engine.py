@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.engine.crew import Crew
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot, working_bytes
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.letter import Letter
 from mlx_manager.mlx_server.engine.load import Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
 from mlx_manager.mlx_server.engine.pace import Pace
@@ -114,10 +115,12 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Step:
-    """A step under way: the crew that it draws for, and where their tokens will be."""
+    """A step under way: the crew that it draws for, and where their tokens will be, for the next
+    step and for the host."""
 
     crew: Crew
     tokens: mx.array
+    letter: Letter
     load: Load
     scores: Scores
     read: bool = False
@@ -397,10 +400,11 @@ class TextEngine:
         else:
             tokens = sample(logits, crew.asked, [row.drawn for row in crew.rows])
             scores.add_drawn(logits, crew.rows, tokens)
-        mx.async_eval(tokens, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
+        letter = Letter.of(tokens)
+        mx.async_eval(tokens, letter.sent, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
         for row in crew.rows:
             row.pending += 1
-        return Step(crew, tokens, undrawn.load, scores)
+        return Step(crew, tokens, letter, undrawn.load, scores)
 
     def _crew_of(self, rows: list[Sequence]) -> Crew:
         """`rows`, in the order that the forward wants."""
@@ -426,7 +430,7 @@ class TextEngine:
         if step is None or step.read:
             return False
         asked = self._clock()
-        tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
+        tokens = step.letter.read()
         now = self._clock()
         self._waited += now - asked
         self._observe(step, now)

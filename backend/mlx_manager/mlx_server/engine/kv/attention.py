@@ -28,6 +28,7 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     ChunkKernels,
@@ -133,8 +134,8 @@ class Decoding:
         self._lengths = _places(mine) + 1
         self._rows = np.repeat(np.arange(len(mine)), [span.queries for span in mine])
         self.queries = len(self._lengths)
-        self.table = mx.array(padded_table(mine, page_size))
-        self.lengths = mx.array(self._lengths)
+        self.table = send(padded_table(mine, page_size))
+        self.lengths = send(self._lengths)
         self._splits: dict[tuple[AttentionShape, int | None], Splits] = {}
 
     def splits(self, kernels: PagedKernels, window: int | None) -> Splits:
@@ -152,7 +153,7 @@ class Chunked:
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int) -> None:
-        self.table = mx.array(padded_table(spans, page_size))
+        self.table = send(padded_table(spans, page_size))
         self._runs = []
         first = 0
         for row, span in enumerate(spans):
@@ -198,7 +199,7 @@ class StepPlan:
         self.page_size = page_size
         places = _places(spans)
         slots = _slots(spans, places, page_size)
-        self.positions = mx.array(np.pad(places, (0, padding)))
+        self.positions = send(np.pad(places, (0, padding)))
         first = int(slots[0])
         neighbours = len(slots) == 1 or (
             int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet
 
@@ -42,7 +43,7 @@ class Numbers:
 
     @cached_property
     def array(self) -> mx.array:
-        return mx.array(self._numbers)
+        return send(self._numbers)
 
     def of_heads(self, heads: int, each: int) -> mx.array:
         """The numbers where `heads` lie one after another, of `each` slots or pages: (heads,

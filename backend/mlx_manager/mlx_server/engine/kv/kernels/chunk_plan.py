@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_manager.mlx_server.engine.kernels.mapped import send
+
 FIELDS = 9
 """int32 columns of an item: first query, queries, table row, tokens that the first query sees;
 first and last token of the part of the context (the last exclusive), number of this part, parts of
@@ -112,7 +114,7 @@ def cut(
     items[:, 7] = of
     items[:, 8] = (np.cumsum(divided) - divided)[which]
     order = np.lexsort((-items[:, 3], items[:, 4] - items[:, 5]))
-    return ChunkPlan(mx.array(items[order]), int(divided.sum()))
+    return ChunkPlan(send(items[order]), int(divided.sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_manager.mlx_server.engine.kernels.mapped import send
+
 TILE = 16
 """Tokens that a warp or simdgroup takes at a time; a page holds a multiple of it."""
 
@@ -102,7 +104,7 @@ def plan(
     items[:count, 4] = split
     items[:count, 5] = of
     items[:count, 6] = base
-    return Splits(items=mx.array(items), divided=count > queries)
+    return Splits(items=send(items), divided=count > queries)
 
 
 def _room(count: int, queries: int) -> int:

@@ -1,0 +1,75 @@
+"""What goes between the host and the device by memory that both reach."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.mapped import (
+    FETCH,
+    LEAST_ROOM,
+    MOST_ROOM,
+    TELL,
+    THREADS,
+    UNDER_WAY,
+    carrier,
+    send,
+)
+
+ON_CUDA = mx.cuda.is_available() and mx.default_device().type == mx.gpu
+ROOM = 4 * THREADS
+
+
+def grid(words: int) -> tuple[int, int, int]:
+    return -(-words // THREADS) * THREADS, 1, 1
+
+
+@pytest.mark.parametrize("words", [1, 5, THREADS, 300])
+def test_every_word_arrives_in_the_box_and_nothing_else(compile_cuda, words):
+    library = compile_cuda([(TELL, (mx.uint32, mx.uint32), (mx.int32,))])
+    numbers = np.random.default_rng(words).integers(0, 2**32, words, np.uint32)
+    box, told = np.full(ROOM, 9, np.uint32), np.full(1, 5, np.int32)
+    library.call(0, [numbers, box], [told], grid(words), (THREADS, 1, 1))
+    assert box.tolist() == [*numbers.tolist(), *[9] * (ROOM - words)]
+    assert told.tolist() == [0]
+
+
+@pytest.mark.parametrize("words", [1, 5, THREADS, 300])
+def test_as_many_words_are_fetched_as_the_box_says(compile_cuda, words):
+    library = compile_cuda([(FETCH, (mx.uint32,), (mx.int32,))])
+    numbers = np.random.default_rng(words).integers(-(2**31), 2**31, words, np.int32)
+    box = np.full(ROOM, 9, np.uint32)
+    box[0], box[1 : words + 1] = words, numbers
+    fetched = np.full(words + 1, 7, np.int32)
+    library.call(0, [box], [fetched], grid(words), (THREADS, 1, 1))
+    assert fetched.tolist() == [*numbers.tolist(), 7]
+
+
+def test_arrays_are_sent_as_they_are():
+    given = [
+        np.arange(n, dtype=np.int32).reshape(-1, 2) - 3 for n in range(0, 2 * UNDER_WAY + 9, 2)
+    ]
+    given += [np.arange(n, dtype=np.int32) for n in (LEAST_ROOM - 1, LEAST_ROOM, MOST_ROOM)]
+    sent = [send(numbers) for numbers in given * 2]
+    for numbers, array in zip(given * 2, sent, strict=True):
+        assert array.dtype == mx.int32
+        np.testing.assert_array_equal(np.array(array), numbers)
+
+
+def test_what_has_been_sent_does_not_change_with_what_it_was_made_from():
+    numbers = np.arange(4, dtype=np.int32)
+    sent = send(numbers)
+    numbers[:] = 0
+    assert sent.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(ON_CUDA, reason="there is an NVIDIA GPU")
+def test_without_an_nvidia_gpu_there_are_no_boxes():
+    assert isinstance(carrier(), Unsupported)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs an NVIDIA GPU")
+def test_on_an_nvidia_gpu_there_are():
+    assert not isinstance(carrier(), Unsupported)
