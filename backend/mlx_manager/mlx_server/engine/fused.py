@@ -44,8 +44,10 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     PagedKernels,
     Rotary,
     Splits,
+    opening,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
+from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, OpeningKernel, Turning
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
@@ -505,14 +507,48 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the layers of a step share.
+    """What the layers of a step share, and what is `before` the next, (rows,) int32.
 
-    lengths: (rows,) int32, tokens of each row, the newest included; 0 for padding. rotations: of
-    the newest, by kind.
+    lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
+    rotations: of the newest, by kind.
     """
 
+    following: mx.array
     lengths: mx.array
     rotations: Sequence[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
+
+    embed: nn.Module
+    rotations: Sequence[Rotation]
+    kernel: OpeningKernel | None
+
+    @staticmethod
+    def of(common: Common, build: BuildOpening) -> Opening:
+        embed, rotations = common.embed, common.rotations
+        dtype = common.layers[0].shape.dtype
+        if type(embed) is not nn.Embedding or embed.weight.dtype != dtype:
+            return Opening(embed, rotations, None)
+        kinds = [
+            Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
+            for turn in rotations
+        ]
+        kernel = build(dtype, embed.weight.shape[1], kinds)
+        return Opening(embed, rotations, None if isinstance(kernel, Unsupported) else kernel)
+
+    def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
+        """Embeddings, (rows, width), and what layers share."""
+        if self.kernel is not None:
+            frequencies = [turn.frequencies for turn in self.rotations]
+            hidden, following = self.kernel.open(tokens, before, self.embed.weight, frequencies)
+            return hidden, Shared(following, self.kernel.lengths, self.kernel.rotations)
+        # Padding stays at 0: it must not write anywhere.
+        lengths = mx.where(before > 0, before + 1, 0)
+        turns = [turn(before) for turn in self.rotations]
+        return self.embed(tokens), Shared(lengths, lengths, turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,14 +626,12 @@ class FusedDecoder:
     def __init__(
         self,
         layers: Sequence[Layer],
-        rotations: Sequence[Rotation],
-        embed: Callable[[mx.array], mx.array],
+        open: Opening,
         head: Callable[[mx.array], mx.array],
         compile: Compile,
     ) -> None:
         self._layers = layers
-        self._rotations = rotations
-        self._embed = embed
+        self._open = open
         self._head = head
         self._planners = {layer.window: layer.kernels for layer in layers}
         self._compile = compile
@@ -605,23 +639,25 @@ class FusedDecoder:
         self._seen: Counter[tuple[Any, ...]] = Counter()
 
     @staticmethod
-    def build(
+    def build(  # noqa: PLR0917
         model: nn.Module,
         page_size: int,
         kernels: BuildKernels = gpu.build,
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
+        openings: BuildOpening = opening.build,
     ) -> FusedDecoder | Unsupported:
         """`building` in one go."""
-        return finish(FusedDecoder.building(model, page_size, kernels, products, compile))
+        return finish(FusedDecoder.building(model, page_size, kernels, products, compile, openings))
 
     @staticmethod
-    def building(
+    def building(  # noqa: PLR0917
         model: nn.Module,
         page_size: int,
         kernels: BuildKernels = gpu.build,
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
+        openings: BuildOpening = opening.build,
     ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
@@ -629,7 +665,7 @@ class FusedDecoder:
         the joined ones, a layer at a time. Nothing has been compared yet: see `checking`.
         """
         try:
-            return (yield from _building(model, page_size, kernels, products, compile))
+            return (yield from _building(model, page_size, kernels, products, compile, openings))
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -681,8 +717,8 @@ class FusedDecoder:
 
         `stores` are the layers' pages, written in place.
         """
-        rotations = [rotation(step.plan.positions) for rotation in self._rotations]
-        hidden = self._embed(step.tokens)
+        rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
+        hidden = self._open.embed(step.tokens)
         pieces = Pieces(PIECES_AHEAD if step.tokens.size > TOKENS_AHEAD else len(self._layers))
         for number, (layer, store) in enumerate(zip(self._layers, stores, strict=True), 1):
             hidden = layer.ragged(hidden, rotations, store, step.plan)
@@ -705,21 +741,15 @@ class FusedDecoder:
         items: Sequence[mx.array],
     ) -> Stepped:
         step = _step(cuts, tokens, before, table, pools, items)
-        shared = self._share(before)
-        hidden = self._embed(tokens)
+        hidden, shared = self._open(tokens, before)
         for layer, pool in zip(self._layers, pools, strict=True):
             hidden = layer(hidden, shared, pool, step)
-        return self._head(hidden), shared.lengths
-
-    def _share(self, before: mx.array) -> Shared:
-        # Padding stays at 0: it must not write anywhere.
-        lengths = mx.where(before > 0, before + 1, 0)
-        return Shared(lengths, [rotation(before) for rotation in self._rotations])
+        return self._head(hidden), shared.following
 
     def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
         step = _step(cuts, *arrays)
-        shared = self._share(step.before)
-        found = [shared.lengths, *shared.rotations, self._embed(step.tokens)]
+        hidden, shared = self._open(step.tokens, step.before)
+        found = [shared.following, *shared.rotations, hidden]
         kinds = set()
         for layer, pool in zip(self._layers, step.pools, strict=True):
             if layer.kind not in kinds:
@@ -762,7 +792,7 @@ class Common:
     layers: list[Anatomy]
     rotations: list[Rotation]
     kinds: list[int]
-    embed: Callable[[mx.array], mx.array]
+    embed: nn.Module
     norm: nn.RMSNorm
     vocabulary: Callable[[mx.array], mx.array]
 
@@ -795,12 +825,13 @@ class Common:
         )
 
 
-def _building(
+def _building(  # noqa: PLR0917
     model: nn.Module,
     page_size: int,
     kernels: BuildKernels,
     products: BuildProducts,
     compile: Compile,
+    openings: BuildOpening,
 ) -> Steps[FusedDecoder]:
     common = Common.of(model, page_size)
     built = {shape: kernels(shape) for shape in {anatomy.shape for anatomy in common.layers}}
@@ -827,8 +858,7 @@ def _building(
         )
     return FusedDecoder(
         layers,
-        common.rotations,
-        common.embed,
+        Opening.of(common, openings),
         lambda hidden: common.vocabulary(common.norm(hidden)),
         compile,
     )

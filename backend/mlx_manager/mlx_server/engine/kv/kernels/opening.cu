@@ -1,0 +1,28 @@
+// What a decode step begins with: its newest tokens' embeddings, and what all layers take of where
+// those stand. That is written in place, so that of all that comes after this launch only the first
+// product and its residual wait for it: where a step's graph forks, the device waits until the
+// driver has queued every branch, 14 to 200 microseconds at each step.
+
+namespace kernels {
+
+// One row of `embeddings`, `width` elements, a multiple of 8.
+template <typename T>
+__device__ __forceinline__ void embed(const T* embedding, int width, T* hidden) {
+  const uint4* from = reinterpret_cast<const uint4*>(embedding);
+  uint4* to = reinterpret_cast<uint4*>(hidden);
+  for (int i = threadIdx.x; i < width / 8; i += blockDim.x) to[i] = from[i];
+}
+
+// Cosines and sines as `Fresh` of heads.cu has them; `frequencies` are DIMS / 2 radians a position.
+template <int DIMS, bool TRADITIONAL>
+__device__ __forceinline__ void turn(int position, const float* frequencies, float amplitude,
+                                     float* rotation) {
+  constexpr int HALF = DIMS / 2;
+  for (int d = threadIdx.x; d < DIMS; d += blockDim.x) {
+    const float angle = float(position) * frequencies[TRADITIONAL ? d / 2 : d % HALF];
+    const bool cosine = TRADITIONAL ? d % 2 == 0 : d < HALF;
+    rotation[d] = (cosine ? cosf(angle) : sinf(angle)) * amplitude;
+  }
+}
+
+}  // namespace kernels

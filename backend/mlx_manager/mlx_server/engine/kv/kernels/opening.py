@@ -1,0 +1,126 @@
+"""What a decode step begins with, in one launch on an NVIDIA GPU, from opening.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.engine.kernels.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
+
+THREADS = 256
+
+_SOURCE = Path(__file__).with_name("opening.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """A kind of rotation but for its frequencies: `dims` elements of each head, whose pairs are
+    neighbours when `traditional`, else half of `dims` apart, and are multiplied by `amplitude`."""
+
+    dims: int
+    traditional: bool
+    amplitude: float
+
+
+BuildOpening = Callable[[mx.Dtype, int, Sequence[Turning]], "OpeningKernel | Unsupported"]
+
+
+def build(dtype: mx.Dtype, width: int, turnings: Sequence[Turning]) -> OpeningKernel | Unsupported:
+    """The kernel for embeddings of `width` elements of `dtype` on the default device."""
+    device = device_for(dtype)
+    if isinstance(device, Unsupported):
+        return device
+    if width % 8:
+        return Unsupported(f"embeddings of {width} elements, which is no multiple of 8")
+    return OpeningKernel(compiled_for_cuda(opening_source(dtype, turnings)), turnings)
+
+
+class OpeningKernel:
+    """Embeddings, lengths and rotations of a step's newest tokens.
+
+    Attributes:
+        lengths: (MOST_QUERIES,) int32, with the newest token, 0 for padding. rotations: for each
+            kind what `PagedKernels.attend_fused` takes, (MOST_QUERIES, dims) float32. The first
+            rows of both are the last step's, written in place.
+    """
+
+    def __init__(self, kernel: Kernel, turnings: Sequence[Turning]) -> None:
+        self._kernel = kernel
+        self.lengths = mx.zeros((MOST_QUERIES,), mx.int32)
+        self.rotations = [mx.zeros((MOST_QUERIES, turning.dims)) for turning in turnings]
+        mx.eval(self.lengths, self.rotations)
+
+    def open(
+        self,
+        tokens: mx.array,
+        before: mx.array,
+        embeddings: mx.array,
+        frequencies: Sequence[mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        """
+        Args:
+            tokens: (rows,) uint32, of the vocabulary; `MOST_QUERIES` at most.
+            before: (rows,) int32, tokens of each row before that one; 0 for padding.
+            embeddings: (vocabulary, width).
+            frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
+
+        Returns:
+            (rows, width) embeddings, without which nobody may read `lengths` and `rotations`; and
+            what is `before` the next step.
+        """
+        rows = tokens.shape[0]
+        if rows > MOST_QUERIES:
+            raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
+        hidden, following = self._kernel(
+            inputs=[tokens, before, embeddings, *frequencies, self.lengths, *self.rotations],
+            grid=(rows * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(rows, embeddings.shape[1]), (rows,)],
+            output_dtypes=[embeddings.dtype, mx.int32],
+        )
+        return hidden, following
+
+
+def opening_source(dtype: mx.Dtype, turnings: Sequence[Turning]) -> KernelSource:
+    body = (
+        "const int row = blockIdx.x, width = embeddings_shape[1];\n"
+        f"kernels::embed<{TYPES[dtype]}>(embeddings + (long)tokens[row] * width, width, "
+        "hidden + (long)row * width);\n"
+        "const int position = before[row];\n"
+        "if (threadIdx.x == 0)\n"
+        "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
+    )
+    for i, turning in enumerate(turnings):
+        body += (
+            f"kernels::turn<{turning.dims}, {flag(turning.traditional)}>(position, "
+            f"frequencies_{i}, {real(turning.amplitude)}, "
+            f"const_cast<float*>(rotation_{i}) + (long)row * {turning.dims});\n"
+        )
+    kinds = range(len(turnings))
+    return KernelSource(
+        name="paged_opening",
+        header=source(DEVICE_SOURCE, _SOURCE),
+        body=body,
+        inputs=(
+            "tokens",
+            "before",
+            "embeddings",
+            *(f"frequencies_{i}" for i in kinds),
+            "lengths",
+            *(f"rotation_{i}" for i in kinds),
+        ),
+        outputs=("hidden", "following"),
+    )
