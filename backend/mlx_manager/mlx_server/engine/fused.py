@@ -40,6 +40,7 @@ from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
+    BlockKind,
     BuildKernels,
     PagedKernels,
     Rotary,
@@ -56,8 +57,8 @@ from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-Cuts = Sequence[tuple[int | None, bool, bool]]
-"""Of a step's splits, what is no array: the window of each, `divided` and `short`."""
+Cuts = Sequence[tuple[int | None, bool, BlockKind]]
+"""Of a step's splits, what is no array: the window of each, `divided` and `blocks`."""
 Stepped = tuple[mx.array, mx.array]
 """A step's logits, and what is `before` the next."""
 
@@ -685,7 +686,7 @@ class FusedDecoder:
         """
         kind = (
             step.table.shape,
-            *((cut.work, cut.divided, cut.short) for cut in step.splits.values()),
+            *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
         run = self._compiled.get(kind)
         if run is None:
@@ -759,7 +760,7 @@ class FusedDecoder:
 
 
 def _cuts(step: Step) -> Cuts:
-    return [(window, cut.divided, cut.short) for window, cut in step.splits.items()]
+    return [(window, cut.divided, cut.blocks) for window, cut in step.splits.items()]
 
 
 def _arrays(step: Step) -> tuple[Any, ...]:
@@ -776,8 +777,8 @@ def _step(  # noqa: PLR0917
     items: Sequence[mx.array],
 ) -> Step:
     splits = {
-        window: Splits(array, divided, short)
-        for (window, divided, short), array in zip(cuts, items, strict=True)
+        window: Splits(array, divided, blocks)
+        for (window, divided, blocks), array in zip(cuts, items, strict=True)
     }
     return Step(tokens, before, table, pools, splits)
 

@@ -26,7 +26,7 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import Span
-from mlx_manager.mlx_server.engine.kv.kernels import Splits
+from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
@@ -122,7 +122,7 @@ class FusedForward(OnPages):
 
     def warming(self) -> Steps[None]:
         """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
-        kernels for long contexts and for crowds of short ones, and what steps that are
+        kernels for long contexts, crowds of them and of short ones, and what steps that are
         compiled take of MLX's, 17 s in all the first time on a machine (H200).
 
         Writes to the first page; call before there is anything in it.
@@ -130,7 +130,8 @@ class FusedForward(OnPages):
         size = self._page_size
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
-        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size)):
+        tall = next(filter(self._are_tall, ROWS), 1)
+        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), (tall, LONG)):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             decode = Decode(list(range(rows)), tables, [length] * rows, tokens)
@@ -141,6 +142,11 @@ class FusedForward(OnPages):
             ragged = RaggedStep.of(decode, [chunk], size, whole)
             logits, _ = self._decoder.run_ragged(ragged, self.stores)
             yield from computed([logits])
+
+    def _are_tall(self, rows: int) -> bool:
+        """Whether so many rows of `LONG` tokens are attended by tall blocks."""
+        splits = self._decoder.plan(np.full(rows, LONG))
+        return any(cut.blocks is BlockKind.TALL for cut in splits.values())
 
     def _pools(self) -> list[tuple[mx.array, mx.array]]:
         return [(store.keys, store.values) for store in self.stores]

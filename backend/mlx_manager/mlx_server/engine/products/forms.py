@@ -96,7 +96,7 @@ class GroupForm:
     groups: int
     rows: int
 
-    stages: ClassVar[int] = 4
+    stages: ClassVar[int] = 3
     most_rows: ClassVar[int] = 64
     gated: ClassVar[str] = "multiply_gated_by_groups"
 

@@ -13,10 +13,11 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunk
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, Splits
+from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
 
 __all__ = [
     "AttentionShape",
+    "BlockKind",
     "ChunkKernels",
     "ChunkPlan",
     "Features",

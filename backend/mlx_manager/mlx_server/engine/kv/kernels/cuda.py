@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,13 +27,19 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
-from mlx_manager.mlx_server.engine.kv.kernels.splits import MAX_SPLITS, TILE, Splits, plan
+from mlx_manager.mlx_server.engine.kv.kernels.splits import (
+    MAX_SPLITS,
+    TILE,
+    BlockKind,
+    Splits,
+    plan,
+)
 
 HEADS_SOURCE = Path(__file__).with_name("heads.cu")
 _SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
-MOST_STAGES = 4
+MOST_STAGES = 3
 # Blocks wanted in the place of each that the device has room for at a time. Where contexts are
 # alike, up to so many times their average, one saves every other block's start and end; where they
 # are not, the end of a launch would be uneven.
@@ -42,8 +49,16 @@ ALIKE = 1.25
 # Tokens that contexts have on average where blocks of few warps and stages do better: 64 rows of
 # 144 tokens take 16 instead of 20 us a layer of an 8B, of 640 tokens 52 instead of 49 (H200).
 SHORT = 384
-SHORT_WARPS = 2
-SHORT_STAGES = 2
+SMALL_WARPS = 2
+SMALL_STAGES = 2
+# And where blocks of many warps do: 32 rows of 4 096 tokens take 67.8 instead of 69.2 us a layer of
+# a 1B, 48 98.5 instead of 99.8, 16 of an 8B 68.6 instead of 70; but 64 rows of 2 048 of a 1B, for
+# which there is no room at a time, 72.5 instead of 67.1 (H200).
+LONG = 1024
+TALL_WARPS = 8
+TALL_STAGES = 2
+# Part of the blocks that there is room for.
+TALL_LEAST = 0.6
 # Of a launch that has no use for shared memory.
 THREADS = 128
 # Heads of one token that a thread has a share of in `rotate_and_write`.
@@ -109,8 +124,7 @@ class CudaKernels:
         self, shape: AttentionShape, device: CudaDevice, launch: CudaLaunch | None = None
     ) -> None:
         self.shape = shape
-        self.launch = launch or CudaLaunch.choose(shape, device)
-        self.short = launch or CudaLaunch.of(shape, device, SHORT_WARPS, SHORT_STAGES)
+        self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
         self._device = device
         self._blocks = shape.kv_heads * -(-shape.group // 16)
         self._kernels: dict[Variant, Kernel] = {}
@@ -125,18 +139,17 @@ class CudaKernels:
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
     ) -> Splits:
-        room = self.launch.blocks(self._device)
-        short = are_short(lengths, window, blocks_per_item=self._blocks, room=room)
-        launch = self._form(short)
+        rooms = {form: of.blocks(self._device) for form, of in self.launches.items()}
+        blocks = blocks_for(lengths, window, blocks_per_item=self._blocks, rooms=rooms)
+        launch = self.launches[blocks]
         splits = plan(
             lengths,
             blocks_per_item=self._blocks,
-            blocks_wanted=launch.blocks(self._device)
-            * (launch.waves or waves_for(lengths, window)),
+            blocks_wanted=rooms[blocks] * (launch.waves or waves_for(lengths, window)),
             window=window,
             table_rows=table_rows,
         )
-        return replace(splits, short=short)
+        return replace(splits, blocks=blocks)
 
     def write(
         self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
@@ -228,7 +241,7 @@ class CudaKernels:
         if shape[0] > MOST_QUERIES:
             raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
         figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
-        threads = self._form(variant.short).warps * 32
+        threads = self.launches[variant.blocks].warps * 32
         out, _, _ = self._kernel(variant)(
             inputs=[*inputs, self._arrivals, *after],
             grid=(self._blocks * threads, splits.work, 1),
@@ -248,25 +261,42 @@ class CudaKernels:
         rotary: Rotary | None = None,
     ) -> Variant:
         # The kernel finds in its work list whether a context is divided.
-        return Variant(scale, window, softcap, sinks is not None, False, rotary, splits.short)
+        return Variant(scale, window, softcap, sinks is not None, False, rotary, splits.blocks)
 
     def _logits(self, sinks: mx.array | None) -> mx.array:
         return self._no_sinks if sinks is None else sinks.astype(mx.float32)
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
-            launch = self._form(variant.short)
+            launch = self.launches[variant.blocks]
             self._kernels[variant] = compiled_for_cuda(attend_source(self.shape, launch, variant))
         return self._kernels[variant]
 
-    def _form(self, short: bool) -> CudaLaunch:
-        return self.short if short else self.launch
+
+def launches_of(shape: AttentionShape, device: CudaDevice) -> dict[BlockKind, CudaLaunch]:
+    usual = CudaLaunch.choose(shape, device)
+    small = CudaLaunch.of(shape, device, SMALL_WARPS, SMALL_STAGES)
+    tall = CudaLaunch.of(shape, device, TALL_WARPS, TALL_STAGES)
+    fits = tall.shared_memory <= device.block_memory
+    return {BlockKind.USUAL: usual, BlockKind.SMALL: small, BlockKind.TALL: tall if fits else usual}
 
 
-def are_short(lengths: Lengths, window: int | None, *, blocks_per_item: int, room: int) -> bool:
-    """Whether blocks end soon, and there are more than the device has `room` for at a time."""
+def blocks_for(
+    lengths: Lengths,
+    window: int | None,
+    *,
+    blocks_per_item: int,
+    rooms: Mapping[BlockKind, int],
+) -> BlockKind:
+    """What does best for contexts. `rooms`: blocks that the device has room for at a time."""
     seen = _seen(lengths, window)
-    return len(seen) * blocks_per_item > room and bool(seen.mean() <= SHORT)
+    if len(seen) * blocks_per_item > rooms[BlockKind.USUAL] and bool(seen.mean() <= SHORT):
+        return BlockKind.SMALL
+    rows, room = np.count_nonzero(seen), rooms[BlockKind.TALL]
+    whole = TALL_LEAST * room < rows * blocks_per_item <= room
+    if whole and waves_for(lengths, window) == WAVES_OF_ALIKE and seen.sum() >= LONG * rows:
+        return BlockKind.TALL
+    return BlockKind.USUAL
 
 
 def waves_for(lengths: Lengths, window: int | None) -> int:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits
+from mlx_manager.mlx_server.engine.kv.kernels.splits import BlockKind, Splits
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
@@ -54,8 +54,7 @@ class Rotary:
 class Variant:
     """Constants of one attention kernel beside its shape: one compilation for each.
 
-    `divided`: some context is split. `rotary`: of a fused step, None for a plain one. `short`: see
-    `Splits`.
+    `divided`: some context is split. `rotary`: of a fused step, None for a plain one.
     """
 
     scale: float
@@ -64,7 +63,7 @@ class Variant:
     sinks: bool
     divided: bool
     rotary: Rotary | None = None
-    short: bool = False
+    blocks: BlockKind = BlockKind.USUAL
 
 
 class PagedKernels(Protocol):

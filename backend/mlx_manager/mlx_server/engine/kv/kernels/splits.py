@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import mlx.core as mx
 import numpy as np
@@ -35,6 +36,15 @@ ROOM = (8, 32, 64, 128, 256, 512, 1024)
 """Lengths that a list is padded to beyond one item a query; past the last, to its multiples."""
 
 
+class BlockKind(Enum):
+    """What a step's blocks are like, where there are kernels of several kinds: small where contexts
+    are short and many, tall where whole contexts are just what the device has room for."""
+
+    USUAL = auto()
+    SMALL = auto()
+    TALL = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Splits:
     """The items of a step, for every layer with the same window.
@@ -44,13 +54,12 @@ class Splits:
     rows come or go, and now and then to keep the work even.
 
     `items` is (work, FIELDS) int32; an item whose query is -1 is padding. `divided` says whether
-    any context is cut, so that partial results need room, and `short` whether the contexts are so
-    short that more and smaller blocks do better, where there are kernels of both kinds.
+    any context is cut, so that partial results need room.
     """
 
     items: mx.array
     divided: bool
-    short: bool = False
+    blocks: BlockKind = BlockKind.USUAL
 
     @property
     def work(self) -> int:

@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
     random_problem,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Variant
-from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
+from mlx_manager.mlx_server.engine.kv.kernels.splits import BlockKind, Splits, plan
 
 DEVICE = CudaDevice(multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024)
 NOWHERE = 1 << 28
@@ -37,13 +37,11 @@ class Case:
     divided: bool = True
     grown: int = 0  # tokens that every query gained since the work was planned
     rotary: Rotary | None = None
-    short: bool = False
+    blocks: BlockKind = BlockKind.USUAL
 
     @property
     def launch(self) -> cuda.CudaLaunch:
-        if self.short:
-            return cuda.CudaLaunch.of(self.shape, DEVICE, cuda.SHORT_WARPS, cuda.SHORT_STAGES)
-        return cuda.CudaLaunch.choose(self.shape, DEVICE)
+        return cuda.launches_of(self.shape, DEVICE)[self.blocks]
 
     @property
     def variant(self) -> Variant:
@@ -93,8 +91,9 @@ CASES = [
     Case("grown-window", shape(8, 2, 64, BF16), Features(window=90), (91, 170, 400), grown=90),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
 ]
-SHORT = Case("small-blocks", shape(8, 2, 128, BF16), short=True)
-SHORT_FUSED = replace(SHORT, name="small-blocks-fused", rotary=Rotary(128, False, None))
+SMALL_PLAIN = Case("small-blocks", shape(8, 2, 128, BF16), blocks=BlockKind.SMALL)
+SMALL_FUSED = replace(SMALL_PLAIN, name="small-blocks-fused", rotary=Rotary(128, False, None))
+TALL_FUSED = replace(SMALL_FUSED, name="tall-blocks-fused", blocks=BlockKind.TALL)
 FUSED_CASES = [
     Case("llama", shape(8, 2, 64, BF16), rotary=Rotary(64, False, None)),
     Case("qwen3", shape(4, 2, 128, BF16, page=32), rotary=Rotary(128, False, 1e-6)),
@@ -247,7 +246,7 @@ class Metal:
 
 @pytest.fixture(scope="module")
 def cuda_on_cpu(compile_cuda) -> Cuda:
-    return Cuda(compile_cuda, [*CASES, *FUSED_CASES, SHORT, SHORT_FUSED])
+    return Cuda(compile_cuda, [*CASES, *FUSED_CASES, SMALL_PLAIN, SMALL_FUSED, TALL_FUSED])
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +254,7 @@ def metal_on_cpu(compile_metal) -> Metal:
     return Metal(compile_metal, [*METAL_CASES, *FUSED_CASES])
 
 
-@pytest.mark.parametrize("case", [*CASES, SHORT], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, SMALL_PLAIN], ids=lambda case: case.name)
 def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
     problem = case.problem()
     assert difference(cuda_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
@@ -267,26 +266,43 @@ def test_metal_attention_is_the_reference(metal_on_cpu, case):
     assert difference(metal_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
 
 
-def test_small_blocks_of_a_fused_step_do_the_same(cuda_on_cpu):
-    problem = FreshProblem.of(SHORT_FUSED.problem(), SHORT_FUSED.rotary)
-    found = cuda_on_cpu.attend(SHORT_FUSED, problem)
-    assert difference(found, problem.ready.expected()) <= TOLERANCE
+@pytest.mark.parametrize("case", [SMALL_FUSED, TALL_FUSED], ids=lambda case: case.name)
+def test_blocks_of_another_kind_do_the_same_in_a_fused_step(cuda_on_cpu, case):
+    problem = FreshProblem.of(case.problem(), case.rotary)
+    assert difference(cuda_on_cpu.attend(case, problem), problem.ready.expected()) <= TOLERANCE
+
+
+USUAL, SMALL, TALL = BlockKind
 
 
 @pytest.mark.parametrize(
-    ("lengths", "window", "short"),
+    ("lengths", "window", "blocks"),
     [
-        ([144] * 34, None, True),
-        ([144] * 33, None, False),
-        ([640] * 64, None, False),
-        ([640] * 64, 256, True),
-        ([8192, *[64] * 31], None, False),
-        ([1024, *[64] * 63], None, True),
+        ([144] * 34, None, SMALL),
+        ([144] * 33, None, USUAL),
+        ([640] * 64, None, USUAL),
+        ([640] * 64, 256, SMALL),
+        ([8192, *[64] * 31], None, USUAL),
+        ([1024, *[64] * 63], None, SMALL),
+        ([4096] * 16, None, TALL),
+        ([4096] * 16 + [0] * 4, None, TALL),
+        ([4096] * 16, 512, USUAL),
+        ([4096] * 15 + [9000], None, USUAL),
+        ([4096] * 17, None, USUAL),
+        ([4096] * 9, None, USUAL),
+        ([], None, USUAL),
     ],
 )
-def test_small_blocks_are_for_crowds_of_short_contexts(lengths, window, short):
-    found = cuda.are_short(np.array(lengths), window, blocks_per_item=8, room=264)
-    assert found == short
+def test_blocks_suit_the_contexts(lengths, window, blocks):
+    rooms = {USUAL: 264, SMALL: 700, TALL: 132}
+    given = np.array(lengths, np.int64)
+    assert cuda.blocks_for(given, window, blocks_per_item=8, rooms=rooms) is blocks
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_no_kind_of_block_is_larger_than_the_device_has_room_for(head_dim):
+    for launch in cuda.launches_of(shape(8, 2, head_dim, BF16), DEVICE).values():
+        assert launch.shared_memory <= DEVICE.block_memory
 
 
 @pytest.mark.parametrize(
