@@ -104,7 +104,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
         table = []
         for title in options.loads:
             tokens = TOKENS.get(shape, 96)
-            answers = take_turns(workers, lengths_of(title), tokens, options.rounds)
+            there = [w for w in workers if w.name != "mlx-lm" or title in options.mlx_lm_loads]
+            answers = take_turns(there, lengths_of(title), tokens, options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["load", "ours tok/s", "forward", "vLLM tok/s", "÷ vLLM", "÷ mlx-lm"]
@@ -291,6 +292,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["1b", "8b"])
     parser.add_argument("--parts", nargs="*", default=["steps", "http", "quantized"])
     parser.add_argument("--loads", nargs="*", default=LOADS)
+    parser.add_argument(
+        "--mlx-lm-loads", nargs="*", default=LOADS, help="what mlx-lm takes part in"
+    )
     parser.add_argument("--sides", nargs="*", default=["ours", "mlx-lm", "vllm"])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
