@@ -130,8 +130,8 @@ class FusedForward(OnPages):
         size = self._page_size
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
-        tall = next(filter(self._are_tall, ROWS), 1)
-        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), (tall, LONG)):
+        tall = [(rows, LONG) for rows in ROWS if self._are_tall(rows)]
+        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall[:1]):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             decode = Decode(list(range(rows)), tables, [length] * rows, tokens)
