@@ -16,6 +16,8 @@ STRETCH = 2.2
 # What has been seen of steps of so many prompt tokens is trusted for so many times as many.
 BOLDNESS = 2
 LESS_BOLD = 0.98
+# With up to so many times the rows of any step without prompts it is known what such a step takes.
+LIKE = 2
 # Steps without prompts come by the thousand, and are learnt from when a prompt comes: from the last
 # of them, which outweigh all others (`cost.FORGETTING`).
 MEMORY = 64
@@ -41,18 +43,27 @@ class Pace:
         self._rows = Cost(2)
         self._prompts = Cost(4)
         self._tried = 0.0
+        # Most rows of a step without prompts.
+        self._alone = 0
         # Steps without prompts, which nothing has been learnt from yet.
         self._seen: deque[tuple[Load, float]] = deque(maxlen=MEMORY)
 
     def observe(self, seconds: float, load: Load) -> None:
         """A step took so long."""
         if load.tokens == 0:
+            self._alone = max(self._alone, load.rows)
             self._seen.append((load, seconds))
+            return
+        self._tried = max(float(load.tokens), self._tried * LESS_BOLD)
+        if not self._may_compare(load):
             return
         self._catch_up()
         rows = self._rows.of(_of_rows(load)) if load.rows else 0.0
         self._prompts.learn(_of_prompts(load), max(seconds - rows, seconds * 0.1))
-        self._tried = max(float(load.tokens), self._tried * LESS_BOLD)
+
+    def _may_compare(self, load: Load) -> bool:
+        """Whether it is known what the step's rows take."""
+        return load.rows <= LIKE * self._alone
 
     def _catch_up(self) -> None:
         while self._seen:
@@ -73,6 +84,9 @@ class Pace:
     def _tokens(self, beginning: int, load: Load, before: int) -> int:
         most = self._most
         if beginning <= load.rows:
+            if not self._may_compare(load):
+                # Where prompts come without end, all that steps take would be put down to them.
+                return 0
             bold = int(BOLDNESS * self._tried) - load.tokens
             affordable = min(self._affordable(load, before), bold)
             most = min(most, load.tokens + max(affordable, 0))

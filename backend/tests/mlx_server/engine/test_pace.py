@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.load import Load
-from mlx_manager.mlx_server.engine.pace import BOLDNESS, STRETCH, Pace
+from mlx_manager.mlx_server.engine.pace import BOLDNESS, LIKE, STRETCH, Pace
 
 MOST, PAGE = 512, 16
 EIGHT = Load(rows=8)
@@ -79,8 +79,35 @@ def test_with_nobody_waiting_for_a_token_a_prompt_gets_all_there_is() -> None:
     assert taught(Machine(token=1.0)).budget(3)(Load(), 1000) == MOST
 
 
-def test_before_anything_is_known_running_rows_come_first() -> None:
-    assert Pace(MOST, PAGE).budget(1)(EIGHT, 0) == PAGE
+def test_before_anything_is_known_running_rows_have_a_step_alone_and_come_first() -> None:
+    pace, machine = Pace(MOST, PAGE), Machine()
+    assert pace.budget(1)(EIGHT, 0) == 0
+    machine.run(pace, EIGHT)
+    assert pace.budget(1)(EIGHT, 0) == PAGE
+
+
+def test_a_crowd_that_came_at_once_does_not_make_later_prompts_crawl() -> None:
+    pace, machine = Pace(MOST, PAGE), Machine()
+    # A burst begins: its steps are all with prompts, the rows that have begun beside them.
+    for rows in range(0, 40, 8):
+        machine.run(pace, Load(rows).with_chunk(0, MOST))
+    given = []
+    for _ in range(60):
+        tokens = pace.budget(1)(Load(40), 0)
+        given.append(tokens)
+        machine.run(pace, Load(40).with_chunk(0, tokens) if tokens else Load(40))
+    assert given[0] == 0
+    # What a step of 40 rows leaves room for.
+    fair = (STRETCH - 1) * machine.law(Load(40)) / machine.token
+    assert given[-1] >= fair / 2
+
+
+def test_steps_of_many_more_rows_than_ever_have_one_alone_now_and_then() -> None:
+    pace, machine = Pace(MOST, PAGE), Machine()
+    machine.idle(pace, 8)
+    assert [pace.budget(1)(Load(rows), 0) > 0 for rows in (8, 16, 17)] == [True, True, False]
+    machine.run(pace, Load(17))
+    assert pace.budget(1)(Load(34), 0) > 0
 
 
 def test_from_the_first_prompt_on_steps_hardly_exceed_what_they_may_take() -> None:
@@ -235,8 +262,10 @@ def test_the_budget_is_always_within_its_limits(
     for seconds, running, tokens, start in steps:
         load = Load(running)
         pace.observe(seconds, load.with_chunk(start, tokens) if tokens else load)
+    known = max([running for _, running, tokens, _ in steps if not tokens], default=0)
     budget = pace.budget(prompts)
-    assert PAGE <= budget(Load(rows), before) <= MOST
+    least = 0 if prompts <= rows and rows > LIKE * known else PAGE
+    assert least <= budget(Load(rows), before) <= MOST
     besides = budget(Load(rows).with_chunk(0, taken) if taken else Load(rows), before)
     assert besides <= MOST - taken
     assert besides >= 0 or taken > PAGE
