@@ -270,11 +270,12 @@ async def test_prompts_that_arrive_together_are_not_paced_by_the_first_of_them(
         rig.submit_together([rig.row(prompt(16, i + 1), 40) for i in range(12)])
         rig.step(3)
         assert rig.engine.stats().running == 12
-        # Who comes later finds rows that are to be kept at their pace.
-        rig.submit(prompt(60, 99), 4)
+        # Who comes later finds rows that are to be kept at their pace, which is seen first.
+        late = rig.submit(prompt(60, 99), 4)
         rig.step()
-        assert rig.engine.stats().prefilling == 1
+        assert rig.engine.stats().waiting == 1
         rig.run()
+        assert (await late.finished()).reason == "length"
 
 
 async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> None:
