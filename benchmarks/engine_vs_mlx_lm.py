@@ -44,14 +44,15 @@ SCENARIOS = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second."""
+    """Tokens per second; `decode` None where the rows never generate together."""
 
     whole: float
-    decode: float
+    decode: float | None
 
 
 def rates(traces: Sequence[Trace]) -> Rates:
-    return Rates(whole_rate(traces), decode_rate(traces))
+    together = max(t.first for t in traces) < min(t.last for t in traces)
+    return Rates(whole_rate(traces), decode_rate(traces) if together else None)
 
 
 class Comparison:
@@ -86,6 +87,9 @@ class Comparison:
         line = [scenario.name]
         for part in ("whole", "decode"):
             ours, theirs = ([getattr(r, part) for r in runs[side]] for side in ("ours", "theirs"))
+            if None in ours or None in theirs:
+                line += ["never together", "", ""]
+                continue
             line += [
                 f"{statistics.median(theirs):,.0f}",
                 f"{statistics.median(ours):,.0f}",
