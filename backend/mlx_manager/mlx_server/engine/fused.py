@@ -17,6 +17,7 @@ assumed from names but measured: `check` compares its logits with the module's o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -121,17 +122,10 @@ class Dense:
         return mx.addmm(self.bias, x, self.transposed)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """As `mx.quantized_matmul` takes them; `bias` is (outputs,). For the methods, see `Dense`."""
+class OneProduct(ABC):
+    """What is made of nothing but its product. For the methods, see `Dense`."""
 
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array | None
-    bias: mx.array | None
-    group_size: int
-    bits: int
-    mode: str
+    __slots__ = ()
 
     def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         return self._product(norm(x))
@@ -141,6 +135,22 @@ class Quantized:
 
     def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
         return residual + self._product(x)
+
+    @abstractmethod
+    def _product(self, x: mx.array) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized(OneProduct):
+    """As `mx.quantized_matmul` takes them; `bias` is (outputs,)."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    bias: mx.array | None
+    group_size: int
+    bits: int
+    mode: str
 
     def _product(self, x: mx.array) -> mx.array:
         out = mx.quantized_matmul(
@@ -157,9 +167,8 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class OfItsOwn:
-    """A layer whose weight lies in memory in a way of its own, and which multiplies by itself. For
-    the methods, see `Dense`."""
+class OfItsOwn(OneProduct):
+    """A layer whose weight lies in memory in a way of its own, and which multiplies by itself."""
 
     layer: nn.Linear
 
@@ -173,15 +182,8 @@ class OfItsOwn:
         bias: mx.array | None = self.layer.get("bias")
         return bias
 
-    def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        out: mx.array = self.layer(norm(x))
-        return out
-
-    def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        return _gate(self.layer(norm(x)))
-
-    def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
-        out: mx.array = residual + self.layer(x)
+    def _product(self, x: mx.array) -> mx.array:
+        out: mx.array = self.layer(x)
         return out
 
 
