@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 import mlx.core as mx
@@ -130,8 +131,8 @@ class FusedForward(OnPages):
         size = self._page_size
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
-        tall = [(rows, LONG) for rows in ROWS if self._are_tall(rows)]
-        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall[:1]):
+        tall = islice(((rows, LONG) for rows in ROWS if self._are_tall(rows)), 1)
+        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             decode = Decode(list(range(rows)), tables, [length] * rows, tokens)
