@@ -10,7 +10,7 @@ that (see `blocked`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from mlx_manager.mlx_server.models.blocked import BlockedLinear, can_be_blocked
-from mlx_manager.mlx_server.models.timing import ROWS, seconds
+from mlx_manager.mlx_server.models.timing import ROWS, part_of, seconds
 from mlx_manager.mlx_server.utils.steps import Steps
 
 SMALLEST = 2**16
@@ -90,12 +90,18 @@ def by_columns(layer: nn.Linear) -> nn.Linear:
     return turned
 
 
+def float32_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The `nn.Linear` layers, by name."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
+            yield name, module
+
+
 def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
     """The float32 `nn.Linear` layers, grouped by shape, of a size whose layout matters."""
     groups: dict[tuple[int, ...], list[nn.Linear]] = {}
-    for _, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
-            groups.setdefault(module.weight.shape, []).append(module)
+    for _, layer in float32_layers(model):
+        groups.setdefault(layer.weight.shape, []).append(layer)
     return [layers for layers in groups.values() if layers[0].weight.size >= SMALLEST]
 
 
@@ -103,15 +109,14 @@ def blockable_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Those that can be in blocks, by name, with all siblings that have the same inputs: the engine
     joins layers of one kind only."""
     families: dict[tuple[str, int], dict[str, nn.Linear]] = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.dtype == mx.float32:
-            family = name.rpartition(".")[0], module.weight.shape[1]
-            families.setdefault(family, {})[name] = module
+    for name, layer in float32_layers(model):
+        family = name.rpartition(".")[0], layer.weight.shape[1]
+        families.setdefault(family, {})[name] = layer
     return {
         name: layer
-        for family in families.values()
-        if all(map(can_be_blocked, family.values()))
-        for name, layer in family.items()
+        for siblings in families.values()
+        if all(map(can_be_blocked, siblings.values()))
+        for name, layer in siblings.items()
     }
 
 
@@ -123,12 +128,6 @@ def times_of(layers: Sequence[nn.Linear], laid: Callable[[nn.Linear], nn.Linear]
         times.append((yield from seconds(sample, rows, mx.float32)) / len(sample))
     outputs = layers[0].weight.shape[0]
     whole = max(1.0, outputs / MOST_OUTPUTS)
-    times.append(whole * (yield from seconds([laid(cut(layers[0]))], MANY_ROWS, mx.float32)))
+    first = part_of(layers[0], (slice(MOST_OUTPUTS),))
+    times.append(whole * (yield from seconds([laid(first)], MANY_ROWS, mx.float32)))
     return times
-
-
-def cut(layer: nn.Linear) -> nn.Linear:
-    """Its first outputs."""
-    sample = copy.copy(layer)
-    sample.update({name: array[:MOST_OUTPUTS] for name, array in layer.parameters().items()})
-    return sample

@@ -71,16 +71,21 @@ def typical_layer(model: nn.Module) -> nn.Module | None:
 
 def sample_of(layer: nn.Module, device: Device) -> nn.Module:
     """A copy of `layer`, on a CPU cut to its first experts and outputs."""
-    sample = copy.copy(layer)
     if device != "cpu":
-        return sample
+        return copy.copy(layer)
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
     cut: tuple[slice, ...] = (slice(max(1, SAMPLE_ELEMENTS // inputs)),)
     if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
         experts = min(4, layer.weight.shape[0])
         cut = (slice(experts), slice(max(1, SAMPLE_ELEMENTS // (experts * inputs))))
-    sample.update({name: array[cut] for name, array in layer.parameters().items()})
-    return sample
+    return part_of(layer, cut)
+
+
+def part_of(layer: nn.Module, cut: tuple[slice, ...]) -> nn.Module:
+    """A copy of `layer` with a part of each parameter."""
+    part = copy.copy(layer)
+    part.update({name: array[cut] for name, array in layer.parameters().items()})
+    return part
 
 
 def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[float]:
