@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checks import check_engine
-from engines import MlxLm, OurEngine, Trace, decode_rate, whole_rate
+from engines import MlxLm, OurEngine, Trace, decode_rate, together, whole_rate
 from harness import find_model, interleave, parser, print_report, ratio, wanted
 from workload import Row, prompt_of
 
@@ -51,8 +51,7 @@ class Rates:
 
 
 def rates(traces: Sequence[Trace]) -> Rates:
-    together = max(t.first for t in traces) < min(t.last for t in traces)
-    return Rates(whole_rate(traces), decode_rate(traces) if together else None)
+    return Rates(whole_rate(traces), decode_rate(traces) if together(traces) else None)
 
 
 class Comparison:

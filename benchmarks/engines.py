@@ -77,12 +77,19 @@ def whole_rate(traces: Sequence[Trace]) -> float:
     return sum(t.tokens for t in traces) / spent
 
 
-def decode_rate(traces: Sequence[Trace]) -> float:
-    """Tokens per second while every row is generating: after the last row's first token, before
-    the first row's last."""
+def together(traces: Sequence[Trace]) -> tuple[float, float] | None:
+    """The time in which every row is generating, if there is any: after the last row's first token,
+    before the first row's last."""
     begin, end = max(t.first for t in traces), min(t.last for t in traces)
-    if end <= begin:
+    return (begin, end) if begin < end else None
+
+
+def decode_rate(traces: Sequence[Trace]) -> float:
+    """Tokens per second while every row is generating."""
+    found = together(traces)
+    if found is None:
         raise ValueError("the rows never generate together; raise max_tokens")
+    begin, end = found
     return sum(t.tokens_between(begin, end) for t in traces) / (end - begin)
 
 
