@@ -96,7 +96,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
         workers = []
         for name in options.sides:
             python = options.vllm_python if name == "vllm" else sys.executable
-            worker = Worker(name, folder, python, {} if name == "vllm" else SETTINGS)
+            as_it_comes = name == "vllm" or (name == "mlx-lm" and options.as_installed)
+            worker = Worker(name, folder, python, {} if as_it_comes else SETTINGS)
             stack.callback(worker.close)
             workers.append(worker)
         for worker in workers:
@@ -108,8 +109,8 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             answers = take_turns(there, lengths_of(title), tokens, options.rounds)
             table.append(describe(title, answers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["load", "ours tok/s", "forward", "vLLM tok/s", "÷ vLLM", "÷ mlx-lm"]
-    columns += ["prompts tok/s", "÷ vLLM", "memory beyond, GB"]
+    columns = ["load", "ours tok/s", "forward", "vLLM tok/s", "÷ vLLM", "mlx-lm tok/s"]
+    columns += ["÷ mlx-lm", "prompts tok/s", "÷ vLLM", "memory beyond, GB"]
     print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
 
 
@@ -137,6 +138,9 @@ def describe(title: str, answers: Answers) -> list[str]:
     rates = {name: [each["rate"] for each in found] for name, found in answers.items()}
     ours = rates["ours"]
 
+    def by_round(name: str) -> str:
+        return ", ".join(f"{each:,.0f}" for each in rates.get(name, ())) or "not run"
+
     def against(name: str) -> str:
         return str(ratio(ours, rates[name])) if name in rates else "not run"
 
@@ -145,11 +149,10 @@ def describe(title: str, answers: Answers) -> list[str]:
         for name, found in answers.items()
         if found[0]["peak"] is not None
     ]
-    rate = f"{statistics.median(ours):,.0f}"
     forward = answers["ours"][0]["forward"]
     prefill = statistics.median(each["prefill"] for each in answers["ours"])
-    theirs = ", ".join(f"{each:,.0f}" for each in rates.get("vllm", ())) or "not run"
-    row = [title, rate, forward, theirs, against("vllm"), against("mlx-lm"), f"{prefill:,.0f}"]
+    row = [title, by_round("ours"), forward, by_round("vllm"), against("vllm")]
+    row += [by_round("mlx-lm"), against("mlx-lm"), f"{prefill:,.0f}"]
     if "vllm" in answers:
         row.append(
             str(
@@ -294,6 +297,9 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", default=LOADS)
     parser.add_argument(
         "--mlx-lm-loads", nargs="*", default=LOADS, help="what mlx-lm takes part in"
+    )
+    parser.add_argument(
+        "--as-installed", action="store_true", help="mlx-lm without our settings for MLX's graphs"
     )
     parser.add_argument("--sides", nargs="*", default=["ours", "mlx-lm", "vllm"])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
