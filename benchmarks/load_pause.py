@@ -225,8 +225,18 @@ def one_round(models: Models, streams: int) -> Run:
 
 def rounds_of(models: Models, streams: int, count: int) -> list[Run]:
     workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    runs = []
     with workers:
-        return [workers.submit(one_round, models, streams).result() for _ in range(count)]
+        for number in range(1, count + 1):
+            runs.append(workers.submit(one_round, models, streams).result())
+            longest, step = max(runs[-1].during), statistics.median(runs[-1].idle)
+            print(
+                f"round {number} of {count}: a load of {runs[-1].load:.1f} s, the longest gap "
+                f"{1e3 * longest:.0f} ms, a step {1e3 * step:.1f} ms",
+                file=sys.stderr,
+                flush=True,
+            )
+    return runs
 
 
 # --- The report ---------------------------------------------------------------------------------
