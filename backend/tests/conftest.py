@@ -1,8 +1,10 @@
-"""For every test: nothing fails because a busy machine is slow, and collections cost little."""
+"""For every test: nothing fails because a busy machine is slow or runs it in the background, and
+collections cost little."""
 
 from __future__ import annotations
 
 import gc
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -11,6 +13,10 @@ settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+# Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that
+# tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
