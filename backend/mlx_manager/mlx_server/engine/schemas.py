@@ -79,11 +79,18 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
     not name, and no integers of endless length.
     """
     schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
-    schema = schema or {"type": "object", "properties": {}}
-    if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
-        schema = {"type": "object", **schema}
-    narrowed: dict[str, Any] = _narrowed(schema)
+    narrowed: dict[str, Any] = _narrowed(_object(schema or {"properties": {}}))
     return narrowed
+
+
+def _object(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, of objects alone; unsatisfiable if it allows none."""
+    match schema.get("type", "object"):
+        case "object":
+            return {"type": "object", **schema}
+        case [*kinds] if "object" in kinds:
+            return {**schema, "type": "object"}
+    return {"type": "object", "allOf": [schema]}
 
 
 def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

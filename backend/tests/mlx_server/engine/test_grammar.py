@@ -228,3 +228,29 @@ def test_the_tool_at_fault_is_named(grammars: Grammars):
         grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
     assert caught.value.param == "tools[1].function.parameters"
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "KIMI_K2"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "array", "items": {"type": "integer"}},
+        {"$ref": "#/$defs/name", "$defs": {"name": {"type": "string"}}},
+    ],
+)
+def test_parameters_that_are_no_object_are_refused(
+    grammars: Grammars, name: str, parameters: dict[str, Any]
+):
+    with pytest.raises(InvalidParameter) as caught:
+        grammars.calls(SHAPES[name], [Tool("f", parameters=parameters)], parallel=True)
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_parameters_that_may_be_an_object_are_one(grammars: Grammars):
+    parameters = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {}}]}
+    for schema in (parameters, {"type": ["object", "null"], "properties": {}}):
+        matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=schema)], parallel=True)
+        assert takes(grammars, matcher.deep_copy(), '{"name": "f", "parameters": {}}')
+        for other in ('"x"', "null"):
+            text = f'{{"name": "f", "parameters": {other}}}'
+            assert not takes(grammars, matcher.deep_copy(), text)
