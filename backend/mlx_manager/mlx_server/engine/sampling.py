@@ -27,6 +27,8 @@ from mlx_manager.mlx_server.engine.draws.chances import chances, halves
 BLOCK = 64
 # Candidates that almost always hold the whole nucleus; tried before a full sort on a CPU.
 CANDIDATES = 256
+# Colder is greedy: logits over less leave float32's range, and nothing but the best is drawn there.
+COLDEST = 1e-5
 _MASK64 = (1 << 64) - 1
 
 
@@ -61,7 +63,7 @@ class SamplerState:
 
     @property
     def greedy(self) -> bool:
-        return self.sampling.temperature == 0.0
+        return self.sampling.temperature < COLDEST
 
     @property
     def filtered(self) -> bool:
@@ -101,7 +103,7 @@ class Asked:
         return np.array(
             [
                 (
-                    row.sampling.temperature or 1.0,
+                    1.0 if row.greedy else row.sampling.temperature,
                     row.greedy,
                     math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf,
                     row.sampling.top_k,

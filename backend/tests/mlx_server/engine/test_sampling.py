@@ -428,6 +428,17 @@ def test_a_small_temperature_is_all_but_greedy() -> None:
     assert draw(logits, rows) == logits.argmax(1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-39, 5e-324])
+def test_a_temperature_beyond_the_range_of_logits_is_greedy(temperature: float) -> None:
+    logits = 50 * np.random.default_rng(6).standard_normal((3, 200))
+    rows = [
+        state(1, temperature=temperature, top_p=0.9),
+        state(2, temperature=temperature),
+        state(3),
+    ]
+    assert draw(logits, rows)[:2] == logits.argmax(1)[:2].tolist()
+
+
 def expected_penalised(logits: np.ndarray, row: SamplerState, output: list[int]) -> np.ndarray:
     """Token by token, as the formulas are written."""
     s, counts = row.sampling, Counter(output)
