@@ -11,6 +11,7 @@ from mlx_manager.mlx_server.errors import ServerNotReady
 router = APIRouter(tags=["health"])
 
 
+@router.head("/livez", include_in_schema=False)
 @router.get("/livez")
 async def live(request: Request) -> dict[str, str]:
     """503 when nothing but a new process can help; starting, draining and recovering are alive."""
@@ -21,6 +22,7 @@ async def live(request: Request) -> dict[str, str]:
     return {"status": "alive", "version": __version__}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def ready(request: Request) -> dict[str, str]:
     """503 with Retry-After while requests are refused: the body says why."""
@@ -28,6 +30,7 @@ async def ready(request: Request) -> dict[str, str]:
     return {"status": "ready", "version": __version__}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
     """The same as `/readyz`, under the name that other servers use."""

@@ -44,6 +44,8 @@ class Probed:
         async with self.client() as client:
             paths = ("/livez", "/readyz", "/health")
             found = {path: (await client.get(path)).status_code for path in paths}
+            heads = {path: (await client.head(path)).status_code for path in paths}
+            assert heads == found
             metrics = (await client.get("/metrics")).text
             assert f"mlx_manager_ready {float(found['/readyz'] == 200)}" in metrics
             return found | {CHAT: (await client.post(CHAT, json=ASK)).status_code}
