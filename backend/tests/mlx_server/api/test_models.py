@@ -18,6 +18,11 @@ async def test_models_are_listed_with_how_they_are_served(serve):
     assert found["engine"] == {"running": 0, "waiting": 0}
 
 
+async def test_models_are_listed_under_a_path_with_a_slash_at_its_end(serve):
+    async with serve() as client:
+        assert (await client.get("/v1/models/")).json() == (await client.get("/v1/models")).json()
+
+
 async def test_an_unknown_model_is_not_found(serve):
     async with serve() as client:
         response = await client.get("/v1/models/some/other")

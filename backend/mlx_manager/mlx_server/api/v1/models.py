@@ -21,6 +21,7 @@ FOR_METRICS = frozenset({"host_time", "token_gaps"})
 """Distributions, which `/metrics` shows as histograms."""
 
 
+@router.get("/models/", include_in_schema=False, response_model_exclude_none=True)
 @router.get("/models", response_model_exclude_none=True)
 async def list_models(request: Request) -> ModelList:
     """Every model on offer, the default one first. Answers while a model loads."""
