@@ -107,7 +107,11 @@ class Grammars:
                 return known.deep_copy()
         made = LLMatcher(texts, grammar, log_level=0)
         if made.is_error():
-            raise _refused(param, made.get_error())
+            raise _refused(param, reason(made))
+        # What refers to itself without end compiles, and ends at once.
+        fill_masks(None, [made], self.words)
+        if made.is_error():
+            raise _refused(param, f"nothing fits it ({reason(made)})")
         with self._lock:
             self._kept[grammar] = made
             if len(self._kept) > MOST_KEPT:
@@ -195,6 +199,11 @@ class Grammars:
             {"name": "answer", **answer},
         ]
         return self.matcher(json.dumps({"grammars": grammars}), constraint.param)
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why `matcher` is of no use, without llguidance's account of its state."""
+    return matcher.get_error().partition("\n<state>")[0].strip()
 
 
 def _refused(param: str, reason: str) -> InvalidParameter:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from mlx_manager.mlx_server.engine.grammar import Mask, fill_masks, only, with_tokens
+from mlx_manager.mlx_server.engine.grammar import Mask, fill_masks, only, reason, with_tokens
 from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.formats import Region
 
@@ -96,7 +96,7 @@ class Guide:
         matcher.consume_tokens(list(tokens))
         if matcher.is_error():
             self.failure = GenerationFailed(
-                f"The grammar can't be followed any further: {matcher.get_error()}"
+                f"The grammar can't be followed any further: {reason(matcher)}"
             )
         else:
             self.complete = matcher.is_stopped()

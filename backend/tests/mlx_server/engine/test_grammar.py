@@ -96,6 +96,10 @@ def test_a_constraint_takes_what_fits_and_nothing_else(
         (JsonSchema('{"not": {}}'), "not"),
         (JsonSchema("false"), "Unsatisfiable"),
         (JsonSchema("3"), "Unsatisfiable"),
+        (
+            JsonSchema('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+            "nothing fits",
+        ),
         (JsonSchema('{"$ref": "http://example.org/x.json"}'), "retriev"),
         (JsonSchema('{"type": "string", "format": "shoe-size"}', strict=True), "shoe-size"),
         (Regex("("), "regex"),
@@ -110,6 +114,7 @@ def test_what_can_not_be_honoured_is_refused_with_the_reason(
     with pytest.raises(InvalidParameter, match=reason) as caught:
         grammars.answer(constraint)
     assert caught.value.param == constraint.param
+    assert "<state>" not in caught.value.message
 
 
 def test_endless_blanks_are_not_json_here(grammars: Grammars):

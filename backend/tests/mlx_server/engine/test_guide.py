@@ -142,6 +142,7 @@ async def test_what_does_not_follow_the_grammar_fails_that_row_alone(rig: Rig):
     assert guide is not None
     guide.observe(70, "content", 1, "no")
     assert isinstance(guide.failure, GenerationFailed)
+    assert "<state>" not in guide.failure.message
 
 
 async def test_rows_whose_tokens_depend_on_the_host_draw_what_they_draw_alone(rig: Rig):
