@@ -37,6 +37,8 @@ from mlx_manager.mlx_server.protocols.answer import error_body
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 5
+MOST_REPEATED = 40
+"""Characters of a number that is out of its range; JSON's may have thousands of digits."""
 ANTHROPIC_PATH = "/v1/messages"
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's SDKs read the first, Anthropic's the second."""
@@ -126,6 +128,8 @@ def _sentence(error: ErrorDetails | Mapping[str, Any]) -> str:
         return f"`{path}` is required"
     found = error.get("input")
     got = f", not {found!r}" if isinstance(found, int | float) else ""
+    if len(got) > MOST_REPEATED:
+        got = ""
     rule = error["msg"].rstrip(".").replace(" after validation", "")
     match = RULE.match(rule)
     return f"`{path}`: {rule}{got}" if match is None else f"`{path}` {match[1]}{got}"

@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.schemas.wire import (
     Timed,
     Wire,
     choose,
+    object_or_boolean,
     shape,
     text_or_ids,
     text_or_list,
@@ -129,12 +130,18 @@ ToolChoice = Annotated[
 ]
 
 
+AnySchema = Annotated[
+    Annotated[dict[str, Any], Tag("<object>")] | Annotated[bool, Tag("<boolean>")],
+    choose(object_or_boolean, "a JSON schema, as an object"),
+]
+
+
 class JsonSchemaFormat(Wire):
     """A JSON schema by OpenAI's rules: `strict` refuses what can't be held to."""
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    schema_: AnySchema | None = Field(None, alias="schema")
     strict: bool | None = None
 
 

@@ -92,6 +92,10 @@ def text_or_ids(value: object) -> str | None:
     return "<ids>" if isinstance(value, list) else shape(value)
 
 
+def object_or_boolean(value: object) -> str | None:
+    return "<boolean>" if isinstance(value, bool) else shape(value)
+
+
 def choose(by: Callable[[object], str | None], allowed: str) -> Discriminator:
     """Validate by the branch that the value's shape names, so that an error speaks of it alone.
 

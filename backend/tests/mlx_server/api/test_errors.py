@@ -67,6 +67,12 @@ async def test_an_unknown_model_is_not_found(serve):
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
         ({"prediction": {}}, "prediction", "not supported"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
+            "response_format.json_schema.schema",
+            "`response_format.json_schema.schema` should be a JSON schema, as an object.",
+        ),
+        ({"temperature": 10**400}, "temperature", "`temperature` should be a finite number."),
     ],
 )
 async def test_a_bad_value_is_422_and_names_the_field_and_what_is_allowed(

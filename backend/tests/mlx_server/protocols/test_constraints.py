@@ -44,6 +44,11 @@ def found(**fields: Any) -> object:
             JsonSchema("true"),
             "response_format",
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+            JsonSchema("true"),
+            "response_format",
+        ),
         ({"guided_json": SCHEMA}, JsonSchema(TEXT), "guided_json"),
         ({"guided_json": TEXT}, JsonSchema(TEXT), "guided_json"),
         ({"guided_regex": "a+"}, Regex("a+"), "guided_regex"),
