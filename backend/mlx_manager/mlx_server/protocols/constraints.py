@@ -58,8 +58,8 @@ def _response_format(asked: ResponseFormat) -> list[Constraint]:
                     "`response_format.json_schema` is missing.", param="response_format.json_schema"
                 )
             given = asked.json_schema
-            anything = given.schema_ is None
-            return [_schema(anything or given.schema_, strict=given.strict or False)]
+            schema = True if given.schema_ is None else given.schema_
+            return [_schema(schema, strict=given.strict or False)]
 
 
 def _structured(asked: StructuredOutputs) -> list[Constraint]:
