@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -65,12 +66,13 @@ class Guidance:
             # Where headers announce calls, the content is never one.
             matcher = self._grammars.answer(constraint)
         else:
-            matcher = self._grammars.answer_or_calls(
+            either = partial(
+                self._grammars.answer_or_calls,
                 constraint,
                 _known(shape, constraint.param),
-                conversation.tools,
                 parallel=output.parallel,
             )
+            matcher = _eased(either, conversation.tools)
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
         return Rules(matcher, self._grammars.texts, self._end_ids, openers, whole)
@@ -89,23 +91,10 @@ class Guidance:
                 param=param,
             )
         markers = [m for m, region in output.edges.get("content", ()) if region == "calls"]
-        matcher = self._free_calls(shape, conversation.tools, markers, param)
+        calls = partial(self._grammars.free_calls, shape, openers=markers, param=param)
+        matcher = _eased(calls, conversation.tools)
         openers = () if shape.whole else self._openers(output)
         return Rules(matcher, self._grammars.texts, self._end_ids, openers, shape.whole, free=True)
-
-    def _free_calls(
-        self, shape: CallShape, tools: Sequence[Tool], markers: Sequence[str], param: str
-    ) -> LLMatcher:
-        """Of the tools that are not strict, those that can't be held to their parameters aren't."""
-        try:
-            return self._grammars.free_calls(shape, tools, markers, param=param)
-        except InvalidParameter as error:
-            found = re.match(r"tools\[(\d+)\]\.function\.parameters", error.param or "")
-            place = int(found[1]) if found else -1
-            if place < 0 or tools[place].strict or tools[place].parameters == _ANY_ARGUMENTS:
-                raise
-        eased = [*tools[:place], replace(tools[place], parameters=_ANY_ARGUMENTS)]
-        return self._free_calls(shape, [*eased, *tools[place + 1 :]], markers, param)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""
@@ -138,6 +127,20 @@ def _forced(conversation: Conversation) -> Sequence[Tool]:
             "`tool_choice` asks for a call of none of `tools`.", param="tool_choice"
         )
     return found
+
+
+def _eased(compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool]) -> LLMatcher:
+    """What holds answers to `tools`. Of those that are not strict, the ones that can't be held to
+    their parameters aren't."""
+    try:
+        return compiled(tools)
+    except InvalidParameter as error:
+        found = re.match(r"tools\[(\d+)\]\.function\.parameters", error.param or "")
+        place = int(found[1]) if found else -1
+        if place < 0 or tools[place].strict or tools[place].parameters == _ANY_ARGUMENTS:
+            raise
+    eased = replace(tools[place], parameters=_ANY_ARGUMENTS)
+    return _eased(compiled, [*tools[:place], eased, *tools[place + 1 :]])
 
 
 def _known(shape: CallShape | None, param: str) -> CallShape:

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     Kind,
     UnwritableError,
     branches,
+    moved,
     parameters_schema,
     properties,
     required,
@@ -123,18 +124,23 @@ def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[s
 def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     """One call as a JSON object of free layout: the rule `calls`."""
     assert isinstance(shape.arguments, AsObject)
+    key = shape.arguments.key
     objects = []
     for tool in tools:
         arguments = json_of(parameters_schema(tool))
-        moved = {"$defs", "definitions", "x-guidance"} & arguments.keys()
-        definitions = {key: arguments.pop(key) for key in moved}
+        layout = arguments.pop("x-guidance")
+        # References are relative to it, and these are to be to the call.
+        arguments.pop("$id", None)
         objects.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.name}, shape.arguments.key: arguments},
-                "required": ["name", shape.arguments.key],
+                "properties": {
+                    "name": {"const": tool.name},
+                    key: moved(arguments, f"#/properties/{key}"),
+                },
+                "required": ["name", key],
                 "additionalProperties": False,
-                **definitions,
+                "x-guidance": layout,
             }
         )
     rules = ["calls: " + " | ".join(f"call_{i}" for i in range(len(tools)))]

@@ -181,8 +181,18 @@ class Grammars:
         """A matcher for answers that either fit `constraint` or call `tools`.
 
         Raises:
-            InvalidParameter: the one or the other can't be honoured; says why.
+            InvalidParameter: the one or the other can't be honoured; says which and why.
         """
+        try:
+            return self._answer_or_calls(constraint, shape, tools, parallel=parallel)
+        except InvalidParameter:
+            self.answer(constraint)
+            self.calls(shape, tools, parallel=parallel, param="tools")
+            raise
+
+    def _answer_or_calls(
+        self, constraint: Constraint, shape: CallShape, tools: Sequence[Tool], *, parallel: bool
+    ) -> LLMatcher:
         answer = answer_grammar(constraint)
         if not shape.bare:
             calls = calls_grammar(shape, tools, self._split, parallel=parallel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from mlx_manager.mlx_server.core import STRING_FORMATS, Tool
@@ -115,6 +116,18 @@ def without_unknown_formats(schema: Any) -> Any:
     found = _within(schema, without_unknown_formats)
     if isinstance(found.get("format"), str) and found["format"] not in STRING_FORMATS:
         del found["format"]
+    return found
+
+
+def moved(schema: Any, place: str) -> Any:
+    """`schema` as it is at `place` in another, a JSON pointer: what refers to its root, refers to
+    that."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = _within(schema, partial(moved, place=place))
+    reference = found.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        found["$ref"] = f"{place}{reference[1:]}"
     return found
 
 

@@ -304,6 +304,18 @@ async def test_strict_parameters_that_can_not_be_honoured_are_refused(demo: Demo
     await demo.chat("Hello!", tools=mixed, max_tokens=3)
 
 
+async def test_a_form_is_held_to_beside_parameters_that_can_not_be(demo: Demo):
+    bad = {"name": "f", "parameters": {"type": "object", "not": {}}}
+    loose = [WEATHER, {"type": "function", "function": bad}]
+    asked: dict[str, Any] = {"response_format": schema_format(PERSON), "temperature": 0}
+    called = await demo.choice(QUESTION, tools=loose, max_tokens=100, **asked)
+    assert called["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    strict = [WEATHER, {"type": "function", "function": bad | {"strict": True}}]
+    with pytest.raises(MLXManagerError) as caught:
+        await demo.chat(QUESTION, tools=strict, **asked)
+    assert caught.value.param == "tools[1].function.parameters"
+
+
 async def test_every_question_gets_a_call_of_an_offered_function(demo: Demo):
     """The penalty keeps a model of this size from counting for ever in a list without end."""
 

@@ -227,12 +227,61 @@ def test_an_answer_may_be_in_its_form_or_a_call(
     assert not takes(grammars, either(), "Sorry.")
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        # As zod-to-json-schema writes what it has written before.
+        (
+            {"properties": {"a": POINT, "b": {"$ref": "#/properties/a"}}, "required": ["b"]},
+            {"b": {"x": 1}},
+            {"b": {"x": "one"}},
+        ),
+        (
+            {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+            {"next": {"next": None}},
+            {"next": {"name": "f", "parameters": {}}},
+        ),
+        (
+            {
+                "$id": "https://example.org/p",
+                "$ref": "#/$defs/p",
+                "$defs": {"p": POINT},
+            },
+            {"x": 1},
+            {"x": None},
+        ),
+        ({"properties": {"$ref": {"const": "#"}}, "required": ["$ref"]}, {"$ref": "#"}, {}),
+    ],
+)
+def test_references_within_parameters_hold_wherever_a_call_may_stand(
+    grammars: Grammars, parameters: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]
+):
+    shape, tools = SHAPES["LLAMA"], [Tool("f", parameters=parameters)]
+    ways = [
+        grammars.calls(shape, tools, parallel=False),
+        grammars.free_calls(shape, tools, [], param="tools"),
+        grammars.answer_or_calls(JsonSchema('{"type": "integer"}'), shape, tools, parallel=False),
+    ]
+    for matcher in ways:
+        for arguments, fits in ((good, True), (bad, False)):
+            text = json.dumps({"name": "f", "parameters": arguments})
+            assert takes(grammars, matcher.deep_copy(), text) is fits, text
+
+
 def test_the_tool_at_fault_is_named(grammars: Grammars):
     bad = Tool("bad", parameters={"type": "object", "not": {}})
     with pytest.raises(InvalidParameter, match="not") as caught:
         grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
     assert caught.value.param == "tools[1].function.parameters"
     assert "\n" not in caught.value.message
+    for constraint in (JsonObject(), Choice(("yes", "no"))):
+        with pytest.raises(InvalidParameter, match="not") as caught:
+            grammars.answer_or_calls(constraint, SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
+        assert caught.value.param == "tools[1].function.parameters"
+        assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["LLAMA", "KIMI_K2"])
