@@ -20,6 +20,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
+from weakref import ref
 
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
@@ -235,9 +236,11 @@ class MLXThread:
                 return
 
     def _step_all(self) -> None:
-        """No name in `_run` may keep an engine alive, whose model a message may be unloading."""
-        for engine in tuple(self._engines):
-            if not engine.has_work():
+        """No name here or in `_run` may keep an engine alive that is not being stepped: a message,
+        or the step of another that needs room, may be unloading its model."""
+        for attached in [ref(engine) for engine in self._engines]:
+            engine = attached()
+            if engine is None or not engine.has_work():
                 continue
             before = engine.steps
             try:

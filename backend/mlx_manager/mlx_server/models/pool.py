@@ -40,7 +40,7 @@ from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
-from mlx_manager.mlx_server.models.loading import LoadedModel, loading, weights_line
+from mlx_manager.mlx_server.models.loading import LoadedModel, explained, loading, weights_line
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
@@ -54,7 +54,7 @@ from mlx_manager.mlx_server.utils.memory import (
     get_memory_usage,
     set_memory_limit,
 )
-from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, whereabouts
+from mlx_manager.mlx_server.utils.steps import BROKEN, Aside, Done, Steps, advance, whereabouts
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -416,7 +416,8 @@ class ModelPoolManager:
                 f"`mlx-manager pull {source.id}`, or set MLX_SERVER_ALLOW_DOWNLOAD=true.",
                 param="model",
             )
-        path = await in_daemon_thread(partial(hub.fetch, source.id))
+        with explained(source.id):
+            path = await in_daemon_thread(partial(hub.fetch, source.id))
         self.catalog.rescan()
         return path
 
@@ -552,9 +553,11 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
+        # Whoever waits may leave; the future is told the outcome all the same.
+        outcome.set_running_or_notify_cancel()
         try:
             outcome.set_result(function())
-        except (MLXManagerError, OSError, RuntimeError, ValueError) as error:
+        except (MLXManagerError, *BROKEN) as error:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -159,11 +159,13 @@ class Ledger:
         False, with nothing promised, when they can't be had. Much may then have been freed.
         """
         lacking = self._promise(line, nbytes)
-        for _, free in tuple(self._relief):
-            if lacking <= 0:
-                break
-            free(lacking)
-            lacking = self._promise(line, nbytes)
+        for rank in Relief:
+            # Of one rank alone: whoever goes to make room is to be gone, and not held on to here.
+            for free in [free for its, free in self._relief if its is rank]:
+                if lacking <= 0:
+                    return True
+                free(lacking)
+                lacking = self._promise(line, nbytes)
         return lacking <= 0
 
     def _promise(self, line: str, nbytes: int) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Iterator
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -211,6 +212,31 @@ async def test_a_detached_engine_is_not_stepped_any_more(thread: MLXThread) -> N
     stopped_at = await thread.call(detach)
     await thread.call(lambda: None)
     assert work.done == stopped_at
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_an_engine_that_makes_room_in_anothers_step_is_gone_by_then(
+    thread: MLXThread, steps: int
+) -> None:
+    others = [Work(steps)]
+    alive = ref(others[0])
+    left: list[Work | None] = []
+
+    class Greedy(Work):
+        def step(self) -> None:
+            thread.detach(others.pop())
+            left.append(alive())
+            super().step()
+
+    greedy = Greedy(1)
+
+    def attach_both() -> None:
+        thread.attach(others[0])
+        thread.attach(greedy)
+
+    await thread.call(attach_both)
+    await done(greedy)
+    assert left == [None]
 
 
 async def test_messages_get_in_between_the_steps_of_a_busy_engine(thread: MLXThread) -> None:

@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.config import (
     MLXServerSettings,
     PoolLimits,
 )
+from mlx_manager.mlx_server.core import GenerationRequest, Tokens
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -26,7 +27,8 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models.loading import LoadedModel
-from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.models.pool import ModelPoolManager, in_daemon_thread
+from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
 A_FEW_BYTES = 1024
@@ -113,6 +115,23 @@ async def test_eviction_by_bytes(models_dir: Path):
             await pool.get_model("a")
 
 
+async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(
+    models_dir: Path, caplog: pytest.LogCaptureFixture
+):
+    async with open_pool(models_dir) as pool:
+        for name in "ba":
+            await pool.get_model(name)
+        # There is room for the pages of one of two prompts.
+        pool.ledger.limit -= pool.ledger.available() - 70 * 8192
+        prompts = [Tokens(tuple(range(first, 200)) * 5) for first in (3, 5)]
+        async with pool.lease("a") as lease:
+            asked = [GenerationRequest("a", prompt, max_tokens=2) for prompt in prompts]
+            async for _ in rows(lease.backend, asked):
+                pass
+        assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == []
+
+
 async def test_memory_is_back_after_unloading(models_dir: Path):
     async with open_pool(models_dir) as pool:
         clear_cache()
@@ -192,6 +211,14 @@ async def test_requester_who_gives_up_does_not_stop_the_load_for_others(models_d
         assert (await patient).id == "a"
         with pytest.raises(asyncio.CancelledError):
             await impatient
+
+
+async def test_a_download_that_breaks_off_is_not_waited_for_for_ever():
+    def download() -> Path:
+        return Path({}["path"])
+
+    with pytest.raises(KeyError, match="path"):
+        await in_daemon_thread(download)
 
 
 async def test_closing_while_loading_and_while_in_use_frees_everything(models_dir: Path):

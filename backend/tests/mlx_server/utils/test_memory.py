@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 import mlx.core as mx
 import pytest
@@ -113,6 +114,29 @@ def test_relief_runs_by_rank_and_stops_once_there_is_room():
     ledger.remove_relief(evict_model)
     assert not ledger.reserve("prefill:a", 100)
     assert [name for name, _ in called[3:]] == ["pages"]
+
+
+def test_who_goes_to_make_room_is_gone_before_the_room_is_given_out():
+    class Model:
+        def free(self, lacking: int) -> None:
+            """Has nothing to spare but itself."""
+
+    ledger = Ledger(100, cache_bytes=lambda: 0)
+    models = [Model()]
+    alive = ref(models[0])
+    left: list[Model | None] = []
+
+    def evict(lacking: int) -> None:
+        ledger.remove_relief(models[0].free)
+        models.clear()
+        left.append(alive())
+        ledger.release("weights:old", 80)
+
+    ledger.add_relief(Relief.PAGES, models[0].free)
+    ledger.add_relief(Relief.IDLE_MODELS, evict)
+    assert ledger.reserve("weights:old", 80)
+    assert ledger.reserve("weights:new", 50)
+    assert left == [None]
 
 
 def test_buffer_cache_counts_and_is_dropped_for_room():
