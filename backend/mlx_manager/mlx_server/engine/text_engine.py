@@ -177,6 +177,8 @@ class TextEngine:
         self._outbox = Outbox()
         self._masks = Masks()
         self._growing = False
+        # Of the stores, in bytes, what the ledger allows for.
+        self._room = 0
         self._closed = False
         self._meter = Meter()
         self._waited = 0.0
@@ -676,11 +678,6 @@ class TextEngine:
         nbytes = pages * self.page_bytes
         return (urgent or self._ledger.spare(nbytes)) and self._reserve(nbytes)
 
-    def _give_back(self, pages: int) -> None:
-        # Models without keys and values on pages have pages of no bytes, and no line.
-        if self.page_bytes:
-            self._ledger.release(self._line, pages * self.page_bytes)
-
     def _reserve(self, nbytes: int) -> bool:
         if not nbytes:
             return True
@@ -703,18 +700,18 @@ class TextEngine:
         removed = self._pool.shrink()
         if removed:
             self._resize(self._pool.size)
-            self._give_back(removed)
+            self._ledger.record(self._line, self._pool.size * self.page_bytes)
 
     def _drop_pages(self) -> None:
+        """Also those that have been promised and were never made, if the step failed in that."""
         self._ledger.record(self._snapshot_line, 0)
-        if self._pool.size:
-            self._resize(0)
-            self._give_back(self._pool.size)
+        self._resize(0)
+        self._ledger.record(self._line, 0)
 
     def _resize(self, pages: int) -> None:
-        before = self._room_bytes()
         copied = [store.resize(pages, self._most_pages()) for store in self._forward.stores]
-        self._ledger.allow_for(self._room_bytes() - before)
+        before, self._room = self._room, sum(store.room_bytes for store in self._forward.stores)
+        self._ledger.allow_for(self._room - before)
         if any(copied):
             # The step under way takes that much longer, which says nothing about steps.
             self._last_read = None
@@ -725,9 +722,6 @@ class TextEngine:
             # Pages that are not written in place are copied, with whatever room there is.
             return 0
         return min(self._attainable_pages(), MOST_ROOM // self._limits.page_size)
-
-    def _room_bytes(self) -> int:
-        return sum(store.room_bytes for store in self._forward.stores)
 
     # -- figures -------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling
 from mlx_manager.mlx_server.engine.kv import room
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 
 
@@ -212,6 +213,38 @@ async def test_a_step_that_fails_fails_its_rows_and_the_next_request_is_answered
         await good.finished()
         assert good.tokens == await reference(rig, prompt(12), 20)
         await nothing_left(rig)
+
+
+class Crowded(LayerStore):
+    """Finds the device full of what others than this server keep there."""
+
+    def resize(self, pages: int, most: int = 0) -> bool:
+        if pages > self.pages:
+            raise RuntimeError("[malloc] Unable to allocate")
+        return super().resize(pages, most)
+
+
+@pytest.mark.parametrize("pages_before", [0, 64])
+async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_for_good(
+    llama: Path, pages_before: int
+) -> None:
+    async with HandRig(llama) as rig:
+        if pages_before:
+            rig.submit(prompt(20), 4)
+            rig.run()
+        assert rig.engine.stats().pages_free + rig.engine.stats().pages_cached == pages_before
+        full = rig.forward.stores[-1]
+        full.__class__ = Crowded
+        row = rig.submit(prompt(1200), 4)
+        rig.step()
+        with pytest.raises(GenerationFailed):
+            await row.events()
+        full.__class__ = LayerStore
+        assert rig.ledger.figures() == rig.ledger.figures() | {"available": rig.ledger.limit}
+        assert rig.ledger.room == 0
+        again = rig.submit(prompt(1200), 4)
+        rig.run()
+        assert again.tokens == alone(rig.model, prompt(1200), 4)
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU is given its next step first")
