@@ -143,11 +143,16 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
             "`continue_final_message` and `add_generation_prompt` exclude each other.",
             param="continue_final_message",
         )
+    messages = tuple(_message(each, f"messages[{i}]") for i, each in enumerate(body.messages))
+    if go_on and (messages[-1].tool_calls or not messages[-1].content.strip()):
+        raise InvalidParameter(
+            "`continue_final_message`: the last message must have a text that the answer can go on "
+            "from, and no tool calls.",
+            param="continue_final_message",
+        )
     opens_turn = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
     return Conversation(
-        messages=tuple(
-            _message(message, f"messages[{index}]") for index, message in enumerate(body.messages)
-        ),
+        messages=messages,
         tools=tuple(
             Tool(
                 name=tool.function.name,

@@ -121,6 +121,9 @@ def conversation(body: CountTokensRequest) -> Conversation:
         UnsupportedParameter: a kind of content, tool or thinking that can't be honoured.
     """
     messages = [*_system(body), *_merged(_messages(body.messages))]
+    if len(messages) > 1 and messages[-1] == Message("assistant"):
+        # At Anthropic this one message may be empty: the answer begins with it.
+        messages.pop()
     last = messages[-1]
     go_on = last.role == "assistant"
     if go_on and (last.tool_calls or not last.content.strip()):

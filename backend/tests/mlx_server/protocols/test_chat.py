@@ -156,6 +156,10 @@ def test_the_last_message_is_left_open_only_when_asked():
     assert not open_end.add_generation_prompt
     with pytest.raises(InvalidParameter, match="continue_final_message"):
         ask(continue_final_message=True, add_generation_prompt=True)
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    for last in ({"content": ""}, {"content": " \n"}, {}, {"content": "x", "tool_calls": [call]}):
+        with pytest.raises(InvalidParameter, match="no tool calls"):
+            ask({"role": "assistant", **last}, continue_final_message=True)
 
 
 # Events → chunks, events → body

@@ -136,9 +136,16 @@ def test_an_answer_at_the_end_is_gone_on_from():
     prompt = conversation(HI, {"role": "assistant", "content": "The answer is"})
     assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
-    for content in ("", " ", [call]):
+    for content in (" ", [call]):
         with pytest.raises(InvalidParameter, match="gone on from"):
             conversation(HI, {"role": "assistant", "content": content})
+
+
+def test_an_empty_answer_at_the_end_is_the_one_to_be_given():
+    for content in ("", []):
+        prompt = conversation(HI, {"role": "assistant", "content": content})
+        assert prompt.messages == (Message("user", "hi"),)
+        assert (prompt.continue_final_message, prompt.add_generation_prompt) == (False, True)
 
 
 @pytest.mark.parametrize(
