@@ -95,11 +95,14 @@ class Guide:
         self._matched += 1
         matcher.consume_tokens(list(tokens))
         if matcher.is_error():
-            self.failure = GenerationFailed(
-                f"The grammar can't be followed any further: {reason(matcher)}"
-            )
+            self._give_up(matcher)
         else:
             self.complete = matcher.is_stopped()
+
+    def _give_up(self, matcher: LLMatcher) -> None:
+        self.failure = GenerationFailed(
+            f"The grammar can't be followed any further: {reason(matcher)}"
+        )
 
     def _spend(self, region: Region, thought: int) -> None:
         budget = self._budget
@@ -118,7 +121,11 @@ class Guide:
         return self._rules.matcher
 
     def set_mask(self, allowed: Mask | None) -> None:
-        """`allowed`: the mask of `matching`."""
+        """`allowed`: the mask of `matching`, which may have found it too much to compute."""
+        matcher = self.matching
+        if matcher is not None and matcher.is_error():
+            # What it allows then is an end, wherever the answer is.
+            self._give_up(matcher)
         if self._forced:
             self.mask = only(self._forced[0], self.words)
         elif self._rules is None or (allowed is None and self._rules.free):

@@ -155,9 +155,10 @@ class Sequence:
             self.outcome = "stop"
 
     def follow_guide(self) -> None:
-        """Hand the guide's mask to the sampler."""
+        """Hand the guide's mask to the sampler. The row can't go on if none could be found."""
         if self.guide is not None:
             self.sampler.mask = self.guide.mask
+            self.failure = self.guide.failure
 
     def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
         """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""

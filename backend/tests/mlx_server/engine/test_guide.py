@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from engine.rig import Rig
+from llguidance import LLMatcher, LLParserLimits
 
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.backends.guidance import Guidance
@@ -23,6 +24,8 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
+from mlx_manager.mlx_server.engine.grammar import Grammars
+from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -143,6 +146,31 @@ async def test_what_does_not_follow_the_grammar_fails_that_row_alone(rig: Rig):
     guide.observe(70, "content", 1, "no")
     assert isinstance(guide.failure, GenerationFailed)
     assert "<state>" not in guide.failure.message
+
+
+async def test_an_answer_whose_grammar_becomes_too_much_fails_and_is_no_whole_one(rig: Rig):
+    grammars = Grammars(rig.tokenizer, END)
+    grammars.matcher("start: /[a-z]/", "structured_outputs")
+    # Each letter more can be taken in many more ways.
+    ambiguous = "start: text /0{99}/\ntext: text text | /[a-z ]/"
+    limits = LLParserLimits(step_max_items=2000)
+    matcher = LLMatcher(grammars.texts, ambiguous, log_level=0, limits=limits)
+    guide = Guide("content", Rules(matcher, grammars.texts, tuple(END)), None, grammars.words)
+    Masks().update([guide])
+    sequence = Sequence(
+        PROMPT,
+        limit=400,
+        stop_ids=END,
+        min_tokens=0,
+        sampler=SamplerState.of(Sampling(seed=1), PROMPT),
+        parser=OutputParser(rig.texts.stream(PLAIN), PLAIN),
+        stream=EventStream(asyncio.get_running_loop()),
+        guide=guide,
+    )
+    rig.thread.post(partial(rig.engine.submit, sequence))
+    with pytest.raises(GenerationFailed, match=r"any further: .*[Tt]oo many items"):
+        [events async for events in sequence.stream]
+    assert said(await answer(rig, PLAIN, constraint=Regex("(yes|no)!"))) in ("yes!", "no!")
 
 
 async def test_rows_whose_tokens_depend_on_the_host_draw_what_they_draw_alone(rig: Rig):
