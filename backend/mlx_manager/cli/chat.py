@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.connection import ApiKey, Url, answers, connected, default_url
+from mlx_manager.cli.connection import ApiKey, Url, address, answers, connected
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:
@@ -124,13 +124,13 @@ def serving(
     """The server and the model to ask; a server that is started for the session ends with it."""
     from mlx_manager.embedded import StartFailed, embedded_server
 
-    if url is None and not answers(default_url()):
+    if url is None and not answers(address(None)):
         note("No server runs here; starting one for this chat.")
         try:
             with (
                 ended_normally(),
-                embedded_server(model) as address,
-                connected(address, None) as client,
+                embedded_server(model) as started,
+                connected(started, None) as client,
             ):
                 yield client, client.models()[0]["id"]
         except StartFailed as error:

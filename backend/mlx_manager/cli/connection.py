@@ -54,6 +54,27 @@ def default_url() -> str:
     return url_of(host, os.environ.get("MLX_SERVER_PORT") or "8000")
 
 
+def address(url: str | None) -> str:
+    """Where the server is: `url`, or `default_url`.
+
+    Ends the program with exit code 2 where that is no address, naming what said so.
+    """
+    from urllib.parse import urlsplit
+
+    import httpx
+
+    found = url or default_url()
+    said = "--url (MLX_MANAGER_URL)" if url else "MLX_SERVER_HOST with MLX_SERVER_PORT"
+    try:
+        place = httpx.URL(found)
+        _ = urlsplit(found).port
+    except (ValueError, httpx.InvalidURL):
+        place = httpx.URL()
+    if place.scheme not in ("http", "https") or not place.host:
+        fail(f"{said}: {found} is no address such as http://127.0.0.1:8000.", ExitCode.USAGE)
+    return found
+
+
 def answers(url: str) -> bool:
     """Whether anybody listens there."""
     import socket
@@ -83,7 +104,7 @@ def connected(
     """A client of the server; what it raises ends the program with an exit code and a message."""
     from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
 
-    client = ServerClient(url or default_url(), key)
+    client = ServerClient(address(url), key)
     try:
         yield client
     except ServerUnreachable as error:

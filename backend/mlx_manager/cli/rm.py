@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_manager.cli.connection import ApiKey, Url, answers, default_url
+from mlx_manager.cli.connection import ApiKey, Url, address, answers
 from mlx_manager.cli.serve import ModelsDir
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, size
 
@@ -39,7 +39,7 @@ def rm(
       mlx-manager rm --models-dir ~/models mine --yes
     """
     found = plan(name, models_dir)
-    refuse_if_loaded(found.id, url or default_url(), api_key)
+    refuse_if_loaded(found.id, address(url), api_key)
     if not yes:
         confirm(found)
     try:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 from other_server import OtherServer
@@ -108,3 +109,23 @@ def test_no_server_no_answer(run) -> None:
     done = run("ps")
     assert done.returncode == 3
     assert "mlx-manager serve" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("ps",), ("bench",), ("chat", "--once", "hi"), ("rm", "mine")])
+@pytest.mark.parametrize(
+    "url", ["http://here:abc", "http://here:99999", "http://[::1", "here", "ftp://here", "http://"]
+)
+def test_an_address_that_can_not_be_is_a_usage_error(
+    run, command: tuple[str, ...], url: str, models_dir: Path
+) -> None:
+    result = run(*command, "--url", url, MLX_SERVER_MODELS_DIR=str(models_dir))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"mlx-manager: --url (MLX_MANAGER_URL): {url} is no address")
+    assert (models_dir / "mine").is_dir()
+
+
+@pytest.mark.parametrize("command", [("ps",), ("chat", "--once", "hi")])
+def test_a_port_of_the_environment_that_can_not_be_is_named(run, command: tuple[str, ...]) -> None:
+    result = run(*command, MLX_SERVER_PORT="abc")
+    assert result.returncode == 2
+    assert "MLX_SERVER_HOST with MLX_SERVER_PORT: http://127.0.0.1:abc is no add" in result.stderr

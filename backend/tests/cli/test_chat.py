@@ -181,7 +181,7 @@ def test_the_key_is_sent_from_the_environment(run, other: OtherServer) -> None:
     ("arguments", "code", "words"),
     [
         (("--url", "http://127.0.0.1:1", "--once", "x"), 3, "mlx-manager serve"),
-        (("--url", "ftp://nowhere", "--once", "x"), 3, "ftp"),
+        (("--url", "ftp://nowhere", "--once", "x"), 2, "ftp"),
         ((), 2, "no question"),
     ],
 )
