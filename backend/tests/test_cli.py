@@ -139,6 +139,14 @@ def test_a_key_is_made_printed_once_and_removed(tmp_path: Path) -> None:
     assert json.loads(run.invoke(app, ["key", "list", "--file", file, "--json"]).stdout) == []
 
 
+def test_a_name_that_no_key_can_have_is_a_usage_error(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    result = run.invoke(app, ["key", "add", "two words", "--file", str(file)])
+    assert result.exit_code == 2
+    assert "'two words' can't be a key's name, which is a letter or digit, and" in result.output
+    assert not file.exists()
+
+
 def test_the_keys_file_of_the_environment_is_the_default(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     environment = {"MLX_SERVER_API_KEYS_FILE": str(file)}

@@ -67,7 +67,7 @@ def add(
       mlx-manager key add alice
       mlx-manager key add ci --requests-per-minute 60 --max-concurrent 4
     """
-    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
     from mlx_manager.mlx_server.services.keys import add_key
 
     target = file or default_file()
@@ -80,6 +80,8 @@ def add(
     }
     try:
         secret = add_key(target, name, {k: v for k, v in limits.items() if v is not None})
+    except InvalidSettings as error:
+        fail(error.message, ExitCode.USAGE)
     except MLXManagerError as error:
         fail(error.message)
     note(f"The key of {name}, which is shown only now; its hash is in {target}:")

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mlx_manager.mlx_server.config import AccessRules, KeyLimits
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
 
 PREFIX = "sk-mlx-"
 """Makes a key that has leaked recognisable. Some clients want `sk-` to come first."""
@@ -33,6 +33,7 @@ ENVIRONMENT_KEY = "default"
 HEADING = "API keys of MLX Manager. Only hashes are here; `mlx-manager key` keeps this file.\n"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+NAMES = "a letter or digit, and up to 63 more of these or of . _ @ -"
 
 
 NO_LIMITS = KeyLimits()
@@ -124,11 +125,14 @@ def read_entries(file: Path) -> dict[str, KeyEntry]:
     """
     try:
         content = tomllib.loads(file.expanduser().read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
         raise MLXManagerError(
-            f"The keys' file {file} can't be read: {error}. "
-            f"`mlx-manager key add NAME --file {file}` makes one."
+            f"There is no keys' file {file}. `mlx-manager key add NAME --file {file}` makes one."
         ) from None
+    except OSError as error:
+        raise MLXManagerError(f"The keys' file {file} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise MLXManagerError(f"The keys' file {file} is not TOML: {error}.") from None
     try:
         return ENTRIES.validate_python(content)
     except ValidationError as error:
@@ -141,7 +145,8 @@ def add_key(file: Path, name: str, limits: Mapping[str, int]) -> str:
     """Add a key to a file, which is made if there is none, and return its secret.
 
     Raises:
-        MLXManagerError: the name is taken or no name, or the file can't be read or written.
+        InvalidSettings: the name is none that a key can have.
+        MLXManagerError: it is taken, or the file can't be read or written.
     """
     import tomlkit
 
@@ -180,8 +185,9 @@ def check_entry(name: str, entry: Mapping[str, Any]) -> None:
         ENTRIES.validate_python({name: entry})
     except ValidationError as error:
         first = error.errors()[0]
-        what = "the name" if "[key]" in first["loc"] else str(first["loc"][-1])
-        raise MLXManagerError(f"{what}: {first['msg']}.") from None
+        if "[key]" in first["loc"]:
+            raise InvalidSettings(f"{name!r} can't be a key's name, which is {NAMES}.") from None
+        raise MLXManagerError(f"{first['loc'][-1]}: {first['msg']}.") from None
 
 
 def _open(file: Path) -> Any:
@@ -205,4 +211,4 @@ def _write(file: Path, text: str) -> None:
             os.fsync(stream.fileno())
         Path(temporary).replace(file)
     except OSError as error:
-        raise MLXManagerError(f"{file} can't be written: {error}.") from None
+        raise MLXManagerError(f"{file} can't be written: {error.strerror}.") from None
