@@ -305,6 +305,7 @@ class ModelPoolManager:
 
     async def tend(self) -> None:
         """Preload what is to be, and unload what has been idle for too long, until cancelled."""
+        await self._tell_unknown()
         self._preload()
         while True:
             seen = self._returns.count
@@ -339,17 +340,28 @@ class ModelPoolManager:
             self._returns.announce()
             self._preload()
             kept = {r.id: r for r in self._residents.all()}
-            offered = {source.id for source in await asyncio.to_thread(self.catalog.models)}
+            unknown = await self._tell_unknown()
         names = sorted({*old.models, *new.models})
         reloaded = Reloaded(
             self._models_file,
             tuple(name for name in names if old.of(name) != new.of(name)),
             tuple(id for id in idle if id not in kept),
             tuple(r.id for r in kept.values() if self._policy.is_outdated(r)),
-            tuple(name for name in new.models if name not in offered),
+            unknown,
         )
-        log.info("the settings of the models have been read again: %s", reloaded)
+        changed = ", ".join(reloaded.changed) or "none"
+        log.info(
+            "the settings of the models have been read again; changed are those of %s", changed
+        )
         return reloaded
+
+    async def _tell_unknown(self) -> tuple[str, ...]:
+        """Names in the models' settings that nothing on offer has; the log has them, too."""
+        offered = {source.id for source in await asyncio.to_thread(self.catalog.models)}
+        unknown = tuple(name for name in self._policy.models.models if name not in offered)
+        for name in unknown:
+            log.warning("%s has settings of %r, which is not on offer", self._models_file, name)
+        return unknown
 
     def _preload(self) -> None:
         task = asyncio.create_task(self._preload_all(), name="preload")

@@ -131,6 +131,21 @@ async def test_settings_that_are_read_again_take_effect(models_dir: Path, tmp_pa
         assert (await pool.get_model("b")).loaded.context_length == 200
 
 
+async def test_settings_of_what_is_not_on_offer_are_told_of_at_the_start_and_when_read_again(
+    models_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = write(tmp_path, "[models.b]\npreload = true\n[models.bee]\npinned = true")
+    async with open_pool(models_dir, default="a", models_file=file) as pool:
+        tending = asyncio.create_task(pool.tend())
+        await until(pool, {"b"})
+        tending.cancel()
+        told = [record.message for record in caplog.records if "not on offer" in record.message]
+        assert told == [f"{file} has settings of 'bee', which is not on offer"]
+        write(tmp_path, "[models.see]")
+        assert (await pool.reload()).unknown == ("see",)
+        assert f"{file} has settings of 'see', which is not on offer" in caplog.messages
+
+
 async def test_settings_that_can_not_be_leave_the_old_ones_in_force(
     models_dir: Path, tmp_path: Path
 ):
