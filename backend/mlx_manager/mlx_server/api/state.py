@@ -131,11 +131,11 @@ class Server:
         """Read the models' settings and the keys again; the answer is about the former.
 
         Raises:
-            InvalidSettings: the models' can't be read; those in force stay.
-            MLXManagerError: the keys can't be read; those known stay.
+            MLXManagerError: one of the files can't be read; all that is in force stays.
         """
+        keys = self.accounts.read()
         reloaded = await self.pool.reload()
-        self.accounts.reload()
+        self.accounts.know(keys)
         return reloaded
 
     def open(self, pool: ModelPool) -> None:

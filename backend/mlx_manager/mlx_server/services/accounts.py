@@ -181,15 +181,18 @@ class Accounts:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._keyring = Keyring(())
-        self.reload()
+        self.know(self.read())
 
-    def reload(self) -> None:
-        """Read the keys again. Those that are as they were keep what they have used.
+    def read(self) -> tuple[ApiKey, ...]:
+        """The keys as they are written now; those known stay until `know`.
 
         Raises:
-            MLXManagerError: the keys can't be read; those known stay.
+            MLXManagerError: they can't be read.
         """
-        keys = read_keys(self._rules)
+        return read_keys(self._rules)
+
+    def know(self, keys: tuple[ApiKey, ...]) -> None:
+        """Let these in from now on. Those that are as they were keep what they have used."""
         known = self._accounts
         self._accounts = {
             key.sha256: known[key.sha256]

@@ -19,6 +19,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
+from mlx_manager.mlx_server.services.keys import add_key
 
 TOKEN = "correct horse"
 ENDLESS = {
@@ -287,6 +288,24 @@ def test_settings_are_read_again_when_asked_and_on_sighup(owner: Owner):
     assert "b" not in [model["id"] for model in owner.get("models")["data"]]
     owner.write("")
     owner.post("reload")
+
+
+def test_nothing_is_read_again_while_one_of_the_files_is_broken(tmp_path: Path):
+    models, keys = tmp_path / "models.toml", tmp_path / "keys.toml"
+    models.write_text("")
+    secret = add_key(keys, "alice", {})
+    files = {"models_file": models, "api_keys_file": keys}
+    with (
+        live_server(tmp_path / "log", **files, admin_token=TOKEN) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        models.write_text('[models."mlx-manager/demo"]\npinned = true')
+        keys.write_text("[broken")
+        refused = http.post("/v1/admin/reload", headers=BEARER)
+        assert "keys.toml is not TOML" in refused.json()["error"]["message"]
+        [demo] = http.get("/v1/admin/models", headers=BEARER).json()["data"]
+        assert not demo["pinned"]
+        assert http.get("/v1/models", headers={"x-api-key": secret}).is_success
 
 
 def test_draining_refuses_new_requests_until_it_is_revoked(owner: Owner):

@@ -117,12 +117,12 @@ def test_keys_are_read_again_and_those_that_stay_keep_what_they_used(tmp_path: P
     bob = add_key(file, "bob", {})
     with pytest.raises(AuthenticationFailed):
         accounts.find(bob)
-    accounts.reload()
+    accounts.know(accounts.read())
     assert accounts.find(bob).key.name == "bob"
     assert accounts.find(alice).rates()[0].left == 1
     file.write_text("broken")
     with pytest.raises(MLXManagerError):
-        accounts.reload()
+        accounts.know(accounts.read())
     assert accounts.find(bob).key.name == "bob"
 
 
