@@ -49,7 +49,7 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.utils.memory import WORKING, Ledger, Relief, clear_cache
+from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache, working_line
 from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -190,14 +190,14 @@ class TextEngine:
         self._prefix_hits = 0
         self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
         self._start_over()
-        self._working_line = f"{WORKING}{name}"
+        self._working_line = working_line(name)
         if not ledger.reserve(self._working_line, working_bytes):
             raise OutOfMemory(
                 f"A step of {name} works on up to {working_bytes:,} bytes, and "
                 f"{ledger.available():,} of {ledger.limit:,} are left beside its weights.",
                 retry_after=10,
             )
-        ledger.add_relief(Relief.PAGES, self._relieve)
+        ledger.add_relief(Relief.PAGES, self._relieve, self._spare)
 
     def _start_over(self) -> None:
         reuse = self._limits.prefix_cache and self._forward.prefixes != "none"
@@ -262,16 +262,19 @@ class TextEngine:
                 f"{self._limits.max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
                 retry_after=2,
             )
-        shortage = self._shortage(sequence)
+        attainable = self._attainable_pages()
+        if self._pool.pages_for(len(sequence.tokens) + sequence.limit) > attainable:
+            # What idle models have is theirs until the pages are needed.
+            attainable += self._ledger.relievable(self._relieve) // max(self.page_bytes, 1)
+        shortage = self._shortage(sequence, attainable)
         if shortage is None:
-            room = self._attainable_pages() * self._limits.page_size - len(sequence.tokens)
+            room = attainable * self._limits.page_size - len(sequence.tokens)
             sequence.limit = min(sequence.limit, room)
         return shortage
 
-    def _shortage(self, sequence: Sequence) -> OutOfMemory | None:
+    def _shortage(self, sequence: Sequence, attainable: int) -> OutOfMemory | None:
         """Why the sequence's next token could not be drawn even if it were here by itself."""
         needed = self._pool.pages_for(len(sequence.tokens) + 1)
-        attainable = self._attainable_pages()
         if needed <= attainable:
             return None
         return OutOfMemory(
@@ -286,13 +289,14 @@ class TextEngine:
         if self._scheduler.running or self._scheduler.prefilling:
             return
         for sequence in tuple(self._scheduler.waiting):
-            shortage = self._shortage(sequence)
+            shortage = self._shortage(sequence, self._attainable_pages())
             if shortage is not None:
                 self._end(sequence)
                 self._outbox.fail(sequence.stream, shortage)
 
     def _attainable_pages(self) -> int:
-        """Pages there could be if no other row held any, and nothing was kept for reuse."""
+        """Pages there could be if no other row held any and nothing was kept for reuse, and no
+        other model had to give anything up."""
         if not self.page_bytes:
             return 1 << 40
         figures = self._ledger.figures()
@@ -701,6 +705,11 @@ class TextEngine:
         if removed:
             self._resize(self._pool.size)
             self._ledger.record(self._line, self._pool.size * self.page_bytes)
+
+    def _spare(self) -> int:
+        """Bytes that `_relieve` could give back."""
+        kept: int = self._ledger.figures().get(self._snapshot_line, 0)
+        return self._pool.removable * self.page_bytes + kept
 
     def _drop_pages(self) -> None:
         """Also those that have been promised and were never made, if the step failed in that."""

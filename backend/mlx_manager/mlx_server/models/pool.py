@@ -53,6 +53,7 @@ from mlx_manager.mlx_server.utils.memory import (
     default_limit,
     get_memory_usage,
     set_memory_limit,
+    working_line,
 )
 from mlx_manager.mlx_server.utils.steps import BROKEN, Aside, Done, Steps, advance, whereabouts
 
@@ -93,7 +94,7 @@ class ModelPoolManager:
     ) -> None:
         self._models_file = sources.models_file
         self.ledger = Ledger(limits.memory_limit or default_limit())
-        self.ledger.add_relief(Relief.IDLE_MODELS, self._relieve_on_mlx)
+        self.ledger.add_relief(Relief.IDLE_MODELS, self._relieve_on_mlx, self._spare)
         self.catalog = catalog or Catalog(sources)
         self._default = sources.default_model
         self._aliases = sources.model_aliases
@@ -506,6 +507,12 @@ class ModelPoolManager:
         enough = self.ledger.available() + lacking
         while self.ledger.available() < enough and self._evict_on_mlx():
             pass
+
+    def _spare(self) -> int:
+        """Bytes that the idle models which may go have, less their pages."""
+        lines = self.ledger.figures()
+        idle = (resident.id for resident in self._idle() if self._policy.may_make_place(resident))
+        return sum(lines.get(f(id), 0) for id in idle for f in (weights_line, working_line))
 
     def _evict_on_mlx(self, fits: Callable[[Resident], bool] | None = None) -> Unloaded | None:
         """Free the least recently used idle model of those that fit, or are not pinned."""

@@ -101,6 +101,11 @@ class Relief(IntEnum):
 WORKING = "prefill:"
 
 
+def working_line(model_id: str) -> str:
+    """The ledger's line for what a model's steps work on."""
+    return f"{WORKING}{model_id}"
+
+
 class Ledger:
     """What the memory limit is promised to, by line: `lines + MLX's buffer cache <= limit`.
 
@@ -126,7 +131,7 @@ class Ledger:
         self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._relief: list[tuple[Relief, Callable[[int], None]]] = []
+        self._relief: list[tuple[Relief, Callable[[int], None], Callable[[], int]]] = []
         self.add_relief(Relief.BUFFER_CACHE, lambda lacking: drop_cache())
 
     def available(self) -> int:
@@ -161,7 +166,7 @@ class Ledger:
         lacking = self._promise(line, nbytes)
         for rank in Relief:
             # Of one rank alone: whoever goes to make room is to be gone, and not held on to here.
-            for free in [free for its, free in self._relief if its is rank]:
+            for free in [free for its, free, _ in self._relief if its is rank]:
                 if lacking <= 0:
                     return True
                 free(lacking)
@@ -202,13 +207,20 @@ class Ledger:
         self.room += nbytes
         mx.set_memory_limit(mx.get_memory_limit() + nbytes)
 
-    def add_relief(self, rank: Relief, free: Callable[[int], None]) -> None:
+    def add_relief(
+        self, rank: Relief, free: Callable[[int], None], spare: Callable[[], int] = int
+    ) -> None:
         """Let `free(lacking)` be called when bytes lack; it releases what it frees itself.
 
-        Callbacks run by rank, those of one rank in the order they came.
+        Callbacks run by rank, those of one rank in the order they came. spare: how many bytes
+        `free` could release now, of lines.
         """
-        self._relief.append((rank, free))
+        self._relief.append((rank, free, spare))
         self._relief.sort(key=lambda entry: entry[0])
+
+    def relievable(self, but: Callable[[int], None]) -> int:
+        """Bytes of lines that relief could release now, other than by `but`."""
+        return sum(spare() for _, free, spare in self._relief if free != but)
 
     def remove_relief(self, free: Callable[[int], None]) -> None:
         self._relief = [entry for entry in self._relief if entry[1] != free]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from pools import answer, open_pool, states
+from pools import GREEDY, answer, open_pool, states
 from pydantic import ValidationError
 from tiny_models import make_tiny_model
 
@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.config import (
     MLXServerSettings,
     PoolLimits,
 )
-from mlx_manager.mlx_server.core import GenerationRequest, Tokens
+from mlx_manager.mlx_server.core import Finished, GenerationRequest, StopRules, Tokens
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -130,6 +130,44 @@ async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_on
                 pass
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == []
+
+
+@pytest.mark.parametrize(("used", "tokens"), [("prompt", 985), ("answer", 200)])
+async def test_a_request_gets_the_room_of_idle_models_before_it_is_refused_or_cut(
+    models_dir: Path, used: str, tokens: int
+):
+    async with open_pool(models_dir) as pool:
+        for name in "ba":
+            await pool.get_model(name)
+        pool.ledger.limit -= pool.ledger.available() - 20 * 8192
+        prompt = Tokens(tuple(range(3, 200)) * 5)
+        asked = GenerationRequest(
+            "a",
+            Tokens(prompt.ids[:tokens]),
+            GREEDY,
+            StopRules(ignore_eos=True),
+            max_tokens=2 if used == "prompt" else 500,
+        )
+        async with pool.lease("a") as lease:
+            events = [event async for step in lease.backend.generate(asked) for event in step]
+        assert isinstance(events[-1], Finished)
+        assert events[-1].usage.completion_tokens == asked.max_tokens
+        assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
+
+
+async def test_a_request_that_is_too_much_for_idle_models_to_go_is_refused_and_they_stay(
+    models_dir: Path,
+):
+    async with open_pool(models_dir) as pool:
+        for name in "ba":
+            await pool.get_model(name)
+        await pool.pin("b", pinned=True)
+        pool.ledger.limit -= pool.ledger.available() - 20 * 8192
+        asked = GenerationRequest("a", Tokens(tuple(range(3, 200)) * 5), max_tokens=2)
+        async with pool.lease("a") as lease:
+            with pytest.raises(OutOfMemory, match="985 tokens"):
+                await anext(lease.backend.generate(asked))
+        assert (await states(pool))["b"] == "loaded"
 
 
 async def test_memory_is_back_after_unloading(models_dir: Path):

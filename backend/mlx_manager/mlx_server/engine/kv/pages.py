@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,11 @@ class PagePool:
     def held(self) -> int:
         """Pages in some sequence's table."""
         return self.size - self.available
+
+    @property
+    def removable(self) -> int:
+        """Pages that `shrink` could remove once nothing is cached."""
+        return sum(1 for _ in takewhile(lambda count: not count, reversed(self._references)))
 
     def references(self, page: int) -> int:
         return self._references[page]
