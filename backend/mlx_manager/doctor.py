@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 
 INSTALL_MLX = (
     "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
@@ -20,8 +20,6 @@ INSTALL_MLX = (
 KERNELS_FAILED = "Slower than it could be; the GPU's own kernels failed their check:"
 LITTLE_ROOM = 5e9
 FEW_FILES = 4096
-# Read by `utils/blas.py`, before there are settings.
-NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def open_files_finding() -> Finding:
 
 
 def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
-    """The settings that differ from the defaults, and variables that are none."""
+    """The settings that differ from the defaults, and what looks like a typing error."""
     changed = {
         name: getattr(settings, name)
         for name, field in MLXServerSettings.model_fields.items()
@@ -101,10 +99,8 @@ def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     }
     if changed:
         yield Finding("settings", ", ".join(f"{name}={value}" for name, value in changed.items()))
-    known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}
-    for variable in sorted(os.environ):
-        if variable.startswith("MLX_SERVER_") and variable not in known | NOT_A_SETTING:
-            yield Finding("settings", f"{variable} is no setting", advice="Look for a typing error")
+    for doubt in doubts(settings, os.environ):
+        yield Finding("settings", doubt, advice="Look for a typing error")
 
 
 def port_finding(host: str, port: int) -> Finding:

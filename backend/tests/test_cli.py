@@ -55,6 +55,12 @@ def test_a_value_out_of_range_is_a_usage_error_that_names_option_and_variable() 
     assert "--port (MLX_SERVER_PORT) should be less than or equal to 65535" in result.output
 
 
+def test_a_key_that_nobody_could_bring_is_a_usage_error() -> None:
+    result = run.invoke(app, ["serve"], env={"MLX_SERVER_API_KEY": ""})
+    assert result.exit_code == 2
+    assert "--api-key (MLX_SERVER_API_KEY) should have at least 1 character, not 0" in result.output
+
+
 def test_a_wrong_variable_is_named_too() -> None:
     result = run.invoke(app, ["serve"], env={"MLX_SERVER_WEIGHTS": "int3"})
     assert result.exit_code == 2
@@ -114,6 +120,16 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
     result = run.invoke(app, ["list", "--models-dir", str(tmp_path), "--no-hf-cache", "--json"])
     models = {model["id"]: model["origin"] for model in json.loads(result.stdout)}
     assert models == {"mlx-manager/demo": "embedded", "mine": "models_dir"}
+
+
+def test_list_says_what_looks_like_a_typing_error(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    environment = {"MLX_SERVER_MODEL_DIR": "x"}
+    result = run.invoke(app, ["list", "--models-dir", str(nowhere), "--json"], env=environment)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)
+    assert "MLX_SERVER_MODEL_DIR is no setting\n" in result.stderr
+    assert f"MLX_SERVER_MODELS_DIR: {nowhere} is no folder\n" in result.stderr
 
 
 def test_list_says_what_has_to_be_downloaded() -> None:

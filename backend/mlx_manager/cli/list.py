@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from mlx_manager.cli.serve import (
     ModelsFile,
     parse_settings,
 )
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, show, size, table
+from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, show, size, table
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -40,6 +41,7 @@ def list_models(
       mlx-manager list --models-dir ~/models --json
     """
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
+    from mlx_manager.mlx_server.config import doubts
     from mlx_manager.mlx_server.errors import InvalidSettings
     from mlx_manager.mlx_server.models.catalog import Catalog
     from mlx_manager.mlx_server.models.settings import read_models_file
@@ -48,6 +50,8 @@ def list_models(
         owners = read_models_file(settings.models_file)
     except InvalidSettings as error:
         fail(error.message, ExitCode.USAGE)
+    for doubt in doubts(settings, os.environ):
+        complain(doubt)
     models = Catalog(settings.catalog, owners).models()
     if as_json:
         found = [asdict(model) | {"path": model.path and str(model.path)} for model in models]

@@ -291,6 +291,7 @@ def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
             name = str(problem["loc"][0])
             setting = f"--{name.replace('_', '-')} (MLX_SERVER_{name.upper()})"
             rule = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
+            rule = rule.replace(" items,", " characters,").replace(" item,", " character,")
             kind, should, _ = rule.partition(" should ")
             complain(f"{setting}{rule[len(kind) :]}" if should else f"{setting}: {rule}")
         raise typer.Exit(ExitCode.USAGE) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,8 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 DEMO_MODEL = "mlx-manager/demo"
+# Read by `utils/blas.py`, before there are settings.
+NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -186,7 +189,9 @@ class MLXServerSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
     api_key: SecretStr | None = Field(
-        None, description="A key that requests must bring; best set as a variable, out of sight"
+        None,
+        min_length=1,
+        description="A key that requests must bring; best set as a variable, out of sight",
     )
     admin_token: SecretStr | None = Field(
         None,
@@ -420,6 +425,16 @@ class MLXServerSettings(BaseSettings):
     @cached_property
     def traces(self) -> TraceTargets:
         return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
+
+
+def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
+    """What looks like a typing error in the settings, or in the names of the environment's."""
+    known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}
+    for variable in sorted(variables):
+        if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
+            yield f"{variable} is no setting"
+    if settings.models_dir is not None and not settings.models_dir.expanduser().is_dir():
+        yield f"MLX_SERVER_MODELS_DIR: {settings.models_dir} is no folder"
 
 
 def __getattr__(name: str) -> MLXServerSettings:

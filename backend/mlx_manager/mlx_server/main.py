@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.api import (
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import rerank, tokens, v1_router
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
@@ -113,6 +113,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         InvalidSettings: the models' settings can't be read.
     """
     server = Server(settings or MLXServerSettings())
+    for doubt in doubts(server.settings, os.environ):
+        log.warning("%s", doubt)
     owners = read_models_file(server.settings.models_file)
 
     @asynccontextmanager

@@ -50,6 +50,18 @@ def test_the_greeting_shows_where_the_key_goes():
     assert "/v1/embeddings" in main.greeting("http://127.0.0.1:8000", ["m"], "embedding")
 
 
+def test_what_looks_like_a_typing_error_in_the_settings_is_told_of_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLX_SERVER_MAX_ROW", "4")
+    monkeypatch.setenv("MLX_SERVER_BLAS", "off")
+    main.create_app(MLXServerSettings(models_dir=tmp_path / "nowhere"))
+    assert caplog.messages == [
+        "MLX_SERVER_MAX_ROW is no setting",
+        f"MLX_SERVER_MODELS_DIR: {tmp_path / 'nowhere'} is no folder",
+    ]
+
+
 def test_without_a_key_the_program_listens_to_this_machine_alone():
     ended = run(str(PROGRAM), "serve", "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 1
