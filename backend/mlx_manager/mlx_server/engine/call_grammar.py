@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.engine.schemas import (
     Branch,
     Kind,
+    MalformedError,
     UnwritableError,
     branches,
     moved,
@@ -152,7 +153,10 @@ def json_of(schema: Any) -> dict[str, Any]:
     """`schema` with our blanks, unless it brings its own."""
     if not isinstance(schema, dict):
         return json_of({} if schema is True else {"enum": []})
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS} | schema.get("x-guidance", {})}
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS} | own}
 
 
 def literal(text: str) -> str:
@@ -193,6 +197,10 @@ class _Writer:
             )
         try:
             return self._arguments(tool)
+        except MalformedError as error:
+            raise InvalidParameter(
+                f"`{param}.parameters` is no JSON schema: {error}.", param=f"{param}.parameters"
+            ) from error
         except UnwritableError as error:
             raise InvalidParameter(
                 f"`{param}.parameters` can't be honoured in this model's format of calls: {error}.",

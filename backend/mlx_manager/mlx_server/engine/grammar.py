@@ -36,7 +36,11 @@ from mlx_manager.mlx_server.engine.call_grammar import (
     json_of,
     literal,
 )
-from mlx_manager.mlx_server.engine.schemas import parameters_schema, without_unknown_formats
+from mlx_manager.mlx_server.engine.schemas import (
+    UnwritableError,
+    parameters_schema,
+    without_unknown_formats,
+)
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
 
@@ -185,7 +189,7 @@ class Grammars:
         """
         try:
             return self._answer_or_calls(constraint, shape, tools, parallel=parallel)
-        except InvalidParameter:
+        except (InvalidParameter, UnwritableError):
             self.answer(constraint)
             self.calls(shape, tools, parallel=parallel, param="tools")
             raise

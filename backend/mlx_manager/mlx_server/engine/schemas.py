@@ -6,7 +6,7 @@ the type of each parameter decides how it is read and written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,6 +27,15 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name."""
+
+_SCHEMAS = frozenset(
+    {
+        *("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "contains"),
+        *("additionalProperties", "unevaluatedProperties", "propertyNames", "not"),
+        *("if", "then", "else"),
+    }
+)
+"""Keywords whose values are schemas or lists of them."""
 
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 
@@ -61,8 +70,26 @@ _KINDS: Sequence[tuple[type, Kind]] = (
 _COMBINED = ("allOf", "not", "if", "dependentSchemas", "$dynamicRef")
 
 
+_SHAPES: Mapping[str, tuple[type, str]] = {
+    "type": (object, "a text or a list of texts"),
+    "$ref": (str, "a text"),
+    "format": (str, "a text"),
+    "pattern": (str, "a text"),
+    "required": (list, "a list of texts"),
+    "enum": (list, "a list"),
+    "x-guidance": (dict, "an object"),
+    **dict.fromkeys(_NAMED, (dict, "an object of schemas")),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), (list, "a list of schemas")),
+}
+"""What a keyword's value must be, where anything here looks into it."""
+
+
 class UnwritableError(ValueError):
     """The arguments that a schema asks for have no form in the format that calls are written in."""
+
+
+class MalformedError(UnwritableError):
+    """What a tool brings as its schema is no JSON Schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +105,11 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
 
     What a model may write is narrowed where the schema leaves it open: no parameters that it does
     not name, and no integers of endless length.
+
+    Raises:
+        MalformedError: it is no schema.
     """
+    check(tool.parameters)
     schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
     narrowed: dict[str, Any] = _narrowed(_object(schema or {"properties": {}}))
     return narrowed
@@ -92,6 +123,33 @@ def _object(schema: dict[str, Any]) -> dict[str, Any]:
         case [*kinds] if "object" in kinds:
             return {**schema, "type": "object"}
     return {"type": "object", "allOf": [schema]}
+
+
+def check(schema: Any) -> None:
+    """
+    Raises:
+        MalformedError: names the keyword whose value has another type than in JSON Schema.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping):
+        raise MalformedError(f"a schema must be an object, not {schema!r:.40}")
+    for key, value in schema.items():
+        kind, wanted = _SHAPES.get(key, (object, ""))
+        texts = value if isinstance(value, list) else [value]
+        fits = isinstance(value, kind)
+        if key in ("type", "required"):
+            fits = fits and all(isinstance(text, str) for text in texts)
+        if not fits:
+            raise MalformedError(f"`{key}` must be {wanted}")
+        if key in _NAMED:
+            inner: Iterable[Any] = value.values()
+        elif key in _SCHEMAS:
+            inner = value if isinstance(value, list) else [value]
+        else:
+            continue
+        for each in inner:
+            check(each)
 
 
 def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -301,6 +359,7 @@ def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]
     """The types of the parameters that a tool's schema names, as far as they can be told."""
     root = _with_json_types(parameters)
     try:
+        check(parameters)
         named = dict(resolved(root, root).get("properties", {}))
     except UnwritableError:
         return {}

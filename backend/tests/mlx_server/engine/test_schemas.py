@@ -1,0 +1,82 @@
+"""Tools come with whatever their authors took for a JSON Schema."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.utils import load_tokenizer
+
+import mlx_manager.demo_model
+from mlx_manager.mlx_server.core import JsonObject, JsonSchema, Tool
+from mlx_manager.mlx_server.engine.grammar import Grammars
+from mlx_manager.mlx_server.engine.schemas import (
+    MalformedError,
+    kinds_by_name,
+    parameters_schema,
+)
+from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.models.adapters import tool_syntax
+
+KEYWORDS = (
+    *("type", "properties", "required", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"),
+    *("$defs", "additionalProperties", "items", "not", "format", "pattern", "x-guidance"),
+)
+VALUES = st.recursive(
+    st.sampled_from([None, True, 5, "x", "string", "object", "#", "#/$defs/x"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from([*KEYWORDS, "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+SCHEMAS = st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=4)
+
+
+@given(SCHEMAS)
+def test_whatever_a_tool_brings_its_calls_can_be_read(parameters: dict[str, Any]):
+    assert all(kinds_by_name(parameters).values())
+
+
+@given(SCHEMAS)
+def test_a_tools_parameters_are_an_object_or_said_to_be_no_schema(parameters: dict[str, Any]):
+    with suppress(MalformedError):
+        assert parameters_schema(Tool("f", parameters=parameters))["type"] == "object"
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "HERMES", "QWEN_CODER", "KIMI_K3"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": None},
+        {"type": "object", "required": None},
+        {"type": "object", "required": [5]},
+        {"type": "object", "properties": {"a": 5}},
+        {"type": "object", "properties": {"a": {"type": {"a": 5}}}},
+        {"type": "object", "properties": {"a": {"enum": None}}},
+        {"type": "object", "properties": {"a": {"anyOf": {"type": "string"}}}},
+        {"$ref": None},
+        {"x-guidance": 5},
+    ],
+)
+def test_what_is_no_schema_is_refused_by_its_place(name: str, parameters: dict[str, Any]):
+    grammars = Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
+    shape, tools = getattr(tool_syntax, name).form([]).shape, [Tool("f", parameters=parameters)]
+    for made in (
+        lambda: grammars.calls(shape, tools, parallel=True),
+        lambda: grammars.free_calls(shape, tools, [], param="tools"),
+        lambda: grammars.answer_or_calls(JsonObject(), shape, tools, parallel=True),
+    ):
+        with pytest.raises(InvalidParameter, match=r"no JSON schema.*must be") as caught:
+            made()
+        assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_what_is_no_schema_of_an_answer_is_refused():
+    grammars = Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
+    with pytest.raises(InvalidParameter, match="response_format"):
+        grammars.answer(JsonSchema('{"x-guidance": 5}'))
