@@ -28,21 +28,22 @@ class RowRecord:
     """What one row came to. Times in seconds, `first` and `end` since the call began.
 
     started: what was said of it when its prompt had been processed, at `first`; `finished`: how it
-    ended, at `end`. None: that never came.
+    ended, at `end`. None: that never came. seen: the events of its answer, about one a token.
     """
 
     started: Started | None
     first: float
     finished: Finished | None
     end: float
+    seen: int = 0
 
     @property
     def usage(self) -> Usage:
-        """Its tokens, as far as they are known: without `finished`, the prompt's."""
+        """Its tokens; without `finished`, as far as they are known, `seen` for the answer's."""
         if self.finished is not None:
             return self.finished.usage
         if self.started is not None:
-            return Usage(self.started.prompt_tokens, 0, self.started.cached_tokens)
+            return Usage(self.started.prompt_tokens, self.seen, self.started.cached_tokens)
         return Usage(0, 0)
 
 
@@ -130,6 +131,7 @@ class Recording:
         self._load: float | None = None
         self._started: dict[int, tuple[Started, float]] = {}
         self._finished: dict[int, tuple[Finished, float]] = {}
+        self._seen = [0] * len(requests)
 
     def loading(self) -> None:
         """`leased` counts from the call's start."""
@@ -140,9 +142,12 @@ class Recording:
     def add(self, step: Progress) -> None:
         for row, events in step:
             if row not in self._started:
-                for event in events:
+                for place, event in enumerate(events):
                     if type(event) is Started:
                         self._started[row] = event, self._since()
+                        self._seen[row] = len(events) - place - 1
+            else:
+                self._seen[row] += len(events)
             if type(end := events[-1]) is Finished:
                 self._finished[row] = end, self._since()
 
@@ -163,7 +168,7 @@ class Recording:
     def _row(self, row: int) -> RowRecord:
         started, first = self._started.get(row, (None, 0.0))
         finished, end = self._finished.get(row, (None, 0.0))
-        return RowRecord(started, first, finished, end)
+        return RowRecord(started, first, finished, end, self._seen[row])
 
     def _since(self) -> float:
         return self._clock() - self._start

@@ -13,7 +13,15 @@ from scripted import ScriptedBackend, ScriptedPool, says
 from small_disk import small_disk
 
 from mlx_manager.mlx_server.config import AuditLimits, MLXServerSettings
-from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Started, Text, Usage
+from mlx_manager.mlx_server.core import (
+    Caller,
+    Finished,
+    GenerationRequest,
+    Started,
+    Text,
+    TextDelta,
+    Usage,
+)
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
 from mlx_manager.mlx_server.main import create_app
 from mlx_manager.mlx_server.observability.records import CallRecord, Recorder, RowRecord
@@ -136,6 +144,21 @@ async def test_failures_and_hang_ups_are_outcomes(audit: AuditLog, clock: Clock)
     await anext(left)
     await left.aclose()
     assert [entry.outcome for entry in await audit.entries()] == ["cancelled", "generation_failed"]
+
+
+async def test_what_a_call_had_answered_when_it_was_cut_off_counts(
+    audit: AuditLog, clock: Clock
+) -> None:
+    clock.now = 0.0
+    script = [[Started(7)], [TextDelta("one")], [TextDelta("two")], GenerationFailed("x")]
+    pool = ScriptedPool(ScriptedBackend(lambda _: script))
+    with pytest.raises(GenerationFailed):
+        async for _ in Inference(pool, [Recorder([audit.put])]).generate(
+            [GenerationRequest(MODEL, Text("x"))]
+        ):
+            pass
+    [entry] = await audit.entries()
+    assert (entry.prompt_tokens, entry.completion_tokens) == (7, 2)
 
 
 def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
