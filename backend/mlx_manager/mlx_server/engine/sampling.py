@@ -9,6 +9,7 @@ noise as large as the vocabulary is drawn.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +49,15 @@ class SamplerState:
     counts: Counter[int] = field(default_factory=Counter)
     seed: int = 0
     penalised: bool = field(init=False)
+    # What the repetition penalty is for, each once: thousands, that a step takes as they are.
+    _seen: array[int] = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.sampling
         self.penalised = bool(
             s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
         )
+        self._seen = array("i", self.prompt | self.counts.keys())
 
     @classmethod
     def of(cls, sampling: Sampling, prompt: Sequence[int]) -> SamplerState:
@@ -78,7 +82,14 @@ class SamplerState:
 
     def advance(self, token: int) -> None:
         """`token` has been drawn. Only who is `penalised` need be told."""
+        if token not in self.counts and token not in self.prompt:
+            self._seen.append(token)
         self.counts[token] += 1
+
+    @property
+    def seen(self) -> NDArray[np.int32]:
+        """(n,) the tokens of `prompt` and those drawn since."""
+        return np.array(self._seen, np.int32)
 
 
 class Asked:
@@ -285,13 +296,12 @@ def _descending(values: mx.array) -> mx.array:
 
 def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
     """Apply repetition, presence and frequency penalties, biases, bans, masks, in that order."""
-    scaled: list[tuple[int, int, float]] = []
+    scaled: list[tuple[int, NDArray[np.int32]]] = []
     added: list[tuple[int, int, float]] = []
     for i, row in enumerate(rows):
         s = row.sampling
-        if s.repetition_penalty != 1.0:
-            seen = row.prompt | row.counts.keys()
-            scaled += [(i, token, s.repetition_penalty) for token in seen]
+        if s.repetition_penalty != 1.0 and len(seen := row.seen):
+            scaled.append((i, seen))
         if s.presence_penalty or s.frequency_penalty:
             added += [
                 (i, token, -s.presence_penalty - s.frequency_penalty * times)
@@ -300,7 +310,11 @@ def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
         added += [(i, token, bias) for token, bias in s.logit_bias]
         added += [(i, token, -np.inf) for token in row.banned]
     if scaled:
-        at, token, penalty = _columns(scaled)
+        penalised = np.array([i for i, _ in scaled], np.int32)
+        numbers = np.repeat(penalised, [len(seen) for _, seen in scaled])
+        at, token = mx.array(numbers), mx.array(np.concatenate([seen for _, seen in scaled]))
+        penalties = np.array([row.sampling.repetition_penalty for row in rows], np.float32)
+        penalty = mx.array(penalties[numbers])
         value = logits[at, token]
         logits[at, token] = mx.where(value > 0, value / penalty, value * penalty)
     if added:
