@@ -75,7 +75,7 @@ class EncoderStats:
 class Reading:
     """One caller's texts on their way. `future` gets their vectors, in order, all at once.
 
-    `rows` (token ids) and `pairs` (for each, where its second text begins; None: it has none) go
+    `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
     to the MLX thread, the future stays in the event loop.
     """
 
