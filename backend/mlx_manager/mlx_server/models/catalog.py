@@ -160,8 +160,10 @@ class Catalog:
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:
     """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
     configs = (*models_dir.glob("*/config.json"), *models_dir.glob("*/*/config.json"))
-    for config in sorted(configs):
-        folder = config.parent
+    folders = {config.parent for config in configs}
+    for folder in sorted(folders):
+        if folder.parent in folders:
+            continue  # A part of that model, as sentence-transformers' 1_Pooling is.
         yield described(folder.relative_to(models_dir).as_posix(), folder, "models_dir")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
 from mlx_manager.demo_model import demo_model_path
@@ -70,6 +71,14 @@ def test_every_place_is_looked_at_and_the_default_comes_first(tmp_path: Path):
     assert models[3].path is None
     assert models[0].nbytes == (own / "model.safetensors").stat().st_size
     assert models[0].context_length == 2048
+
+
+def test_a_folder_within_a_models_is_a_part_of_it(tmp_path: Path):
+    make_tiny_encoder(tmp_path / "models" / "flat")
+    make_tiny_encoder(tmp_path / "models" / "owner" / "deep")
+    assert (tmp_path / "models" / "flat" / "1_Pooling" / "config.json").is_file()
+    offered = catalog(tmp_path, models_dir=tmp_path / "models").models()
+    assert [source.id for source in offered] == [DEMO_MODEL, "flat", "owner/deep"]
 
 
 def test_only_what_the_owner_allows_is_downloadable(tmp_path: Path):
