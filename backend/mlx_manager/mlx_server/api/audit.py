@@ -29,8 +29,12 @@ async def audit(
     since: Annotated[datetime, Query(description="ISO 8601, or seconds since 1970")] = EPOCH,
     key: Annotated[str | None, Query(description="Calls by the API key of this name")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[
+        int | None,
+        Query(ge=1, lt=2**53, description="Calls before the one of this id: the next page"),
+    ] = None,
 ) -> AuditedCalls:
     """The last calls, the newest first. A time without a zone is UTC."""
     zoned = since if since.tzinfo is not None else since.replace(tzinfo=UTC)
-    entries = await server_of(request).audit.entries(zoned.timestamp(), key, limit)
+    entries = await server_of(request).audit.entries(zoned.timestamp(), key, limit, before)
     return AuditedCalls(data=[AuditedCall.model_validate(asdict(entry)) for entry in entries])

@@ -39,7 +39,7 @@ COLUMNS = (
 INSERT = f"INSERT INTO calls ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # nosec B608
 SELECT = (
     f"SELECT id, {COLUMNS} FROM calls WHERE time >= ? AND (? IS NULL OR key = ?) "  # nosec B608  # a constant
-    "ORDER BY id DESC LIMIT ?"
+    "AND (? IS NULL OR id < ?) ORDER BY id DESC LIMIT ?"
 )
 OLDEST_TENTH = """
 DELETE FROM calls WHERE id IN (
@@ -99,15 +99,21 @@ class AuditLog:
         self._inbox.put(record)
 
     async def entries(
-        self, since: float = 0.0, key: str | None = None, limit: int = 100
+        self,
+        since: float = 0.0,
+        key: str | None = None,
+        limit: int = 100,
+        before: int | None = None,
     ) -> list[AuditEntry]:
         """The last `limit` calls that came at `since` or later, of one key or all, newest first.
+
+        before: of those alone that were written before the one of this id.
 
         Raises:
             StorageFailed: the file can't be read.
         """
         await asyncio.to_thread(self._catch_up)
-        return await self._database.call(self._entries, since, key, limit)
+        return await self._database.call(self._entries, since, key, limit, before)
 
     def close(self) -> None:
         """Write what has come so far."""
@@ -168,9 +174,11 @@ class AuditLog:
         oldest = self._clock() - self._limits.max_age
         self._database.execute("DELETE FROM calls WHERE time < ?", (oldest,))
 
-    def _entries(self, since: float, key: str | None, limit: int) -> list[AuditEntry]:
+    def _entries(
+        self, since: float, key: str | None, limit: int, before: int | None
+    ) -> list[AuditEntry]:
         oldest = max(since, self._clock() - self._limits.max_age)
-        found = self._database.execute(SELECT, (oldest, key, key, limit)).fetchall()
+        found = self._database.execute(SELECT, (oldest, key, key, before, before, limit)).fetchall()
         return [AuditEntry(*row) for row in found]
 
 

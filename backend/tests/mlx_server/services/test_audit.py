@@ -78,6 +78,12 @@ async def test_the_newest_come_first_and_can_be_chosen(audit: AuditLog) -> None:
     assert [entry.time for entry in await audit.entries(key="alice")] == [1004, 1002, 1000]
     assert [entry.time for entry in await audit.entries(since=1004)] == [1005, 1004]
     assert await audit.entries(key="nobody") == []
+    newest, second = await audit.entries(limit=2)
+    assert [entry.time for entry in await audit.entries(limit=2, before=second.id)] == [1003, 1002]
+    assert [entry.time for entry in await audit.entries(key="bob", before=newest.id)] == [
+        1003,
+        1001,
+    ]
 
 
 async def test_old_calls_are_forgotten(audit: AuditLog, clock: Clock) -> None:
@@ -225,6 +231,8 @@ def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
             ({"key": answered["key"]}, [failed, answered]),
             ({"since": "2100-01-01T00:00:00"}, []),
             ({"since": failed["time"]}, [failed]),
+            ({"before": failed["id"]}, [answered]),
+            ({"before": answered["id"]}, []),
         ):
             assert client.get(audit, params=params, headers=owner).json()["data"] == found
     usage = body["usage"]
