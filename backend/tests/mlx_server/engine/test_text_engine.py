@@ -13,6 +13,7 @@ from mlx_manager.mlx_server.core import Finished, Sampling
 from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
+from mlx_manager.mlx_server.utils.memory import Relief
 
 
 async def reference(rig: Rig, tokens: list[int], limit: int = 16) -> list[int]:
@@ -137,6 +138,22 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(llama: Pa
         with pytest.raises(OutOfMemory, match="500 tokens"):
             await rig.submit(prompt(500)).finished()
         assert (await rig.submit(prompt(40), 4).finished()).reason == "length"
+
+
+async def test_room_that_was_hoped_for_and_is_not_given_up_refuses_the_prompt_in_its_turn(
+    llama: Path,
+) -> None:
+    page = 16 * 2 * 2 * 16 * 2 * 4
+    async with HandRig(llama, memory=8 * page) as rig:
+        # As a model that is idle now, and in use by then.
+        rig.ledger.add_relief(Relief.IDLE_MODELS, lambda lacking: None, lambda: 100 * page)
+        first = rig.submit(prompt(40), 4)
+        rig.step()
+        second = rig.submit(prompt(500), 4)
+        rig.run(most=100)
+        assert (await first.finished()).reason == "length"
+        with pytest.raises(OutOfMemory, match="500 tokens"):
+            await second.finished()
 
 
 async def test_pages_grow_in_few_goes_also_where_memory_runs_short(llama: Path) -> None:
