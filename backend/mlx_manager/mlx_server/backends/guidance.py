@@ -58,7 +58,8 @@ class Guidance:
         if conversation and forced:
             shape = _known(shape, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            matcher = self._grammars.calls(shape, forced, parallel=several)
+            first = conversation.tools.index(forced[0])
+            matcher = self._grammars.calls(shape, forced, parallel=several, first=first)
             whole = shape.whole
         elif constraint is None:
             return self._strict(conversation, output) if conversation else None

@@ -66,14 +66,18 @@ _FORMATS: Mapping[str, str] = {
 """Text of these formats; not all of it, but none that is not."""
 
 
-def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
+def calls_grammar(
+    shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool, first: int = 0
+) -> str:
     """Calls of `tools`, written as `shape` says, in Lark: one or, if `parallel`, one or more.
+
+    first: the place of the first of `tools` among those that are offered.
 
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
     """
     writer = _Writer(shape, split)
-    call = writer.calls(tools)
+    call = writer.calls(tools, first)
     more = f"({writer.pieces(shape.between)} {call})*" if parallel else ""
     opening, closing = writer.pieces(shape.opening), writer.pieces(shape.closing)
     writer.rules.insert(0, f"start: {opening} {call} {more} {closing}")
@@ -179,10 +183,10 @@ class _Writer:
 
     # -- Calls ---------------------------------------------------------------------------------
 
-    def calls(self, tools: Sequence[Tool]) -> str:
+    def calls(self, tools: Sequence[Tool], first: int = 0) -> str:
         """The rule for a call of any of `tools`."""
         shape = self.shape
-        self._called = [(tool.name, self._checked(i, tool)) for i, tool in enumerate(tools)]
+        self._called = [(tool.name, self._checked(i, tool)) for i, tool in enumerate(tools, first)]
         ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
         found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
         return self._rule("call", " | ".join(found))

@@ -236,6 +236,23 @@ async def test_neighbours_draw_what_they_draw_alone(demo: Demo):
             },
             "tools[0].function.parameters",
         ),
+        (
+            {
+                "tools": [
+                    WEATHER,
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}},
+                ],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tools[1].function.parameters",
+        ),
+        (
+            {
+                "tools": [WEATHER, {"type": "function", "function": {"name": 'a"b'}}],
+                "tool_choice": {"type": "function", "function": {"name": 'a"b'}},
+            },
+            "tools[1].function.name",
+        ),
     ],
 )
 async def test_what_can_not_be_honoured_is_refused(demo: Demo, fields: dict[str, Any], param: str):
