@@ -168,11 +168,11 @@ class EncoderEngine:
             vectors = self._read(self._batch, longest)
         finally:
             self._ledger.release(self._line, granted)
-        batch, self._batch = self._batch, []
         self._ended = perf_counter()
         # First: who has the answer may look at the metrics at once.
-        self._count(batch, longest, self._ended - started)
-        self._deliver(batch, vectors)
+        self._count(self._batch, longest, self._ended - started)
+        self._deliver(self._batch, vectors)
+        self._batch = []
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have a text in the batch under way; the others go on."""
