@@ -75,13 +75,22 @@ class Account:
             for unit, bucket in self._buckets.items()
         ]
 
+    def priority(self, asked: int) -> int:
+        """What a request goes by that asks for `asked`.
+
+        0 is also that of all who ask for none; a key that may not be so urgent goes by its most
+        urgent one then.
+        """
+        first = self.key.limits.priority
+        return asked if asked != 0 or first is None else max(0, first)
+
     def check_priority(self, requests: Sequence[GenerationRequest]) -> None:
         """
         Raises:
             PermissionDenied: a request wants to go before those that the key may.
         """
         first = self.key.limits.priority
-        asked = min(request.priority for request in requests)
+        asked = min(self.priority(request.priority) for request in requests)
         if first is not None and asked < first:
             raise PermissionDenied(
                 f"`priority` {asked} is more urgent than key {self.key.name!r} may be: at least "

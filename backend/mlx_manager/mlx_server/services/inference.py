@@ -244,7 +244,12 @@ class Inference:
         """With what the owner has set where they are silent, in the caller's name."""
         defaults = self.pool.sampling(requests[0].model)
         return [
-            replace(request, caller=self.caller, sampling=request.sampling.filled(defaults))
+            replace(
+                request,
+                caller=self.caller,
+                sampling=request.sampling.filled(defaults),
+                priority=self.account.priority(request.priority),
+            )
             for request in requests
         ]
 

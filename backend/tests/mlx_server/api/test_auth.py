@@ -140,6 +140,14 @@ async def test_a_priority_beyond_the_keys_is_refused_by_name(serve: Any, tmp_pat
     assert taken.status_code == 200
 
 
+async def test_a_key_that_comes_later_needs_no_priority_in_its_requests(serve: Any, tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    later = bearer(add_key(file, "later", {"priority": 5}))
+    async with serve(api_keys_file=file) as client:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            assert (await client.post(path, json=MESSAGE, headers=later)).status_code == 200
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
 async def test_a_site_whose_name_leads_here_gets_nothing_without_a_key(serve: Any, host: str):
     async with serve() as client:

@@ -107,6 +107,12 @@ def test_a_key_goes_no_earlier_than_it_may():
     alice.check_priority([request(), request(priority=3)])
     with pytest.raises(PermissionDenied, match="-1"):
         alice.check_priority([request(), request(priority=-1)])
+    later = account(priority=5)
+    later.check_priority([request(), request(priority=6)])
+    with pytest.raises(PermissionDenied, match=r"`priority` 4 .* at least 5"):
+        later.check_priority([request(priority=4)])
+    assert [later.priority(asked) for asked in (0, 5, 6)] == [5, 5, 6]
+    assert [account(priority=-1).priority(asked) for asked in (0, -1)] == [0, -1]
 
 
 def test_keys_are_read_again_and_those_that_stay_keep_what_they_used(tmp_path: Path):
