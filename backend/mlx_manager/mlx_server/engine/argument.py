@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -14,6 +15,7 @@ from mlx_manager.mlx_server.engine.text_scanner import TextScanner
 TEXT: frozenset[Kind] = frozenset({"string"})
 ANYTHING: frozenset[Kind] = frozenset({"any"})
 
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LITERAL_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
@@ -38,13 +40,18 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
 def _literal(text: str) -> str:
     try:
         value = ast.literal_eval(text)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except _LITERAL_ERRORS:
         return quoted(text)
 
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def encodable(text: str) -> str:
+    """JSON in which halves of characters, which UTF-8 has no bytes for, are escaped."""
+    return _LONE_SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def _refuse(constant: str) -> Any:

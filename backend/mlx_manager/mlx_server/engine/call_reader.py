@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, quoted
+from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, encodable, quoted
 from mlx_manager.mlx_server.engine.schemas import Kind, kinds_by_name
 from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
 
@@ -25,6 +25,9 @@ _CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})
 _CLOSER = {"{": "}", "[": "]"}
 _BETWEEN_STRINGS = frozenset(string.whitespace + string.ascii_letters + string.digits + ",:+-.")
 _SEPARATORS = string.whitespace + ",;[]"
+_BRACKETS = str.maketrans("", "", "]}")
+_CONTROL = regex.compile(r"[\x00-\x1f]")
+_LITERAL = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
 _LONGEST_ITEM = 512
 """Characters between calls after which no call follows; bounds what a run of blanks costs."""
 
@@ -95,12 +98,15 @@ class CallReader:
         self._missing = ""
         self._unread_block: list[str] | None = None
         self._tail = False
+        # A header has named a function, and nothing has followed: it is called with no arguments.
+        self._named_only = bool(name)
         self._steps = self._section()
         next(self._steps)
 
     def feed(self, text: str) -> Progress:
         for position, char in enumerate(text):
             if self._log.full:
+                self._undecided.clear()
                 return self._end("")
             self._keep(char)
             try:
@@ -109,6 +115,7 @@ class CallReader:
                 return self._end(text[position + 1 :])
             except _NotACallError:
                 self._unkeep()
+                self._drop_brackets()
                 return self._end(text[position:])
         self._flush_arguments()
         events, self._events = self._events, []
@@ -125,8 +132,12 @@ class CallReader:
             except _NotACallError:
                 return self._end("")
             self._undecided.clear()
+        if self._named_only and not cut:
+            self._emit(self._name, "{}")
+            self._undecided.clear()
         if self._tail and not "".join(self._undecided).strip(_SEPARATORS + "}"):
             self._undecided.clear()
+        self._drop_brackets()
         return self._end("")
 
     # -- What is kept in case it is no call ----------------------------------------------------
@@ -136,6 +147,14 @@ class CallReader:
 
     def _unkeep(self) -> None:
         (self._arguments if self._passing else self._undecided).pop()
+
+    def _drop_brackets(self) -> None:
+        """Brackets after a call end the list of calls, or are more than were opened."""
+        text = "".join(self._undecided)
+        if self._tail:
+            said = text.lstrip(string.whitespace + "]}")
+            before = text.removesuffix(said) if said else text
+            self._undecided[:] = [before.translate(_BRACKETS), said]
 
     def _end(self, rest: str) -> Progress:
         self._flush_arguments()
@@ -155,10 +174,13 @@ class CallReader:
             match = yield from self._item(self._item_pattern, ahead)
             groups = match.groupdict()
             if groups.get("close") is not None:
-                if not self._tail:
+                if self._named_only:
+                    self._emit(self._name, "{}")
+                elif not self._tail:
                     raise _NotACallError
                 self._undecided.clear()
                 return
+            self._named_only = False
             if self._block and groups.get("block") is not None:
                 yield from self._read_block(self._block, groups["block"])
                 return
@@ -344,9 +366,9 @@ class CallReader:
         given = [fields[key] for key in _ARGUMENT_KEYS if key in fields]
         if "name" not in fields or (self._bare and not given):
             raise _NotACallError
-        arguments = given[0] if given and given[0] != "null" else "{}"
+        arguments = given[0] if given and given[0] not in ("null", '""') else "{}"
         if arguments.startswith('"'):
-            arguments = _loads_string(arguments)
+            arguments = _with_escapes(_loads_string(arguments))
         if not arguments.lstrip().startswith("{"):
             raise _NotACallError
         self._emit(self._offered_name(fields["name"]), arguments)
@@ -370,7 +392,7 @@ class CallReader:
 
     def _emit(self, name: str, arguments: str) -> None:
         started = self._log.start(name, None)
-        self._events += [started, ToolCallDelta(started.index, arguments)]
+        self._events += [started, ToolCallDelta(started.index, encodable(arguments))]
         self._log.finished += 1
 
     def _read_block(self, block: CallBlock, beginning: str) -> Steps:
@@ -399,6 +421,10 @@ class CallReader:
             raise _NotACallError
         text = char
         while (char := (yield)) != '"':
+            if char < " ":
+                char = _escaped(char)
+                if self._passing:
+                    self._arguments[-1] = char
             text += char
             if char == "\\":
                 text += yield
@@ -477,6 +503,19 @@ class _BlockEnding:
             self._escaped = True
         elif self._recent.endswith(closing):
             self._closing, self._recent = None, ""
+
+
+def _escaped(char: str) -> str:
+    return json.dumps(char)[1:-1]
+
+
+def _with_escapes(text: str) -> str:
+    """JSON as clients can read it, from JSON whose texts hold line feeds or tabs as they are."""
+
+    def escaped(literal: regex.Match[str]) -> str:
+        return str(_CONTROL.sub(lambda char: _escaped(char[0]), literal[0]))
+
+    return str(_LITERAL.sub(escaped, text))
 
 
 def _loads_string(literal: str) -> str:

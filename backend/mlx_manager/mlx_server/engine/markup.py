@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import regex
@@ -11,6 +11,8 @@ from mlx_manager.mlx_server.core import Event, FinishReason, ReasoningDelta, Tex
 from mlx_manager.mlx_server.engine.call_reader import CallLog, CallReader, Progress
 from mlx_manager.mlx_server.engine.text_scanner import TextScanner
 from mlx_manager.mlx_server.formats import CallFormat, OutputFormat, Region
+
+Edges = Mapping[Region, tuple[tuple[str, Region], ...]]
 
 _LONGEST_HEADER = 512
 """Characters after which text is no header; bounds what looking at it again each time costs."""
@@ -28,6 +30,8 @@ class Markup:
 
     Blanks at the beginning of the answer and after a call are dropped if a call or thinking
     follows, and so are line feeds at the beginning of thinking and between it and the content.
+    Markers of thinking vanish too where they are out of place, unless they stand among text: a
+    second one that begins it, and one that ends it at the beginning of the answer or after a call.
     """
 
     def __init__(self, output: OutputFormat, stop_strings: Sequence[str]) -> None:
@@ -36,13 +40,19 @@ class Markup:
         self._stop_strings = stop_strings
         self._stops = TextScanner(stop_strings) if stop_strings else None
         self.stopped: str | None = None
+        self._strays = _strays(output.edges)
+        self._edges = {
+            region: edges + self._strays.get(region, ()) for region, edges in output.edges.items()
+        }
         self._scanners = {
             region: TextScanner([marker for marker, _ in edges])
-            for region, edges in output.edges.items()
+            for region, edges in self._edges.items()
         }
         self._header_pattern = regex.compile(output.header) if output.header else None
         self._region: Region = output.initial
         self._header = ""
+        self._announced = False
+        self._unclosed = False
         self._reader: CallReader | None = None
         self._blanks: str | None = "" if output.edges or output.calls else None
         self._trim = output.initial == "reasoning"
@@ -80,7 +90,8 @@ class Markup:
             self._progress(self._reader.finish(reason == "length"))
         if self._region in self._scanners:
             self._emit(self._scanners[self._region].flush())
-        if self._region == "header" and not self._header.lstrip().startswith(("<", "to=")):
+        said = self._header.lstrip()
+        if self._region == "header" and not (self._announced or said.startswith(("<", "to="))):
             self._append(self._header)
         if self._blanks and not self._log.started:
             self._append(self._blanks)
@@ -98,7 +109,11 @@ class Markup:
         before, number, rest = scanner.feed(text)
         self._emit(before)
         if number is not None and not self.complete:
-            self._enter(*self._output.edges[self._region][number])
+            edge = self._edges[self._region][number]
+            if edge in self._strays.get(self._region, ()):
+                self._pass_stray(edge[0])
+            else:
+                self._enter(*edge)
         return rest
 
     def _enter(self, marker: str, region: Region) -> None:
@@ -114,6 +129,23 @@ class Markup:
         self._trim = region == "reasoning" or self._region == "reasoning"
         self._region = region
         self._header = ""
+        self._announced = self._is_header(marker)
+
+    def _is_header(self, marker: str) -> bool:
+        """Whether a header begins with this marker, as opposed to after it."""
+        pattern = self._header_pattern
+        return bool(marker and pattern and pattern.fullmatch(marker, partial=True))
+
+    def _pass_stray(self, marker: str) -> None:
+        """A marker of thinking that does not fit: nothing, unless it stands among text."""
+        if self._region == "reasoning":
+            if not self._trim:
+                self._emit(marker)
+        elif self._blanks is None and not self._unclosed:
+            self._emit(marker)
+        else:
+            self._unclosed, self._blanks, self._trim = False, "", True
+            self._fresh = self._output.calls is not None and self._output.calls.bare
 
     def _begin(self, text: str) -> str:
         """The beginning of content, where calls need no marker."""
@@ -162,6 +194,7 @@ class Markup:
         if progress.events:
             # Whoever calls a tool has stopped thinking, whether or not the thinking was closed.
             self._release()
+            self._unclosed = self._unclosed or self._region == "reasoning"
             self._region = "content"
             self._events += progress.events
             self._blanks = ""
@@ -221,3 +254,14 @@ class Markup:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+
+def _strays(edges: Edges) -> Edges:
+    """The markers of thinking that don't fit in a region, and where they lead."""
+    thinking = [edge for edge in edges.get("content", ()) if edge[1] == "reasoning"]
+    ends = [edge for edge in edges.get("reasoning", ()) if edge[1] == "content"]
+    known = {marker for marker, _ in edges.get("content", ())}
+    return {
+        "content": tuple(edge for edge in ends if edge[0] not in known),
+        "reasoning": tuple(edge for edge in thinking if edge not in ends),
+    }

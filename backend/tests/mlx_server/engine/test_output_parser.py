@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.outputs import HERMES, THINKING, THINKING_HERMES, WEATHER, Pieces, parse
+import pytest
+from engine.outputs import HARMONY, HERMES, THINKING, THINKING_HERMES, WEATHER, Pieces, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -128,6 +129,47 @@ def test_tokens_of_the_thinking_are_counted_without_its_markers() -> None:
 def test_truncated_thinking_is_thinking_only() -> None:
     answer = parse("One moment, </thin", replace(THINKING, initial="reasoning"), reason="length")
     assert (answer.reasoning, answer.content) == ("One moment, </thin", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\n</think>\n\nFour.", "", "Four."),
+        ("<think>\n<think>\nHm.</think>Four.", "Hm.", "Four."),
+        ("<think>Hm.</think>\n</think>\nFour.", "Hm.", "Four."),
+        ("It ends with </think> then.", "", "It ends with </think> then."),
+        ("<think>Not <think> again.</think>Four.", "Not <think> again.", "Four."),
+    ],
+)
+def test_a_marker_of_thinking_out_of_place_vanishes_unless_it_is_among_text(
+    text: str, reasoning: str, content: str
+) -> None:
+    for pieces in ([text], text):
+        answer = parse(pieces, THINKING)
+        assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+def test_thinking_that_the_prompt_opened_and_the_model_opens_again_is_opened_once() -> None:
+    answer = parse("<think>\nHm.</think>Four.", replace(THINKING, initial="reasoning"))
+    assert (answer.reasoning, answer.content) == ("Hm.", "Four.")
+
+
+def test_the_end_of_thinking_in_which_a_call_was_made_is_not_content() -> None:
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    for text in (f"<think>Hm.{call}\n</think>\n\nSo.", f"<think>Hm.{call}So.</think>"):
+        for pieces in ([text], text):
+            answer = parse(pieces, THINKING_HERMES)
+            assert (answer.reasoning, answer.content) == ("Hm.", "So.")
+            assert answer.values == [WEATHER]
+    answer = parse(f"<think>Hm.{call}</think>{call}", THINKING_HERMES)
+    assert (answer.content, answer.values) == ("", [WEATHER, WEATHER])
+
+
+@pytest.mark.parametrize("marker", ["<|start|>assistant", "<|channel|>final"])
+def test_a_header_that_is_cut_off_is_not_content(marker: str) -> None:
+    text = f"<|channel|>final<|message|>Four.{marker}"
+    for pieces in ([text], text):
+        assert parse(pieces, HARMONY, reason="length").content == "Four."
 
 
 def logprob(token: int) -> TokenLogprob:

@@ -341,6 +341,91 @@ def test_arguments_that_stop_being_json_end_there() -> None:
     assert answer.content == "there"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "note", "arguments": {"text": "one\n\ttwo"}}',
+        '{"arguments": {"text": "one\n\ttwo"}, "name": "note"}',
+        '{"name": "note", "arguments": "{\\"text\\": \\"one\\n\\ttwo\\"}"}',
+    ],
+    ids=["streamed", "arguments first", "as text"],
+)
+def test_line_feeds_that_a_model_forgets_to_escape_are_escaped(call: str) -> None:
+    for pieces in ([call], call):
+        answer = parse(["<tool_call>", *pieces, "</tool_call>"], HERMES)
+        assert answer.values == [("note", {"text": "one\n\ttwo"})]
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        (
+            HERMES,
+            '<tool_call>{"name": "note", "arguments": "{\\"text\\": \\"\\ud83d\\"}"}</tool_call>',
+        ),
+        (LLAMA, '[note(text="\\ud83d")]'),
+        (GEMMA, '<|tool_call>call:note{text:"\\ud83d"}<tool_call|>'),
+    ],
+    ids=["hermes", "pythonic", "gemma 4"],
+)
+def test_half_a_character_in_an_argument_can_be_sent(output: OutputFormat, text: str) -> None:
+    answer = parse(text, output)
+    assert answer.calls[0].arguments.encode()
+    assert answer.values == [("note", {"text": "\ud83d"})]
+
+
+def test_half_a_character_in_a_literal_of_python_can_be_sent() -> None:
+    output = replace(CODER, offered={"now": {"properties": {"a": {"type": "array"}}}})
+    text = "<tool_call><function=now><parameter=a>['\\ud83d']</parameter></function></tool_call>"
+    answer = parse(text, output)
+    assert answer.calls[0].arguments.encode()
+    assert answer.values == [("now", {"a": ["\ud83d"]})]
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "content"),
+    [
+        (MISTRAL, f"[TOOL_CALLS][{CALL}] Done", " Done"),
+        (of_syntax(tool_syntax.GRANITE), f"<|tool_call|>[{CALL}]\nDone.", "\nDone."),
+        (LLAMA, f"[{CALL}] 2 more", " 2 more"),
+        (LLAMA, f"{CALL}}}", ""),
+        (HERMES, f"<tool_call>\n{CALL}}}\n</tool_call>\nDone.", "\nDone."),
+        (HERMES, f"<tool_call>{CALL}}}</tool_call>", ""),
+    ],
+)
+def test_brackets_after_a_call_are_not_content(
+    output: OutputFormat, text: str, content: str
+) -> None:
+    for pieces in ([text], text):
+        answer = parse(pieces, output)
+        assert (answer.content, answer.values) == (content, [WEATHER])
+
+
+def test_a_call_with_one_brace_too_many_does_not_hide_the_next() -> None:
+    text = f"<tool_call>\n{CALL}}}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+    answer = parse(text, HERMES)
+    assert (answer.content, answer.values) == ("", [WEATHER, WEATHER])
+
+
+@pytest.mark.parametrize("end", ["", "<|call|>", "\n<|end|>"])
+def test_a_function_that_is_named_and_given_nothing_has_no_arguments(end: str) -> None:
+    header = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+    answer = parse(header + end, HARMONY)
+    assert (answer.content, answer.values) == ("", [("now", {})])
+
+
+def test_arguments_that_are_an_empty_text_are_none() -> None:
+    answer = parse('<tool_call>{"name": "now", "arguments": ""}</tool_call>', HERMES)
+    assert (answer.content, answer.values) == ("", [("now", {})])
+
+
+def test_nothing_of_a_broken_call_is_content_when_no_other_may_follow() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1<b></tool_call>there'
+    for pieces in ([text], text):
+        answer = parse(pieces, replace(HERMES, parallel=False))
+        assert (answer.content, answer.calls) == ("", [Call("now", '{"a": 1', "id-1")])
+
+
 def test_only_one_call_is_made_when_calls_may_not_be_parallel() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> and text"
     for pieces in ([text], text):

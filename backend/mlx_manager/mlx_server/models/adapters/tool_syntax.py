@@ -124,7 +124,8 @@ def _finite(value: Any) -> Any:
 # Arguments in JSON
 # ---------------------------------------------------------------------------------------------
 
-_LIST_OF_OBJECTS = r"[\s,\[\]]*(?:(?P<object>\{)"
+_LIST_OF_OBJECTS = r"[\s,\[\]}]*(?:(?P<object>\{)"
+"""A brace too many is what some models end a call with."""
 
 HERMES = _json(
     ("<tool_call>",),
@@ -152,7 +153,7 @@ GRANITE = _json(
 """Also Phi-4-mini, which closes the list with `<|/tool_call|>`."""
 
 _MISTRAL_ITEM = (
-    r"(?:[\s,\[\]]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
+    r"(?:[\s,\[\]}]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
     rf"|{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
 )
 _ID = Pattern("[A-Za-z0-9]{9}")
@@ -262,7 +263,7 @@ def _python_calls(text: str, tools: ToolDicts) -> Any:
 def _llama_form(tools: ToolDicts) -> CallFormat:
     block = CallBlock(lambda text: read_block(_python_calls, text, tools), None, _PYTHON_QUOTES)
     return CallFormat(
-        r"(?:[\s,;\[\]]|<\|python_tag\|>|<\|python_end\|>)*"
+        r"(?:[\s,;\[\]}]|<\|python_tag\|>|<\|python_end\|>)*"
         r"(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
         block=block,
         bare=True,
