@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
 from mlx_manager.mlx_server.models.sentence import longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
+from mlx_manager.mlx_server.utils.steps import BROKEN
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
@@ -115,7 +116,8 @@ class Catalog:
         cached = dict(hub.cached_models(self._cache_folder))
         found: dict[str, ModelSource] = {}
         for source in self._scan(cached):
-            found.setdefault(source.id, source)
+            if can_be_named(source.id):
+                found.setdefault(source.id, source)
         made: dict[str, ModelSource] = {}
         for name, settings in self._models.models.items():
             if settings.base is not None:
@@ -157,6 +159,11 @@ class Catalog:
         return ModelSource(name, None, "configured", downloadable=downloadable)
 
 
+def can_be_named(model_id: str) -> bool:
+    """Whether it is text: a file's name may hold any bytes, and no request or answer can."""
+    return model_id.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in model_id)
+
+
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:
     """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
     configs = (*models_dir.glob("*/config.json"), *models_dir.glob("*/*/config.json"))
@@ -170,9 +177,11 @@ def folders_in(models_dir: Path) -> Iterator[ModelSource]:
 def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
     """A source as its folder's files describe it, unknown where they can't be read."""
     try:
-        changed = (folder / "config.json").stat().st_mtime_ns
+        # The folder's own time tells of a file that came later, as weights do in a download.
+        changed = tuple(file.stat().st_mtime_ns for file in (folder, folder / "config.json"))
         model_type, context, nbytes, kind = _description(folder, changed)
-    except (OSError, ModelLoadFailed):
+    except (ModelLoadFailed, *BROKEN):
+        # One folder of nonsense must not hide the others.
         return ModelSource(model_id, folder, origin)
     text = kind == "text"
     family = detect_model_family({"model_type": model_type}) if text else model_type
@@ -180,8 +189,8 @@ def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
 
 
 @lru_cache(maxsize=4096)
-def _description(folder: Path, changed: int) -> tuple[str, int, int, Kind]:
-    """(model_type, context length, bytes, kind) of a folder whose config.json changed then."""
+def _description(folder: Path, changed: tuple[int, ...]) -> tuple[str, int, int, Kind]:
+    """(model_type, context length, bytes, kind) of a folder that changed at those times."""
     model = ModelFolder.read(folder)
     kind = kind_of(model)
     context = model.context_length if kind == "text" else longest_text(model)

@@ -53,8 +53,12 @@ def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
         return
     for folder in sorted(cache.glob("models--*")):
         repository = folder.name.removeprefix("models--").replace("--", "/")
-        snapshot = main_snapshot(folder)
-        if snapshot is not None and is_complete(snapshot):
+        try:
+            snapshot = main_snapshot(folder)
+            complete = snapshot is not None and is_complete(snapshot)
+        except (OSError, ValueError):
+            continue  # Not for this user, or not text: the others must be found all the same.
+        if snapshot is not None and complete:
             yield repository, snapshot
 
 

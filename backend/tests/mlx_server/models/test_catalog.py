@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,50 @@ def test_broken_folder_is_offered_so_that_loading_can_say_what_is_wrong(tmp_path
     source = catalog(tmp_path, models_dir=tmp_path / "models").find("broken")
     assert (source.path, source.model_type, source.nbytes) == (broken, "", 0)
     assert catalog(tmp_path, default_model="./absent").find("./absent").path == Path("absent")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"model_type": "llama", "architectures": [null]}',
+        '{"model_type": "llama", "architectures": 5}',
+        '{"model_type": "llama", "text_config": "x"}',
+        '{"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": Infinity}}',
+        '{"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": NaN}}',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+    ids=["no name", "a number", "a text", "infinite", "NaN", "deep"],
+)
+def test_a_config_of_nonsense_hides_no_other_model(tmp_path: Path, config: str):
+    for name in ("a", "z"):
+        make_tiny_model(tmp_path / "models" / name)
+    (tmp_path / "models" / "odd").mkdir()
+    (tmp_path / "models" / "odd" / "config.json").write_text(config)
+    models = catalog(tmp_path, models_dir=tmp_path / "models").models()
+    assert [source.id for source in models] == [DEMO_MODEL, "a", "odd", "z"]
+
+
+def test_a_name_that_is_no_text_is_not_offered(tmp_path: Path):
+    make_tiny_model(tmp_path / "models" / "für alle")
+    folder = make_tiny_model(tmp_path / "models" / "bad")
+    try:
+        folder.rename(folder.with_name(os.fsdecode(b"bad\xffname")))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    models = catalog(tmp_path, models_dir=tmp_path / "models").models()
+    assert [source.id for source in models] == [DEMO_MODEL, "für alle"]
+
+
+def test_weights_that_come_after_the_config_are_counted(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "models" / "m")
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    weights.rename(tmp_path / weights.name)
+    models = catalog(tmp_path, models_dir=tmp_path / "models")
+    assert models.find("m").nbytes == 0
+    (tmp_path / weights.name).rename(weights)
+    models.rescan()
+    assert models.find("m").nbytes == size
 
 
 @pytest.mark.parametrize("name", ["", "..", "../own", "owner/../own", "/etc", "OWN", "own/"])

@@ -117,5 +117,14 @@ def test_main_decides_between_snapshots(tmp_path: Path):
     assert [folder.name for _, folder in hub.cached_models(tmp_path)] == ["old"]
 
 
+def test_a_reference_of_nonsense_hides_no_other_model(tmp_path: Path):
+    for name in ("a", "z"):
+        (snapshot(tmp_path, f"owner/{name}", "1") / "model.safetensors").touch()
+    broken = snapshot(tmp_path, "owner/broken", "1")
+    (broken / "model.safetensors").touch()
+    (tmp_path / "models--owner--broken" / "refs" / "main").write_bytes(b"\xff\xfe\x00")
+    assert [name for name, _ in hub.cached_models(tmp_path)] == ["owner/a", "owner/z"]
+
+
 def test_no_cache_no_models(tmp_path: Path):
     assert list(hub.cached_models(tmp_path / "absent")) == []
