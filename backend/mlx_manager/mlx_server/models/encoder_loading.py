@@ -84,13 +84,14 @@ def loading_encoder(
     """
     load_fast_blas()
     assert source.path is not None, "it is downloaded before it is loaded"
-    folder = ModelFolder.read(source.path)
-    check_supported(folder, source.id)
-    folder.check_weights()
-    kind = kind_of(folder)
-    sentence = Sentence.read(folder)
     limits = replace(limits, weights=recipe.weights or limits.weights)
-    context = allowed_context(source.id, sentence.max_length, recipe)
+    with explained(source.id):
+        folder = ModelFolder.read(source.path)
+        check_supported(folder, source.id)
+        folder.check_weights()
+        kind = kind_of(folder)
+        sentence = Sentence.read(folder)
+        context = allowed_context(source.id, sentence.max_length, recipe)
     if recipe.adapter is not None:
         raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
     for layer in sentence.dense:

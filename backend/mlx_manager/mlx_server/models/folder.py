@@ -70,6 +70,8 @@ class ModelFolder:
             named = read_json(index).get("weight_map")
             if not isinstance(named, dict):
                 raise ModelLoadFailed(f"{index} has no weight_map.")
+            if not all(isinstance(name, str) for name in named.values()):
+                raise ModelLoadFailed(f"{index} has a weight_map to other things than file names.")
             missing = sorted({*named.values()} - {file.name for file in self.weight_files})
             if missing:
                 raise ModelLoadFailed(f"Weights are missing from {self.path}: {missing[0]}.")
@@ -112,7 +114,7 @@ def _read(file: Path) -> Any:
         return json.loads(file.read_bytes())
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadFailed(f"{file} is not JSON: {error}.") from error
 
 
@@ -134,7 +136,7 @@ def check_safetensors(file: Path) -> None:
         ends = [t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"]
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
-    except (ValueError, AttributeError, TypeError, LookupError) as error:
+    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise ModelLoadFailed(f"{file} has a broken safetensors header.") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:

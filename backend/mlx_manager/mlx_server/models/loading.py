@@ -6,6 +6,7 @@ unknown architecture, a truncated file, or a model that does not fit is refused 
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish, in
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
+LONGEST_PROBLEM = 500
+"""Characters of a library's error that are passed on; the log has all of it."""
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
 SOME_TOKENS = 500
@@ -63,7 +66,8 @@ SOME_TOKENS = 500
 class LoadedModel:
     """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured.
 
-    longest_token: characters of it.
+    longest_token: characters of it. vocabulary: rows of its embedding; the tokenizer may have
+    fewer tokens, or more.
     """
 
     id: str
@@ -75,6 +79,7 @@ class LoadedModel:
     family: str
     context_length: int
     longest_token: int
+    vocabulary: int
     nbytes: int
     weights: WeightsForm
     kind: Literal["text"] = "text"
@@ -107,8 +112,9 @@ def loading(
     """
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
-    folder = checked_folder(source, limits)
-    context = allowed_context(source.id, folder.context_length, recipe)
+    with explained(source.id):
+        folder = checked_folder(source, limits)
+        context = allowed_context(source.id, folder.context_length, recipe)
     nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
     with granted(source.id, nbytes, ledger), explained(source.id):
         model, config = load_model(
@@ -132,6 +138,7 @@ def loading(
             adapter.family,
             context,
             longest,
+            embedded(config) or len(tokenizer),
             nbytes,
             weights,
         )
@@ -173,6 +180,12 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
             f"{source.id} is a {folder.model_type!r} model, an architecture that "
             f"mlx-lm {version('mlx-lm')} does not have."
         )
+    if glob.escape(str(folder.path)) != str(folder.path):
+        # mlx-lm looks for weights by a pattern that begins with the path.
+        raise ModelLoadFailed(
+            f"{folder.path} can't be loaded because of a *, ? or [ in its path. Rename it, or give "
+            "the server a link to it of another name."
+        )
     folder.check_weights()
     return folder
 
@@ -180,9 +193,28 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
 def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) -> TokenizerWrapper:
     return load_tokenizer(
         folder,
-        {"trust_remote_code": limits.trust_remote_code},
+        {"trust_remote_code": limits.trust_remote_code, **processors_template(folder)},
         eos_token_ids=config.get("eos_token_id"),
     )
+
+
+def processors_template(folder: Path) -> Mapping[str, Any]:
+    """The chat template of chat_template.json, where models that also see used to have their only
+    one and which transformers reads for those alone."""
+    file, settings = folder / "chat_template.json", folder / "tokenizer_config.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return {}
+    if settings.is_file() and "chat_template" in read_json(settings):
+        return {}
+    return {"chat_template": read_json(file).get("chat_template")}
+
+
+def embedded(config: Mapping[str, Any]) -> int | None:
+    """The rows of the embedding, which the weights have been compared with."""
+    size: int | None = (config.get("text_config") or config).get(
+        "vocab_size", config.get("vocab_size")
+    )
+    return size
 
 
 def longest_token(tokenizer: TokenizerWrapper) -> Steps[int]:
@@ -305,5 +337,11 @@ def explained(model_id: str) -> Iterator[None]:
         raise
     except BROKEN as error:
         log.info("loading %s failed", model_id, exc_info=error)
-        problem = str(error) or type(error).__name__
-        raise ModelLoadFailed(f"{model_id} can't be loaded: {problem}") from error
+        raise ModelLoadFailed(f"{model_id} can't be loaded: {problem(error)}") from error
+
+
+def problem(error: Exception) -> str:
+    """What a library says is wrong, which may be a line for each of a thousand weights."""
+    said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    said = said.strip() or type(error).__name__
+    return said if len(said) <= LONGEST_PROBLEM else f"{said[:LONGEST_PROBLEM]} ..."

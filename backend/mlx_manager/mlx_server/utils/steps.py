@@ -10,6 +10,8 @@ from threading import Event, Lock
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
+
 from mlx_manager.mlx_server.utils.slices import sliced
 
 T = TypeVar("T")
@@ -22,14 +24,19 @@ PATIENCE = 0.5
 """Seconds that work done aside waits for a step, which may itself wait for a lock that the work
 holds: that of a log's handler, or of a module that is being imported."""
 
-# What mlx-lm, transformers and MLX raise over files that are not as they expect.
+# What mlx-lm, transformers, MLX and a repository's own code raise over files that are not as they
+# expect. (tokenizers raises a bare Exception over some, which is left to the top levels.)
 BROKEN = (
     ArithmeticError,
+    AssertionError,
     AttributeError,
     ImportError,
     LookupError,
+    NameError,
     OSError,
     RuntimeError,
+    StrictDataclassError,
+    SyntaxError,
     TypeError,
     ValueError,
 )

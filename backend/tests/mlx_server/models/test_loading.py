@@ -117,6 +117,12 @@ def set_config(**changes: object) -> Callable[[Path], None]:
         (set_config(num_hidden_layers=3), ModelLoadFailed, "m can't be loaded: Missing"),
         (set_config(hidden_size="wide"), ModelLoadFailed, "m can't be loaded"),
         (set_config(num_attention_heads=None), ModelLoadFailed, "m can't be loaded"),
+        (set_config(eos_token_id="</s>"), ModelLoadFailed, "m can't be loaded: .*'eos_token_id'"),
+        (set_config(text_config="x"), ModelLoadFailed, "m can't be loaded"),
+        (set_config(quantization_config={"quant_method": "gptq", "bits": 4}), ModelLoadFailed, "m can't be loaded"),
+        (set_config(num_hidden_layers=90), ModelLoadFailed, r"Missing 792 parameters.{,520} \.\.\.$"),
+        (overwrite("tokenizer.json", "{}"), ModelLoadFailed, "m can't be loaded: 'added_tokens' is missing"),
+        (overwrite("model.safetensors.index.json", '{"weight_map": {"a": 5}}'), ModelLoadFailed, r"index\.json has a weight_map"),
     ],
 )  # fmt: skip
 def test_damage_is_named_and_leaves_nothing_behind(
@@ -125,9 +131,29 @@ def test_damage_is_named_and_leaves_nothing_behind(
     folder = make_tiny_model(tmp_path / "m")
     damage(folder)
     ledger = Ledger(PLENTY)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"(?s){message}"):
         load(source(folder), PoolLimits(), ledger)
     assert "weights:m" not in ledger.figures()
+
+
+@pytest.mark.parametrize("name", ["Tiny [4bit]", "a*", "a?"])
+def test_a_path_that_would_be_taken_for_a_pattern_is_refused(tmp_path: Path, name: str):
+    folder = make_tiny_model(tmp_path / name)
+    with pytest.raises(ModelLoadFailed, match=r"because of a \*, \? or \[ in its path. Rename it"):
+        load(source(folder), PoolLimits(), Ledger(PLENTY))
+
+
+def test_a_chat_template_may_be_where_processors_have_theirs(tmp_path: Path):
+    folder = make_tiny_model(tmp_path / "m")
+    settings = folder / "tokenizer_config.json"
+    others = json.loads(settings.read_text())
+    template = others.pop("chat_template", None) or (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings.write_text(json.dumps(others))
+    assert not load(source(folder), PoolLimits(), Ledger(PLENTY)).tokenizer.has_chat_template
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    loaded = load(source(folder), PoolLimits(), Ledger(PLENTY))
+    assert loaded.tokenizer.chat_template == template
 
 
 def test_code_of_a_repository_runs_only_when_trusted(tmp_path: Path):
