@@ -76,7 +76,8 @@ class Guidance:
             matcher = _eased(either, conversation.tools)
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
-        return Rules(matcher, self._grammars.texts, self._end_ids, openers, whole)
+        param = "tool_choice" if constraint is None or forced else constraint.param
+        return Rules(matcher, self._grammars.texts, self._end_ids, param, openers, whole)
 
     def _strict(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
         """The rules of an answer that is free but for its calls, if there are strict tools."""
@@ -95,7 +96,8 @@ class Guidance:
         calls = partial(self._grammars.free_calls, shape, openers=markers, param=param)
         matcher = _eased(calls, conversation.tools)
         openers = () if shape.whole else self._openers(output)
-        return Rules(matcher, self._grammars.texts, self._end_ids, openers, shape.whole, free=True)
+        texts, ends = self._grammars.texts, self._end_ids
+        return Rules(matcher, texts, ends, param, openers, shape.whole, free=True)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""

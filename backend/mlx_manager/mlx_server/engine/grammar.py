@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
@@ -50,6 +50,14 @@ Mask = NDArray[np.int32]
 MOST_KEPT = 128
 """Compiled grammars kept per model."""
 
+MOST_AT_ONCE = 500
+"""Ways in which a text may be read so far, of a grammar that the request has written.
+
+A token takes time with their cube, on the MLX thread: of 2 000, which llguidance would follow, two
+seconds. Programming languages take 60. What we write ourselves is wide and not ambiguous: a token
+takes time with its width.
+"""
+
 
 class Grammars:
     """Compiles what a model's answers must be. Safe to use from several threads.
@@ -68,7 +76,7 @@ class Grammars:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._texts: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int | None], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def _tokens(self, param: str) -> LLTokenizer:
@@ -96,8 +104,10 @@ class Grammars:
         """The length of this model's masks."""
         return -(-self.texts.vocab_size // 32)
 
-    def matcher(self, grammar: str, param: str) -> LLMatcher:
+    def matcher(self, grammar: str, param: str, most: int | None = None) -> LLMatcher:
         """A matcher at the beginning of `grammar`, in any form that llguidance reads.
+
+        most: ways in which a text may be read so far, if not as many as llguidance follows.
 
         Raises:
             InvalidParameter: the grammar can't be honoured; says why.
@@ -105,11 +115,12 @@ class Grammars:
         """
         texts = self._tokens(param)
         with self._lock:
-            known = self._kept.get(grammar)
+            known = self._kept.get((grammar, most))
             if known is not None:
-                self._kept.move_to_end(grammar)
+                self._kept.move_to_end((grammar, most))
                 return known.deep_copy()
-        made = LLMatcher(texts, grammar, log_level=0)
+        limits = LLParserLimits(max_items_in_row=most)
+        made = LLMatcher(texts, grammar, log_level=0, limits=limits)
         if made.is_error():
             raise _refused(param, reason(made))
         # What refers to itself without end compiles, and ends at once.
@@ -117,7 +128,7 @@ class Grammars:
         if made.is_error():
             raise _refused(param, f"nothing fits it ({reason(made)})")
         with self._lock:
-            self._kept[grammar] = made
+            self._kept[grammar, most] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             return made.deep_copy()
@@ -129,7 +140,7 @@ class Grammars:
             InvalidParameter: the constraint can't be honoured; says why.
         """
         grammar = json.dumps({"grammars": [answer_grammar(constraint)]})
-        return self.matcher(grammar, constraint.param)
+        return self.matcher(grammar, constraint.param, _most(constraint))
 
     def calls(
         self,
@@ -224,7 +235,12 @@ class Grammars:
             {"name": "calls", "lark_grammar": calls},
             {"name": "answer", **answer},
         ]
-        return self.matcher(json.dumps({"grammars": grammars}), constraint.param)
+        whole = json.dumps({"grammars": grammars})
+        return self.matcher(whole, constraint.param, _most(constraint))
+
+
+def _most(constraint: Constraint) -> int | None:
+    return MOST_AT_ONCE if isinstance(constraint, Grammar) else None
 
 
 def reason(matcher: LLMatcher) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from mlx_manager.mlx_server.engine.grammar import Mask, fill_masks, only, reason, with_tokens
-from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.errors import GenerationFailed, InvalidParameter, MLXManagerError
 from mlx_manager.mlx_server.formats import Region
 
 
@@ -27,15 +27,17 @@ class Rules:
     """What a row's grammar covers.
 
     matcher: at the beginning of the grammar; the row's own. texts: its vocabulary. end_ids: tokens
-    that end an answer: not before the grammar has begun. openers: tokens that may begin thinking
-    in place of the grammar's first token. whole: the grammar covers the answer from its first
-    token, and not from the end of the thinking on. free: nothing has to be said, so that the answer
-    may end before the grammar has begun, and may think wherever it likes.
+    that end an answer: not before the grammar has begun. param: the field that asked for it.
+    openers: tokens that may begin thinking in place of the grammar's first token. whole: the
+    grammar covers the answer from its first token, and not from the end of the thinking on. free:
+    nothing has to be said, so that the answer may end before the grammar has begun, and may think
+    wherever it likes.
     """
 
     matcher: LLMatcher
     texts: LLTokenizer
     end_ids: tuple[int, ...]
+    param: str
     openers: tuple[int, ...] = ()
     whole: bool = False
     free: bool = False
@@ -62,7 +64,7 @@ class Guide:
         self._begun = rules is not None and (rules.whole or region == "content")
         self.mask: Mask | None = None
         self.complete = False
-        self.failure: GenerationFailed | None = None
+        self.failure: MLXManagerError | None = None
         self._spend(region, 0)
 
     def observe(self, token: int, region: Region, thought: int, shown: str) -> None:
@@ -84,25 +86,32 @@ class Guide:
             if not self._matched and token in rules.openers:
                 self._begun = False
                 return
-            self._consume(rules.matcher, [token])
+            self._consume(rules, [token])
+            self._check(rules)
         elif region == "content":
             self._begun = True
             # A marker that is no token of its own may share its last one with the content.
             if shown.strip():
-                self._consume(rules.matcher, rules.texts.tokenize_str(shown))
+                self._consume(rules, rules.texts.tokenize_str(shown))
+                if rules.matcher.is_error():
+                    self.failure = GenerationFailed(
+                        f"The answer has begun with what `{rules.param}` has no room for: "
+                        f"{reason(rules.matcher)}"
+                    )
 
-    def _consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
+    def _consume(self, rules: Rules, tokens: Sequence[int]) -> None:
         self._matched += 1
-        matcher.consume_tokens(list(tokens))
-        if matcher.is_error():
-            self._give_up(matcher)
-        else:
-            self.complete = matcher.is_stopped()
+        rules.matcher.consume_tokens(list(tokens))
+        self.complete = rules.matcher.is_stopped()
 
-    def _give_up(self, matcher: LLMatcher) -> None:
-        self.failure = GenerationFailed(
-            f"The grammar can't be followed any further: {reason(matcher)}"
-        )
+    def _check(self, rules: Rules) -> None:
+        """Tokens that were allowed fit: what the matcher then fails at is too much for it."""
+        if rules.matcher.is_error():
+            self.failure = InvalidParameter(
+                f"`{rules.param}` can't be followed any further, as happens when what has been "
+                f"written fits it in too many ways: {reason(rules.matcher)}",
+                param=rules.param,
+            )
 
     def _spend(self, region: Region, thought: int) -> None:
         budget = self._budget
@@ -122,10 +131,9 @@ class Guide:
 
     def set_mask(self, allowed: Mask | None) -> None:
         """`allowed`: the mask of `matching`, which may have found it too much to compute."""
-        matcher = self.matching
-        if matcher is not None and matcher.is_error():
-            # What it allows then is an end, wherever the answer is.
-            self._give_up(matcher)
+        if self._rules is not None and self.matching is not None:
+            # What a matcher that failed allows is an end, wherever the answer is.
+            self._check(self._rules)
         if self._forced:
             self.mask = only(self._forced[0], self.words)
         elif self._rules is None or (allowed is None and self._rules.free):

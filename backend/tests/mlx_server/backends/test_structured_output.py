@@ -212,6 +212,42 @@ async def test_neighbours_draw_what_they_draw_alone(demo: Demo):
     assert together[0] == alone
 
 
+PROGRAM = """start: statement+
+statement: type NAME "=" sum ";" | "if" "(" sum ")" "{" statement* "}" | "return" sum ";"
+sum: sum "+" sum | sum "-" sum | sum "*" sum | sum "<" sum | "(" sum ")" | call | NAME | NUMBER
+call: NAME "(" (sum ("," sum)*)? ")"
+type: "int" | "char"
+NAME: /[a-z_][a-z0-9_]*/
+NUMBER: /[0-9]+/
+%ignore /[ \\n]+/
+"""
+
+
+async def test_a_grammar_that_is_too_ambiguous_fails_and_no_neighbour_with_it(demo: Demo):
+    asked: dict[str, Any] = {"temperature": 1.2, "seed": 4, "max_tokens": 60}
+    ambiguous = "start: text /0{99}/\ntext: text text | /[a-z ]/"
+    alone = await demo.choice("Hello!", **asked)
+    beside, program, failure = await asyncio.gather(
+        demo.choice("Hello!", **asked),
+        demo.choice("x", guided_grammar=PROGRAM, temperature=0.9, seed=1, max_tokens=200),
+        demo.stream("x", guided_grammar=ambiguous, max_tokens=400),
+        return_exceptions=True,
+    )
+    assert beside == alone
+    assert isinstance(program, dict)
+    assert program["message"]["content"]
+    assert isinstance(failure, InvalidParameter)
+    assert failure.param == "guided_grammar"
+
+
+async def test_many_options_and_wide_objects_are_not_too_ambiguous(demo: Demo):
+    options = [f"option {i} of {i * 7919 % 1009}" for i in range(1500)]
+    assert (await demo.choice("x", guided_choice=options))["message"]["content"] in options
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}}
+    choice = await demo.choice("x", response_format=schema_format(wide), max_tokens=20)
+    assert choice["message"]["content"].startswith("{")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

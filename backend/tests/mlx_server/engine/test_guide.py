@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from engine.rig import Rig
-from llguidance import LLMatcher, LLParserLimits
 
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.backends.guidance import Guidance
@@ -18,19 +17,18 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Grammar,
     ReasoningDelta,
     Regex,
     Sampling,
     Text,
     TextDelta,
 )
-from mlx_manager.mlx_server.engine.grammar import Grammars
-from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
-from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.errors import GenerationFailed, InvalidParameter
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 
 DEMO = Path(mlx_manager.demo_model.__file__).parent
@@ -149,14 +147,10 @@ async def test_what_does_not_follow_the_grammar_fails_that_row_alone(rig: Rig):
 
 
 async def test_an_answer_whose_grammar_becomes_too_much_fails_and_is_no_whole_one(rig: Rig):
-    grammars = Grammars(rig.tokenizer, END)
-    grammars.matcher("start: /[a-z]/", "structured_outputs")
     # Each letter more can be taken in many more ways.
-    ambiguous = "start: text /0{99}/\ntext: text text | /[a-z ]/"
-    limits = LLParserLimits(step_max_items=2000)
-    matcher = LLMatcher(grammars.texts, ambiguous, log_level=0, limits=limits)
-    guide = Guide("content", Rules(matcher, grammars.texts, tuple(END)), None, grammars.words)
-    Masks().update([guide])
+    ambiguous = Grammar("start: text /0{99}/\ntext: text text | /[a-z ]/", "guided_grammar")
+    request = GenerationRequest("m", Text("x"), constraint=ambiguous)
+    _, guide = Guidance(rig.tokenizer, END).of(request, PLAIN)
     sequence = Sequence(
         PROMPT,
         limit=400,
@@ -168,8 +162,10 @@ async def test_an_answer_whose_grammar_becomes_too_much_fails_and_is_no_whole_on
         guide=guide,
     )
     rig.thread.post(partial(rig.engine.submit, sequence))
-    with pytest.raises(GenerationFailed, match=r"any further: .*[Tt]oo many items"):
+    with pytest.raises(InvalidParameter, match=r"`guided_grammar` .* too many ways") as caught:
         [events async for events in sequence.stream]
+    assert caught.value.param == "guided_grammar"
+    assert "<state>" not in caught.value.message
     assert said(await answer(rig, PLAIN, constraint=Regex("(yes|no)!"))) in ("yes!", "no!")
 
 
