@@ -7,6 +7,7 @@ tokenizer and template are in order. The families override what they do otherwis
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -39,6 +40,8 @@ from mlx_manager.mlx_server.models.adapters.template import (
 )
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
+
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 Tokenizer = Any
 """mlx-lm's `TokenizerWrapper`, or anything that has the methods used."""
@@ -169,11 +172,13 @@ class DefaultAdapter:
             options["continue_final_message"] = True
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
         try:
-            return self.apply_chat_template(tokenizer, messages, prompted, **options)
+            text = self.apply_chat_template(tokenizer, messages, prompted, **options)
         except RENDER_ERRORS as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        # JSON can escape half a character, in arguments and in tools; no tokenizer takes one.
+        return _LONE_SURROGATE.sub("\ufffd", text)
 
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
         if not _offers(conversation):

@@ -134,7 +134,7 @@ def _with_calls_written(message: Message, write_calls: WriteCalls) -> Message:
 
 def call_object(text: str) -> Any:
     """Arguments as the object that most templates want, or as they are if they are no JSON."""
-    if not text.strip():
+    if text.strip() in ("", "null"):
         return {}
     try:
         return json.loads(text)

@@ -203,6 +203,24 @@ def test_ids_that_mistral_refuses_are_shortened_alike_in_call_and_result(name: s
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
+def test_half_a_character_in_a_call_or_a_tool_does_no_harm(name: str) -> None:
+    called = Message(
+        "assistant", "", tool_calls=(replace(CALL, arguments='{"city": "a\\ud83db"}'),)
+    )
+    tool = replace(WEATHER, parameters={"type": "object", "properties": {"x\ud83dy": {}}})
+    assert "a\ufffdb" in rendered(name, chat(USER, called, RESULT, tools=(tool,)))
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_past_call_with_arguments_of_null_has_none(name: str) -> None:
+    def history(arguments: str) -> str:
+        called = Message("assistant", "", tool_calls=(replace(CALL, arguments=arguments),))
+        return rendered(name, chat(USER, called, RESULT, tools=(WEATHER,)))
+
+    assert history("null") == history("{}")
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("calls", [(CALL,), (CALL, OTHER)], ids=["one", "two"])
 def test_a_call_as_the_template_writes_it_is_read_as_that_call(
     name: str, calls: tuple[ToolCall, ...]
