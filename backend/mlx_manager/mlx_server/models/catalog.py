@@ -32,7 +32,8 @@ MOST_NAMED = 20
 class ModelSource:
     """A model that can be loaded, as its files describe it.
 
-    path: its folder; None when it must be downloaded first, which `downloadable` allows or not.
+    path: its folder; None when `repository` must be downloaded first, which `downloadable` allows
+    or not.
     nbytes: the size of its weights' files. kind None, model_type "" and the zeros mean unknown: it
     is not here yet, or loading it will say what is wrong with it.
     """
@@ -44,6 +45,7 @@ class ModelSource:
     family: str = "default"
     context_length: int = 0
     nbytes: int = 0
+    repository: str = ""
     downloadable: bool = False
     kind: Kind | None = None
 
@@ -156,7 +158,7 @@ class Catalog:
                 return described(name, inside, "models_dir")
         if name in cached:
             return described(name, cached[name], "configured")
-        return ModelSource(name, None, "configured", downloadable=downloadable)
+        return ModelSource(name, None, "configured", repository=name, downloadable=downloadable)
 
 
 def can_be_named(model_id: str) -> bool:

@@ -425,12 +425,12 @@ class ModelPoolManager:
     async def _fetch(self, source: ModelSource) -> Path:
         if not source.downloadable:
             raise ModelNotFound(
-                f"{source.id} has not been downloaded. The server's owner can run "
-                f"`mlx-manager pull {source.id}`, or set MLX_SERVER_ALLOW_DOWNLOAD=true.",
+                f"{source.repository} has not been downloaded. The server's owner can run "
+                f"`mlx-manager pull {source.repository}`, or set MLX_SERVER_ALLOW_DOWNLOAD=true.",
                 param="model",
             )
         with explained(source.id):
-            path = await in_daemon_thread(partial(hub.fetch, source.id))
+            path = await in_daemon_thread(partial(hub.fetch, source.repository))
         self.catalog.rescan()
         return path
 

@@ -222,6 +222,12 @@ def test_a_name_of_the_owners_stands_for_the_files_of_another(tmp_path: Path):
         models.find("base")
 
 
+def test_what_is_downloaded_for_a_name_of_the_owners_is_its_base(tmp_path: Path):
+    file = ModelsFile(models={"support": ModelSettings(base="owner/weights")})
+    source = catalog(tmp_path, models=file, allow_download=True).find("support")
+    assert (source.path, source.repository, source.downloadable) == (None, "owner/weights", True)
+
+
 def test_the_default_model_may_be_named_as_the_folder_of_models_has_it(tmp_path: Path):
     folder = make_tiny_model(tmp_path / "models" / "owner" / "own")
     source, *others = catalog(
