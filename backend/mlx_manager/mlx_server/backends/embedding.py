@@ -175,6 +175,7 @@ class EncoderBackend:
             match given:
                 case str():
                     content = next(encoded)
+                    self._check_embedded(content, f"input[{index}]")
                     row = self._single.of(content[: most - self._single.length] if cut else content)
                 case ids:
                     self._vocabulary.check(ids, f"input[{index}]")
@@ -188,8 +189,10 @@ class EncoderBackend:
     def _pairs(self, request: RerankRequest) -> list[tuple[Ids, int | None]]:
         most = self._most(request.truncate) - self._pair.length
         query, *documents = self._encode([request.query, *request.documents])
+        self._check_embedded(query, "query")
         pairs: list[tuple[Ids, int | None]] = []
         for index, document in enumerate(documents):
+            self._check_embedded(document, f"documents[{index}]")
             first, second = len(query), len(document)
             if request.truncate is not None:
                 first, second = shortened(first, second, most)
@@ -230,6 +233,9 @@ class EncoderBackend:
                 param="truncate_prompt_tokens",
             )
         return truncate
+
+    def _check_embedded(self, ids: Sequence[int], param: str) -> None:
+        self._vocabulary.check_embedded(ids, self._loaded.model.vocabulary, param)
 
     def _check_length(self, length: int, what: str, param: str) -> None:
         context = self._loaded.context_length

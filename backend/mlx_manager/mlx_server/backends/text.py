@@ -234,7 +234,8 @@ class TextBackend:
                 "The prompt is empty: it has no tokens to go on from.", param="prompt"
             )
         self._check_length(request, len(ids))
-        self._check_embedded(request, max(ids))
+        param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+        self._vocabulary.check_embedded(ids, self._loaded.vocabulary, param)
         return Prepared(ids, *self._guidance.of(request, output))
 
     def _check_size(self, request: GenerationRequest) -> None:
@@ -250,17 +251,6 @@ class TextBackend:
             raise ContextLengthExceeded(
                 f"The prompt has {characters} characters, which can't fit in this model's context "
                 f"of {self._loaded.context_length} tokens.",
-                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
-            )
-
-    def _check_embedded(self, request: GenerationRequest, highest: int) -> None:
-        """A tokenizer may have been given tokens that the model never was."""
-        if highest >= self._loaded.vocabulary:
-            token = self._loaded.tokenizer.decode([highest], skip_special_tokens=False)
-            raise InvalidRequest(
-                f"The prompt has the token {token!r} ({highest}), which this model's tokenizer "
-                f"knows and the model does not: it has {self._loaded.vocabulary} tokens. Leave "
-                "that text out.",
                 param="messages" if isinstance(request.prompt, Conversation) else "prompt",
             )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_manager.mlx_server.core import TokenizerInfo
-from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,21 @@ class Vocabulary:
             raise InvalidParameter(
                 f"`{param}`: token ids must be between 0 and {self.size - 1}, as this model's own "
                 "tokenizer gives them.",
+                param=param,
+            )
+
+    def check_embedded(self, ids: Iterable[int], rows: int, param: str) -> None:
+        """A tokenizer may have been given tokens that the model, of `rows`, never was.
+
+        Raises:
+            InvalidRequest: there is one among the text's.
+        """
+        highest = max(ids, default=0)
+        if highest >= rows:
+            token = self.tokenizer.decode([highest], skip_special_tokens=False)
+            raise InvalidRequest(
+                f"`{param}` has the token {token!r} ({highest}), which this model's tokenizer "
+                f"knows and the model does not: it has {rows} tokens. Leave that text out.",
                 param=param,
             )
 

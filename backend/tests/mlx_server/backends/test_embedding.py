@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, Rer
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     InvalidParameter,
+    InvalidRequest,
     ModelLoadFailed,
     ModelNotSupported,
     UnsupportedParameter,
@@ -66,6 +67,12 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompted = make_tiny_encoder(folder / "prompted")
     prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
     (prompted / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    for name in ("beyond", "rank-beyond"):
+        beyond = make_tiny_encoder(folder / name, reranker=name.startswith("rank"))
+        tokenizer = json.loads((beyond / "tokenizer.json").read_text())
+        last = tokenizer["added_tokens"][-1]
+        tokenizer["added_tokens"].append({**last, "id": 260, "content": "<image>"})
+        (beyond / "tokenizer.json").write_text(json.dumps(tokenizer))
     shouting = make_tiny_encoder(folder / "short")
     (shouting / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": 1}')
     make_tiny_encoder(folder / "logits", reranker=True, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})  # fmt: skip
@@ -152,6 +159,14 @@ async def test_token_ids_are_read_as_they_are(pool: ModelPoolManager):
         InvalidParameter, match=r"`input\[1\]`: token ids must be between 0 and 259"
     ):
         await embed(pool, "bert-mean", "x", (5, 260))
+
+
+async def test_a_token_that_the_model_was_never_given_is_refused(pool: ModelPoolManager):
+    with pytest.raises(InvalidRequest, match=r"`input\[1\]` has the token '<image>' \(260\)"):
+        await embed(pool, "beyond", "x", "a <image>")
+    with pytest.raises(InvalidRequest, match=r"`documents\[0\]` has the token '<image>'"):
+        await rank(pool, "rank-beyond", "<image>")
+    assert (await embed(pool, "beyond", "x")).tokens == 3
 
 
 async def test_tokens_are_counted_with_the_special_ones(pool: ModelPoolManager):

@@ -34,7 +34,7 @@ async def test_a_token_that_the_model_was_never_given_is_refused(tmp_path: Path)
             ):
                 assert answer.status_code == 400
                 error = answer.json()["error"]
-                assert f"the token '<|image|>' ({VOCAB_SIZE})" in error["message"]
+                assert f"`{param}` has the token '<|image|>' ({VOCAB_SIZE})" in error["message"]
                 assert error["param"] == param
             beyond = await asked("/v1/completions", prompt=[VOCAB_SIZE])
             assert (beyond.status_code, beyond.json()["error"]["param"]) == (422, "prompt")
