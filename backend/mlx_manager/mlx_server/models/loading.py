@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.folder import ModelFolder, read_json
+from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.layout import lay_out
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.models.timing import fastest
@@ -54,6 +54,7 @@ from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish, in
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
+ADAPTER_KEYS = ("num_layers", "lora_parameters")
 LONGEST_PROBLEM = 500
 """Characters of a library's error that are passed on; the log has all of it."""
 KV_SHARE = 0.2
@@ -249,17 +250,21 @@ def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
 def adapter_bytes(adapter: Path | None) -> int:
     """
     Raises:
-        ModelLoadFailed: there is no adapter of mlx-lm's in that folder.
+        ModelLoadFailed: there is no sound adapter of mlx-lm's in that folder.
     """
     if adapter is None:
         return 0
-    try:
-        read_json(adapter / ADAPTER_CONFIG)
-        return (adapter / ADAPTER_WEIGHTS).stat().st_size
-    except OSError as error:
+    config = read_json(adapter / ADAPTER_CONFIG)
+    if "peft_type" in config:
         raise ModelLoadFailed(
-            f"{adapter / ADAPTER_WEIGHTS} can't be read: {error.strerror}."
-        ) from error
+            f"{adapter} holds an adapter in PEFT's format. MLX loads those that mlx-lm trains or "
+            f"that were converted for it: {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}."
+        )
+    missing = [key for key in ADAPTER_KEYS if key not in config]
+    if missing and config.get("fine_tune_type") != "full":
+        raise ModelLoadFailed(f"{adapter / ADAPTER_CONFIG} has no {missing[0]}.")
+    check_safetensors(adapter / ADAPTER_WEIGHTS)
+    return (adapter / ADAPTER_WEIGHTS).stat().st_size
 
 
 def adapted(model: nn.Module, adapter: Path) -> nn.Module:

@@ -213,6 +213,20 @@ def test_an_adapter_that_is_none_is_refused_before_the_weights_are_read(tmp_path
     (tmp_path / "adapter" / "adapters.safetensors").unlink()
     with pytest.raises(ModelLoadFailed, match=r"adapters.safetensors can't be read"):
         load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / "adapter"))
+    make_tiny_adapter(tmp_path / "adapter", folder)
+    weights, settings = (
+        tmp_path / "adapter" / name for name in ("adapters.safetensors", "adapter_config.json")
+    )
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(ModelLoadFailed, match=r"adapters.safetensors is truncated or damaged"):
+        load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / "adapter"))
+    for written, message in (
+        ("{}", "has no num_layers"),
+        ('{"peft_type": "LORA"}', "in PEFT's format"),
+    ):
+        settings.write_text(written)
+        with pytest.raises(ModelLoadFailed, match=message):
+            load(source(folder), PoolLimits(), ledger, Recipe(adapter=tmp_path / "adapter"))
     other = make_tiny_model(tmp_path / "other", hidden_size=32)
     make_tiny_adapter(tmp_path / "adapter", other)
     with pytest.raises(ModelLoadFailed, match=r"m can't be loaded: .*incompatible"):
