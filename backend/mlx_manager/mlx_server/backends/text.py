@@ -118,7 +118,7 @@ class TextBackend:
         )
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
         self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
-        limits, working = with_chunk(limits, loaded.model, forward, ledger)
+        limits, scored, working = with_chunk(limits, loaded.model, forward, ledger)
         self._engine = TextEngine(
             loaded.id,
             forward,
@@ -126,6 +126,7 @@ class TextBackend:
             ledger,
             looks_ahead=forward.looks_ahead,
             working_bytes=working,
+            scored=scored,
         )
         thread.attach(self._engine)
 

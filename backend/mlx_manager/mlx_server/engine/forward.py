@@ -502,8 +502,22 @@ def probe(model: nn.Module) -> list[LayerShape | None]:
     return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
 
 
+def vocabulary_of(model: nn.Module) -> int:
+    """How many logits a token has; tells it by the widest product."""
+    return max(_widths(model))
+
+
+def _widths(model: nn.Module) -> list[int]:
+    """Of each product, how many numbers it makes of a token."""
+    weights = [a for name, a in tree_flatten(model.parameters()) if name.endswith("weight")]
+    # Those that lie in blocks have no parameter of that name.
+    weights += [m.weight for _, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [array.shape[-2] for array in weights if array.ndim > 1]
+
+
 def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) -> int:
-    """An estimate of what a step of so many tokens and drawing rows holds at its worst moment.
+    """An estimate of what a step of so many tokens holds at its worst moment, with logits of
+    `rows` of them.
 
     On a CPU a layer's results are gone before the next one's: the widest product's, as float32 and
     with what it is made from and into, for each token; the logits and their copies for each row;
@@ -511,11 +525,8 @@ def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) ->
     GPU, what is queued is there until it has run: about twice what the products make, in half
     precision (measured: 166 kB a token and layer of an 8B).
     """
-    weights = [a for name, a in tree_flatten(model.parameters()) if name.endswith("weight")]
-    # Those that lie in blocks have no parameter of that name.
-    weights += [m.weight for _, m in model.named_modules() if isinstance(m, nn.Linear)]
-    outputs = [array.shape[-2] for array in weights if array.ndim > 1]
-    vocabulary: int = max(outputs)
+    outputs = _widths(model)
+    vocabulary = max(outputs)
     widest: int = max([n for n in outputs if n != vocabulary] or outputs)
     logits = 4 * 4 * rows * vocabulary
     if mx.default_device() == mx.cpu:

@@ -6,6 +6,7 @@ No arrays and no clock here: only sequences, pages and what a step may take on.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -86,6 +87,7 @@ class Scheduler:
         abreast: running rows that are enough for a step, or 0 where it is best for all of them to
             go at once. Where several owners want the engine, and there are twice as many or more,
             they take turns, so that whoever comes waits for a shorter step.
+        scored: most prompt tokens of a step that logits are wanted of, at least a page.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Scheduler:
         restore: Callable[[Sequence, object], None] | None = None,
         horizon: int = 0,
         abreast: int = 0,
+        scored: int = sys.maxsize,
     ) -> None:
         self.pool = pool
         self.waiting: list[Sequence] = []
@@ -111,6 +114,7 @@ class Scheduler:
         self._restore = restore
         self._horizon = horizon
         self._abreast = abreast
+        self._scored = scored
         self._steps = 0
         self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
@@ -224,7 +228,7 @@ class Scheduler:
         If the first of them are of a key that is owed its first row, the rows of others wait for
         this one step, so that it need not wait for theirs.
         """
-        room, gives_way = True, False
+        room, gives_way, scored = True, False, self._scored
         chosen.load = Load(len(chosen.rows))
         for sequence in self._by_priority():
             if budget(chosen.load, sequence.computed) <= 0:
@@ -238,9 +242,15 @@ class Scheduler:
             if not chosen.prefills and self._owed(sequence):
                 chosen.rows, chosen.load, gives_way = [], Load(), True
             left = budget(chosen.load, sequence.computed)
+            if sequence.scores_prompt:
+                left = min(left, scored)
             prefill = self._chunk(sequence, left, first=not chosen.prefills)
+            if prefill is None and sequence.scores_prompt:
+                continue
             if prefill is None:
                 break
+            if sequence.scores_prompt:
+                scored -= prefill.tokens
             chosen.load = chosen.load.with_chunk(sequence.computed, prefill.tokens)
             sequence.computed += prefill.tokens
             chosen.prefills.append(prefill)

@@ -9,6 +9,7 @@ place. It holds up whoever queues it for most of its time, so tokens are handed 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +31,14 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.engine.crew import Crew
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot, working_bytes
+from mlx_manager.mlx_server.engine.forward import (
+    Chunk,
+    Decode,
+    Forward,
+    Snapshot,
+    vocabulary_of,
+    working_bytes,
+)
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.letter import Letter
@@ -59,6 +67,9 @@ CHUNK_ON_CPU = 512
 CHUNK_ON_GPU = 2048
 # A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
 LEAST_CHUNK_AHEAD = 256
+# Numbers in the logits of a step's scored prompt tokens: of 128 with a vocabulary of 128 000. Each
+# takes up to 16 bytes while its token is scored.
+MOST_SCORED = 1 << 24
 # After 4 000 tokens, eight of them take a CPU twice as long as eight rows.
 LEAST_CHUNK = 4
 # Pages are added by at least this many, and by at least half of what there is.
@@ -150,6 +161,7 @@ class TextEngine:
         looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
             is slower than the device; on a CPU it would turn in-place writes into copies.
         working_bytes: what a step's results may take at once; in the ledger as `prefill:<name>`.
+        scored: most prompt tokens of a step that are scored.
 
     Raises:
         OutOfMemory: the ledger has not even that.
@@ -164,11 +176,13 @@ class TextEngine:
         *,
         looks_ahead: bool,
         working_bytes: int = 0,
+        scored: int = sys.maxsize,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._forward = forward
         forward.serve()
         self._limits = limits
+        self._scored = scored
         self._ledger = ledger
         self._line = f"pages:{name}"
         self._snapshot_line = f"snapshots:{name}"
@@ -211,6 +225,7 @@ class TextEngine:
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
             horizon=self._forward.horizon,
             abreast=self._forward.abreast,
+            scored=self._scored,
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
         most = chunk_of(self._limits)
@@ -780,8 +795,9 @@ def chunk_of(limits: EngineLimits) -> int:
 
 def with_chunk(
     limits: EngineLimits, model: nn.Module, forward: Forward, ledger: Ledger
-) -> tuple[EngineLimits, int]:
-    """The limits with a size for chunks, and the bytes that a step of so many tokens works on.
+) -> tuple[EngineLimits, int, int]:
+    """The limits with a size for chunks, how many of a step's prompt tokens may be scored, and the
+    bytes that such a step works on.
 
     Where the owner named none, no larger than leaves most of what the ledger has to pages.
     """
@@ -789,11 +805,16 @@ def with_chunk(
     clear_cache()
     most = ledger.available() // 4
     tokens = chunk_of(limits)
-    working = working_bytes(model, forward, tokens, limits.max_rows)
+    scored = max(limits.page_size, MOST_SCORED // vocabulary_of(model))
+
+    def working_on(tokens: int) -> int:
+        return working_bytes(model, forward, tokens, limits.max_rows + min(tokens, scored))
+
+    working = working_on(tokens)
     while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
         tokens //= 2
-        working = working_bytes(model, forward, tokens, limits.max_rows)
-    return replace(limits, prefill_chunk=tokens), working
+        working = working_on(tokens)
+    return replace(limits, prefill_chunk=tokens), scored, working
 
 
 def _newest(rows: list[Sequence], last: Step | None) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -76,11 +77,13 @@ class Rig:
         *,
         memory: int = 1 << 30,
         looks_ahead: bool = False,
+        scored: int = sys.maxsize,
         choose: Callable[[nn.Module, int], Forward] = choose,
         **limits: object,
     ) -> None:
         self.thread = MLXThread()
         self._looks_ahead = looks_ahead
+        self._scored = scored
         self._folder = folder
         self._choose = choose
         # Other tests' freed buffers are none of this one's business.
@@ -102,7 +105,14 @@ class Rig:
         self.texts = TokenTexts(self.tokenizer)
         self.forward = self._choose(self.model, self._limits.page_size)
         ahead = self._looks_ahead or self.forward.looks_ahead
-        self.engine = TextEngine("tiny", self.forward, self._limits, self.ledger, looks_ahead=ahead)
+        self.engine = TextEngine(
+            "tiny",
+            self.forward,
+            self._limits,
+            self.ledger,
+            looks_ahead=ahead,
+            scored=self._scored,
+        )
         self.thread.attach(self.engine)
 
     def _unload(self) -> None:
