@@ -50,8 +50,8 @@ def quoted(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """JSON in which halves of characters, which UTF-8 has no bytes for, are escaped."""
-    return _LONE_SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+    """`text` with U+FFFD for halves of characters, which UTF-8 has no bytes for."""
+    return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def _refuse(constant: str) -> Any:

@@ -100,7 +100,8 @@ class CallReader:
         self._tail = False
         # A header has named a function, and nothing has followed: it is called with no arguments.
         self._named_only = bool(name)
-        self._steps = self._section()
+        begun = bool(opener and self._item_pattern.fullmatch(opener, partial=True))
+        self._steps = self._section(opener if begun else "")
         next(self._steps)
 
     def feed(self, text: str) -> Progress:
@@ -168,8 +169,8 @@ class CallReader:
 
     # -- The grammar: each generator is sent one character after the other ---------------------
 
-    def _section(self) -> Steps:
-        ahead = ""
+    def _section(self, ahead: str) -> Steps:
+        """Calls until their end. `ahead`: an opener that is the beginning of the first itself."""
         while True:
             match = yield from self._item(self._item_pattern, ahead)
             groups = match.groupdict()

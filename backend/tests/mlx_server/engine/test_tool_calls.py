@@ -371,7 +371,7 @@ def test_line_feeds_that_a_model_forgets_to_escape_are_escaped(call: str) -> Non
 def test_half_a_character_in_an_argument_can_be_sent(output: OutputFormat, text: str) -> None:
     answer = parse(text, output)
     assert answer.calls[0].arguments.encode()
-    assert answer.values == [("note", {"text": "\ud83d"})]
+    assert answer.values == [("note", {"text": "\ufffd"})]
 
 
 def test_half_a_character_in_a_literal_of_python_can_be_sent() -> None:
@@ -379,7 +379,7 @@ def test_half_a_character_in_a_literal_of_python_can_be_sent() -> None:
     text = "<tool_call><function=now><parameter=a>['\\ud83d']</parameter></function></tool_call>"
     answer = parse(text, output)
     assert answer.calls[0].arguments.encode()
-    assert answer.values == [("now", {"a": ["\ud83d"]})]
+    assert answer.values == [("now", {"a": ["\ufffd"]})]
 
 
 @pytest.mark.parametrize(
@@ -424,6 +424,27 @@ def test_nothing_of_a_broken_call_is_content_when_no_other_may_follow() -> None:
     for pieces in ([text], text):
         answer = parse(pieces, replace(HERMES, parallel=False))
         assert (answer.content, answer.calls) == ("", [Call("now", '{"a": 1', "id-1")])
+
+
+@pytest.mark.parametrize("end", ["", "\n</tool_call>", "\n</tool_call>\nDone."])
+def test_a_call_of_qwen_coder_without_its_opening_marker_is_read(end: str) -> None:
+    call = "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    call += "<parameter=days>\n2\n</parameter>\n</function>"
+    for text in (f"I'll look.\n\n{call}{end}", f"I'll look.\n\n{call}\n{call}{end}"):
+        for pieces in ([text], text):
+            answer = parse(pieces, CODER)
+            assert answer.content.split() == ["I'll", "look.", *end[14:].split()]
+            assert answer.values == [WEATHER] * text.count("<function=")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Write <function=name> so.", "<function=", "<function=other>\n</function>\n</tool_call>"],
+)
+def test_what_only_looks_like_a_call_of_qwen_coder_is_text(text: str) -> None:
+    for pieces in ([text], text):
+        answer = parse(pieces, CODER)
+        assert (answer.content, answer.calls) == (text, [])
 
 
 def test_only_one_call_is_made_when_calls_may_not_be_parallel() -> None:

@@ -289,7 +289,7 @@ def _parameters(
 
 
 QWEN_CODER = _parameters(
-    ("<tool_call>",),
+    ("<tool_call>", "<function="),
     rf"\s*(?:(?P<close></tool_call>)|<function=\s*{_NAME}\s*>(?P<params>))",
     Parameters(
         r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
@@ -305,7 +305,7 @@ QWEN_CODER = _parameters(
         arguments=OneByOne("<parameter=", ">\n", "\n</parameter>", "\n"),
     ),
 )
-"""Qwen3-Coder and its kin."""
+"""Qwen3-Coder and its kin, which leave the marker before a call out now and then."""
 
 
 def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
