@@ -161,7 +161,10 @@ class EncoderBackend:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._loaded.sentence.lower_case:
             texts = [text.lower() for text in texts]
-        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        # What is too long is cut or refused here; the tokenizer would warn of "indexing errors".
+        ids: list[list[int]] = self._tokenizer(
+            list(texts), add_special_tokens=False, verbose=False
+        )["input_ids"]
         return ids
 
     def _inputs(self, request: EmbeddingRequest) -> list[Ids]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny_encoder(folder / name, kind, **how)
     for name in RERANKERS:
         make_tiny_encoder(folder / f"rank-{name}", name, reranker=True)
+    make_tiny_encoder(folder / "quiet")
     make_tiny_encoder(folder / "matryoshka", is_matryoshka=True, matryoshka_dimensions=[8, 16, 32])
     prompted = make_tiny_encoder(folder / "prompted")
     prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None}
@@ -256,6 +258,19 @@ async def test_work_is_in_the_ledger_and_gone_when_it_is_done(pool: ModelPoolMan
     await embed(pool, "bert-mean", *SAID)
     assert "weights:bert-mean" in pool.ledger.figures()
     assert set(pool.ledger.figures()) - before <= {"weights:bert-mean"}
+
+
+async def test_a_text_that_is_too_long_worries_nobody_who_reads_the_log(
+    pool: ModelPoolManager, caplog: pytest.LogCaptureFixture
+):
+    # It tells of such a text once, and past the log's own lines.
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        await embed(pool, "quiet", "word " * 200, truncate=-1)
+    finally:
+        library.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.name.startswith("transformers")]
 
 
 async def test_a_caller_who_goes_takes_the_work_along(pool: ModelPoolManager):
