@@ -112,7 +112,9 @@ class TextBackend:
         self._loaded = loaded
         self._thread = thread
         self._texts = TokenTexts(loaded.tokenizer)
-        self._stop_ids = frozenset(loaded.adapter.get_stop_tokens(loaded.tokenizer))
+        named = loaded.adapter.get_stop_tokens(loaded.tokenizer)
+        # A config.json may name an end that the model can't write, such as -1.
+        self._stop_ids = frozenset(token for token in named if 0 <= token < loaded.vocabulary)
         self._vocabulary = Vocabulary(
             loaded.tokenizer, min(len(loaded.tokenizer), loaded.vocabulary)
         )

@@ -6,7 +6,11 @@ from pathlib import Path
 import httpx
 import pytest
 from live import live_server
-from tiny_models import VOCAB_SIZE, make_tiny_model
+from tiny_models import EOT_ID, VOCAB_SIZE, make_tiny_model
+
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.services.inference import generate_chat_completion
 
 
 def add_token(folder: Path, content: str, number: int) -> None:
@@ -39,3 +43,14 @@ async def test_a_token_that_the_model_was_never_given_is_refused(tmp_path: Path)
             beyond = await asked("/v1/completions", prompt=[VOCAB_SIZE])
             assert (beyond.status_code, beyond.json()["error"]["param"]) == (422, "prompt")
             assert (await asked("/v1/completions", prompt="a")).status_code == 200
+
+
+@pytest.mark.parametrize("absent", [-1, 99_999])
+async def test_an_end_that_the_model_lacks_stands_in_no_answers_way(tmp_path: Path, absent: int):
+    make_tiny_model(tmp_path / "m", eos_token_id=[EOT_ID, absent])
+    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False)
+    async with open_pool(settings) as pool:
+        for asked in ({"response_format": {"type": "json_object"}}, {"min_tokens": 2}):
+            said = [{"role": "user", "content": "a"}]
+            body = await generate_chat_completion("m", said, pool=pool, max_tokens=4, **asked)
+            assert body["usage"]["completion_tokens"] > 0
