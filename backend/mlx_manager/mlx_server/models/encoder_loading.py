@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
+    TokenizerErrors,
     allowed_context,
     explained,
     granted,
@@ -120,6 +121,7 @@ def loading_encoder(
         )
 
 
+@TokenizerErrors()
 def read_tokenizer(folder: Path, limits: PoolLimits) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
         folder, trust_remote_code=limits.trust_remote_code

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -191,6 +191,23 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
     return folder
 
 
+class TokenizerErrors(ContextDecorator):
+    """The library tokenizers raises a bare `Exception` over a tokenizer.json that it can't read,
+    such as a newer release's; here it is a ValueError that names the file."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is Exception:
+            release = version("tokenizers")
+            raise ValueError(
+                f"tokenizers {release} can't read its tokenizer.json: {error}"
+            ) from error
+
+
+@TokenizerErrors()
 def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) -> TokenizerWrapper:
     return load_tokenizer(
         folder,

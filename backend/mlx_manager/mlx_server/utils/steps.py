@@ -25,7 +25,7 @@ PATIENCE = 0.5
 holds: that of a log's handler, or of a module that is being imported."""
 
 # What mlx-lm, transformers, MLX and a repository's own code raise over files that are not as they
-# expect. (tokenizers raises a bare Exception over some, which is left to the top levels.)
+# expect.
 BROKEN = (
     ArithmeticError,
     AssertionError,

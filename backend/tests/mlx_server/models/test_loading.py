@@ -99,6 +99,14 @@ def overwrite(name: str, text: str) -> Callable[[Path], None]:
     return damage
 
 
+def change_tokenizer(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
 def set_config(**changes: object) -> Callable[[Path], None]:
     return lambda folder: edit(folder, **changes)
 
@@ -122,6 +130,7 @@ def set_config(**changes: object) -> Callable[[Path], None]:
         (set_config(quantization_config={"quant_method": "gptq", "bits": 4}), ModelLoadFailed, "m can't be loaded"),
         (set_config(num_hidden_layers=90), ModelLoadFailed, r"Missing 792 parameters.{,520} \.\.\.$"),
         (overwrite("tokenizer.json", "{}"), ModelLoadFailed, "m can't be loaded: 'added_tokens' is missing"),
+        (change_tokenizer(model={"type": "Newer"}), ModelLoadFailed, r"m can't be loaded: tokenizers \d\S+ can't read its tokenizer\.json"),
         (overwrite("model.safetensors.index.json", '{"weight_map": {"a": 5}}'), ModelLoadFailed, r"index\.json has a weight_map"),
     ],
 )  # fmt: skip
