@@ -216,7 +216,6 @@ class Ledger:
         `free` could release now, of lines.
         """
         self._relief.append((rank, free, spare))
-        self._relief.sort(key=lambda entry: entry[0])
 
     def relievable(self, but: Callable[[int], None]) -> int:
         """Bytes of lines that relief could release now, other than by `but`."""
