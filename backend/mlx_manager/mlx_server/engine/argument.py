@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mlx_manager.mlx_server.engine.schemas import Kind, kind_of
 from mlx_manager.mlx_server.engine.text_scanner import TextScanner
+from mlx_manager.mlx_server.utils.text import encodable
 
 TEXT: frozenset[Kind] = frozenset({"string"})
 ANYTHING: frozenset[Kind] = frozenset({"any"})
 
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LITERAL_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
@@ -47,11 +46,6 @@ def _literal(text: str) -> str:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def encodable(text: str) -> str:
-    """`text` with U+FFFD for halves of characters, which UTF-8 has no bytes for."""
-    return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def _refuse(constant: str) -> Any:

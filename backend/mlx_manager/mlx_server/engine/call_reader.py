@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, encodable, quoted
+from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, quoted
 from mlx_manager.mlx_server.engine.schemas import Kind, kinds_by_name
 from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
+from mlx_manager.mlx_server.utils.text import encodable
 
 CallEvent = ToolCallStarted | ToolCallDelta
 

@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
 from mlx_manager.mlx_server.models.sentence import longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.steps import BROKEN
+from mlx_manager.mlx_server.utils.text import encodable
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
@@ -163,7 +164,7 @@ class Catalog:
 
 def can_be_named(model_id: str) -> bool:
     """Whether it is text: a file's name may hold any bytes, and no request or answer can."""
-    return model_id.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in model_id)
+    return encodable(model_id) == model_id
 
 
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:

@@ -7,7 +7,6 @@ tokenizer and template are in order. The families override what they do otherwis
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -40,8 +39,7 @@ from mlx_manager.mlx_server.models.adapters.template import (
 )
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
-
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+from mlx_manager.mlx_server.utils.text import encodable
 
 Tokenizer = Any
 """mlx-lm's `TokenizerWrapper`, or anything that has the methods used."""
@@ -178,7 +176,7 @@ class DefaultAdapter:
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
         # JSON can escape half a character, in arguments and in tools; no tokenizer takes one.
-        return _LONE_SURROGATE.sub("\ufffd", text)
+        return encodable(text)
 
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
         if not _offers(conversation):
