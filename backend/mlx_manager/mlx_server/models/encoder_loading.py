@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.models.loading import (
     granted,
     settled,
 )
+from mlx_manager.mlx_server.models.reading import read
 from mlx_manager.mlx_server.models.sentence import (
     Activation,
     Dense,
@@ -98,9 +99,12 @@ def loading_encoder(
     for layer in sentence.dense:
         check_safetensors(layer.path / "model.safetensors")
     with granted(source.id, folder.nbytes, ledger), explained(source.id):
-        model = build(folder, kind, sentence, source.id)
+        found = dict(stored(folder))
+        model = build(folder, kind, sentence, source.id, found)
         yield None
         tokenizer = yield from beside(partial(read_tokenizer, folder.path, limits))
+        yield from read(model, found, folder.weight_files)
+        found.clear()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
             model.update(tree_map(widened, model.parameters()))
@@ -128,8 +132,14 @@ def read_tokenizer(folder: Path, limits: PoolLimits) -> PreTrainedTokenizerBase:
     )
 
 
-def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) -> Encoder:
-    """The encoder with its weights, lazily."""
+def build(
+    folder: ModelFolder,
+    kind: Kind,
+    sentence: Sentence,
+    model_id: str,
+    found: Mapping[str, mx.array],
+) -> Encoder:
+    """The encoder with its weights, lazily. found: the arrays of its folder's files."""
     head = None
     if kind == "reranker":
         labels = labels_of(folder.config)
@@ -140,9 +150,9 @@ def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) ->
         head = head_of(folder.config, labels, model_id)
     model = Encoder(folder.config, sentence.pooling, head)
     model.dense = [dense_layer(layer) for layer in sentence.dense]
-    weights = dict(body_weights(folder, model))
+    weights = dict(body_weights(found, model))
     if head is not None:
-        weights |= head_weights(folder)
+        weights |= head_weights(found)
     for index, layer in enumerate(sentence.dense):
         own = arrays_in(layer.path / "model.safetensors")
         weights |= {f"dense.{index}.{name}": array for name, array in own.items()}
@@ -161,10 +171,10 @@ def stored(folder: ModelFolder) -> Iterator[tuple[str, mx.array]]:
         yield from arrays_in(file).items()
 
 
-def body_weights(folder: ModelFolder, model: Encoder) -> Iterator[tuple[str, mx.array]]:
+def body_weights(found: Mapping[str, mx.array], model: Encoder) -> Iterator[tuple[str, mx.array]]:
     """The architecture's own, by the names that mlx-embeddings gives them."""
     plain: dict[str, mx.array] = {}
-    for name, array in stored(folder):
+    for name, array in found.items():
         if name.startswith((*OTHER_HEADS, "classifier.", "head.")):
             continue
         plain[plain_name(name)] = array
@@ -180,10 +190,10 @@ def plain_name(name: str) -> str:
     return name
 
 
-def head_weights(folder: ModelFolder) -> dict[str, mx.array]:
+def head_weights(found: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return {
         f"head.{name}": array
-        for name, array in stored(folder)
+        for name, array in found.items()
         if name.startswith(("classifier.", "head."))
     }
 

@@ -119,12 +119,22 @@ def _read(file: Path) -> Any:
 
 
 def check_safetensors(file: Path) -> None:
-    """The header must be sound and its tensors must fill the file: 8 bytes of length, JSON, data.
-
-    Source: the format's description at https://github.com/huggingface/safetensors.
+    """The header must be sound and its tensors must fill the file.
 
     Raises:
         ModelLoadFailed: they don't; the message names the file.
+    """
+    tensors_in(file)
+
+
+def tensors_in(file: Path) -> dict[str, tuple[int, int]]:
+    """The first byte of each tensor in a safetensors file, and the one after its last.
+
+    The file is 8 bytes of length, so much JSON, and data. Source: the format's description at
+    https://github.com/huggingface/safetensors.
+
+    Raises:
+        ModelLoadFailed: the header is broken, or its tensors don't fill the file, which is named.
     """
     try:
         size = file.stat().st_size
@@ -133,16 +143,22 @@ def check_safetensors(file: Path) -> None:
             if not 0 < length <= min(size - 8, LARGEST_HEADER):
                 raise ModelLoadFailed(f"{file} is not a safetensors file, or is truncated.")
             header = json.loads(stream.read(length))
-        ends = [t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"]
+        begin = 8 + length
+        tensors = {
+            name: (begin + tensor["data_offsets"][0], begin + tensor["data_offsets"][1])
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
+        expected = max((end for _, end in tensors.values()), default=begin)
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
     except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise ModelLoadFailed(f"{file} has a broken safetensors header.") from error
-    expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise ModelLoadFailed(
             f"{file} is truncated or damaged: {size:,} bytes, and its header says {expected:,}."
         )
+    return tensors
 
 
 def context_length(config: Mapping[str, Any], tokenizer_length: int | None = None) -> int:

@@ -37,6 +37,7 @@ from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.layout import lay_out
+from mlx_manager.mlx_server.models.reading import noting, read
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.models.timing import fastest
 from mlx_manager.mlx_server.models.weights import (
@@ -118,15 +119,21 @@ def loading(
         context = allowed_context(source.id, folder.context_length, recipe)
     nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
     with granted(source.id, nbytes, ledger), explained(source.id):
+        found: dict[str, mx.array] = {}
         model, config = load_model(
-            folder.path, lazy=True, trust_remote_code=limits.trust_remote_code
+            folder.path,
+            lazy=True,
+            get_model_classes=noting(found),
+            trust_remote_code=limits.trust_remote_code,
         )
-        if recipe.adapter is not None:
-            model = adapted(model, recipe.adapter)
         yield None
         tokenizer = yield from beside(partial(read_tokenizer, folder.path, config, limits))
         longest = yield from longest_token(tokenizer)
         adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
+        yield from read(model, found, folder.weight_files)
+        found.clear()
+        if recipe.adapter is not None:
+            model = adapted(model, recipe.adapter)
         yield None
         weights, nbytes = yield from settled(model, source.id, limits, ledger)
         return LoadedModel(
