@@ -24,7 +24,7 @@ from weakref import ref
 
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
-from mlx_manager.mlx_server.utils.graphs import record_whole_steps
+from mlx_manager.mlx_server.utils.graphs import keep_kernels, record_whole_steps
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class MLXThread:
     def start(self) -> None:
         keep_freed_memory()
         record_whole_steps()
+        keep_kernels()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

@@ -1,8 +1,17 @@
-"""How MLX's CUDA build records steps, which it reads from the environment at its first use."""
+"""How MLX's CUDA build records steps and keeps its kernels, which it reads from the environment at
+its first use."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+from importlib.metadata import version
+from pathlib import Path
+
+from mlx_manager.mlx_server.utils.transfer import DRIVER
+
+log = logging.getLogger(__name__)
 
 SETTINGS = {
     # Graphs kept for steps of different shapes. By default 400; beyond twice as many misses in its
@@ -13,9 +22,58 @@ SETTINGS = {
     "MLX_MAX_OPS_PER_BUFFER": "1000",
     "MLX_MAX_MB_PER_BUFFER": "1000000",
 }
+KERNELS = "MLX_PTX_CACHE_DIR"
+
+# Of the CUDA driver API: attributes of a device.
+_MAJOR, _MINOR = 75, 76
 
 
 def record_whole_steps() -> None:
     """Set what the owner has not set. Before MLX computes anything; without effect elsewhere."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def keep_kernels() -> None:
+    """Have MLX keep the kernels that it compiles of its own, some 17 s of them for a model (H200),
+    in the user's cache, unless the owner says where.
+
+    Its own choice is a folder of temporary files: gone when the machine has been restarted, and
+    open to others, whose code it would run. Before MLX computes anything; nothing elsewhere.
+    """
+    if KERNELS in os.environ:
+        return
+    try:
+        folder = cache_folder() / f"{version('mlx')}-{architecture()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        # There is no such GPU, most likely; or a home that is missing, or may not be written to.
+        log.debug("MLX keeps its kernels where it likes: %s", error)
+        return
+    os.environ[KERNELS] = str(folder)
+
+
+def cache_folder() -> Path:
+    """
+    Raises:
+        RuntimeError: there is no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mlx-manager" / "kernels"
+
+
+def architecture() -> str:
+    """Of the first NVIDIA GPU that this process gets to see: `sm_90`.
+
+    Raises:
+        OSError, RuntimeError: there is none.
+    """
+    driver = ctypes.CDLL(DRIVER)
+    found = []
+    for attribute in (_MAJOR, _MINOR):
+        value = ctypes.c_int()
+        code = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0)
+        if code:
+            raise RuntimeError(f"CUDA's driver answers {code}")
+        found.append(value.value)
+    return f"sm_{found[0]}{found[1]}"
