@@ -60,15 +60,18 @@ class Chat:
                 continue
             except EOFError:
                 return
-            match parse(line):
-                case Command("/exit" | "/quit"):
-                    return
-                case Command() as command:
-                    self._obey(command)
-                case "":
-                    continue
-                case question:
-                    self._ask(question)
+            try:
+                match parse(line):
+                    case Command("/exit" | "/quit"):
+                        return
+                    case Command() as command:
+                        self._obey(command)
+                    case "":
+                        continue
+                    case question:
+                        self._ask(question)
+            except KeyboardInterrupt:
+                self._say("stopped")
 
     def _ask(self, question: str) -> None:
         self.conversation.ask(question)

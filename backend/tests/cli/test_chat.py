@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_ctrl_c_at_the_prompt_clears_the_line(chat: Chat, other: OtherServer) ->
     ask(child, "/exit")
     child.expect(pexpect.EOF)
     assert other.bodies == []
+
+
+def test_ctrl_c_stops_a_command_and_not_the_program(chat: Chat) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        child = chat("--url", f"http://127.0.0.1:{silent.getsockname()[1]}", "--model", "m")
+        ask(child, "/model")
+        asked, _ = silent.accept()
+        with asked:
+            assert asked.recv(100).startswith(b"GET /v1/models")
+            child.sendintr()
+            child.expect_exact("stopped")
+            ask(child, "/exit")
+            child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
 
 
 def test_commands_change_the_conversation(chat: Chat, other: OtherServer, tmp_path: Path) -> None:
