@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from mlx_manager.completion_stream import Chunk, error_message, read_line
+from mlx_manager.mlx_server.address import is_loopback
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
@@ -20,9 +23,9 @@ LOAD_SECONDS = 3600.0
 class ServerUnreachable(Exception):
     """Nobody answers there."""
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"No server answers at {url}: {reason}")
-        self.url = url
+
+class ServerLost(ServerUnreachable):
+    """Somebody listens there, who did not answer, or not to the end."""
 
 
 class ServerRefused(Exception):
@@ -37,67 +40,102 @@ class ServerRefused(Exception):
 class ServerClient:
     """Talks to the server at `url` (without `/v1`). Close it after use.
 
+    A proxy of the environment is passed by for this machine's own servers: it would look for them
+    on its own.
+
     Every method raises:
         ServerUnreachable: the connection can't be made, or breaks.
-        ServerRefused: the answer is an error.
+        ServerRefused: the answer is an error, or not what such a server answers.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        elsewhere = not is_loopback(urlsplit(self.url).hostname or "")
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=elsewhere
+        )
 
     def close(self) -> None:
         self._http.close()
 
     def models(self) -> list[dict[str, Any]]:
         """The models on offer, the default one first: `id`, and what else the server says."""
-        return list(self.get("/v1/models")["data"])
+        path = "/v1/models"
+        try:
+            return [{**model, "id": str(model["id"])} for model in self.get(path, "data")["data"]]
+        except (LookupError, TypeError):
+            raise self._not_ours(path) from None
 
-    def get(self, path: str, **parameters: str | int) -> dict[str, Any]:
-        return self._ask("GET", path, params=parameters)
+    def default_model(self) -> str:
+        """The id of the first model on offer."""
+        offered = self.models()
+        if not offered:
+            raise ServerRefused(HTTPStatus.NOT_FOUND, f"{self.url} offers no model.")
+        return str(offered[0]["id"])
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._ask("POST", path, json=body, timeout=LOAD_SECONDS)
+    def get(self, path: str, field: str) -> dict[str, Any]:
+        """What is at `path`, an object with that `field`."""
+        return self._ask("GET", path, field)
+
+    def post(self, path: str, body: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """What comes of `body`, an object with that `field`."""
+        return self._ask("POST", path, field, json=body, timeout=LOAD_SECONDS)
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Chunk]:
         """Stream the answer to a chat completion request. Closing the generator cancels it."""
         wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        path = "/v1/chat/completions"
+        chunk, whole = None, False
         with (
             self._reaching(),
-            self._http.stream(
-                "POST", "/v1/chat/completions", json=wanted, timeout=LOAD_SECONDS
-            ) as response,
+            self._http.stream("POST", path, json=wanted, timeout=LOAD_SECONDS) as response,
         ):
-            if response.is_error:
+            if not response.is_success:
                 response.read()
                 raise refusal(response)
-            for line in response.iter_lines():
-                chunk = read_line(line)
-                if chunk is not None:
-                    if chunk.error:
-                        raise ServerRefused(response.status_code, chunk.error)
-                    yield chunk
+            for chunk in filter(None, map(read_line, response.iter_lines())):
+                if chunk.error:
+                    raise ServerRefused(response.status_code, chunk.error)
+                whole = whole or chunk.finish_reason is not None
+                yield chunk
+        if chunk is None:
+            raise self._not_ours(path)
+        if not whole:
+            raise ServerLost(f"{self.url} ended the answer before it was whole")
 
-    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, field: str, **options: Any) -> dict[str, Any]:
         with self._reaching():
             response = self._http.request(method, path, **options)
-        if response.is_error:
+        if not response.is_success:
             raise refusal(response)
         try:
-            return dict(response.json())
+            found = response.json()
         except ValueError:
-            raise ServerRefused(
-                response.status_code, f"{self.url}{path} answered with something else than JSON."
-            ) from None
+            raise self._not_ours(path) from None
+        if type(found) is not dict or field not in found:
+            raise self._not_ours(path)
+        return found
+
+    def _not_ours(self, path: str) -> ServerRefused:
+        said = f"{self.url}{path} did not answer as a model server does. Is the address right?"
+        return ServerRefused(HTTPStatus.OK, said)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ServerUnreachable(self.url, str(error) or type(error).__name__) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+            raise ServerUnreachable(f"No server answers at {self.url}: {error}") from error
+        except UnicodeEncodeError as error:
+            said = "There are bytes in the request that are no UTF-8 text."
+            raise ServerRefused(HTTPStatus.UNPROCESSABLE_ENTITY, said) from error
+        except httpx.TimeoutException as error:
+            raise ServerLost(f"{self.url} did not answer in time") from error
+        except httpx.RequestError as error:
+            said = str(error) or type(error).__name__
+            raise ServerLost(f"The connection to {self.url} broke: {said}") from error
 
 
 def refusal(response: httpx.Response) -> ServerRefused:

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -21,7 +23,7 @@ from mlx_manager.cli.pull import pull
 from mlx_manager.cli.rm import rm
 from mlx_manager.cli.serve import serve
 from mlx_manager.cli.service import service
-from mlx_manager.cli.terminal import MEANINGS
+from mlx_manager.cli.terminal import MEANINGS, ExitCode, complain
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,7 +70,19 @@ app.add_typer(service, name="service")
 app.add_typer(key, name="key")
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def main() -> None:
     # LogFire, where it is installed, has itself imported by the first model that is declared.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    app()
+    if sys.stdin is None:  # Closed by whoever called.
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # it stays open
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        complain(f"The output can't be written: {error.strerror}.")
+        # Python would try it once more as it ends, and complain in its own way.
+        os._exit(ExitCode.FAILED)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.connection import ApiKey, Url, connected
+from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, connected, exit_code
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def bench(
     """
     more = read_extra(extra)
     with connected(url, api_key) as client:
-        model = model or client.models()[0]["id"]
+        model = model or client.default_model()
     from mlx_manager.bench.plan import Plan
 
     count = requests if requests or duration else 8 * concurrency
@@ -153,8 +154,9 @@ def run_plan(plan: Plan) -> Measured:
         except FirstRequestFailed as error:
             failure = error
     where = f"{plan.url} with model {plan.model}"
-    code = ExitCode.FAILED if failure.status else ExitCode.NO_SERVER
-    fail(f"The first request to {where} failed: {failure}", code)
+    code = exit_code(failure.status) if failure.status else ExitCode.NO_SERVER
+    advice = f" {KEY_ADVICE}" if failure.status == HTTPStatus.UNAUTHORIZED else ""
+    fail(f"The first request to {where} failed: {failure}{advice}", code)
 
 
 def finish(measured: Measured, as_json: bool) -> None:

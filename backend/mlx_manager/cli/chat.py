@@ -110,7 +110,10 @@ def asked(once: str | None) -> str | None:
                 "A session needs a terminal; ask with --once or pipe the question.", ExitCode.USAGE
             )
         return once
-    piped = sys.stdin.read().strip()
+    try:
+        piped = sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError as error:
+        fail(f"What is piped in is no UTF-8 text: {error.reason}.", ExitCode.USAGE)
     question = "\n\n".join(part for part in (once, piped) if part)
     if not question.strip():
         fail("There is no question: the input is empty.", ExitCode.USAGE)
@@ -132,12 +135,12 @@ def serving(
                 embedded_server(model) as started,
                 connected(started, None) as client,
             ):
-                yield client, client.models()[0]["id"]
+                yield client, client.default_model()
         except StartFailed as error:
             fail(f"The server could not start: {error}")
         return
     with connected(url, key) as client:
-        yield client, model or client.models()[0]["id"]
+        yield client, model or client.default_model()
 
 
 @contextmanager

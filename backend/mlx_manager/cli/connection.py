@@ -14,7 +14,7 @@ from mlx_manager.cli.terminal import ExitCode, fail
 from mlx_manager.mlx_server.address import url_of
 
 if TYPE_CHECKING:
-    from mlx_manager.client import ServerClient, ServerRefused
+    from mlx_manager.client import ServerClient
 
 Url = Annotated[
     str | None,
@@ -81,8 +81,9 @@ def answers(url: str) -> bool:
     from urllib.parse import urlsplit
 
     place = urlsplit(url)
+    port = place.port or (443 if place.scheme == "https" else 80)
     try:
-        with socket.create_connection((place.hostname or "", place.port or 80), timeout=2):
+        with socket.create_connection((place.hostname or "", port), timeout=2):
             return True
     except OSError:
         return False
@@ -97,30 +98,49 @@ def administering(url: str | None, token: str | None) -> AbstractContextManager[
     return connected(url, token, TOKEN_ADVICE)
 
 
+def client_of(url: str, key: str | None) -> ServerClient:
+    """Ends the program with exit code 2 where what was said can't be used."""
+    from mlx_manager.client import ServerClient
+
+    if key is not None and not (key.isascii() and key.isprintable()):
+        fail(
+            "The key or token has a character that none can have: a line break, say, or an accent.",
+            ExitCode.USAGE,
+        )
+    try:
+        return ServerClient(url, key)
+    except (ImportError, ValueError, OSError) as error:
+        fail(f"The environment's proxy or certificates can't be used: {error}", ExitCode.USAGE)
+
+
 @contextmanager
 def connected(
     url: str | None, key: str | None, key_advice: str = KEY_ADVICE
 ) -> Iterator[ServerClient]:
     """A client of the server; what it raises ends the program with an exit code and a message."""
-    from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+    from mlx_manager.client import ServerLost, ServerRefused, ServerUnreachable
 
-    client = ServerClient(address(url), key)
+    client = client_of(address(url), key)
     try:
         yield client
+    except ServerLost as error:
+        fail(f"{error}.", ExitCode.NO_SERVER)
     except ServerUnreachable as error:
         fail(
             f"{error}. Start one with `mlx-manager serve`, or say where it is with --url.",
             ExitCode.NO_SERVER,
         )
     except ServerRefused as error:
-        advice = f" {key_advice}" if error.status == HTTPStatus.UNAUTHORIZED else ""
-        fail(error.message + advice, exit_code(error))
+        if error.status == HTTPStatus.UNAUTHORIZED:
+            fail(f"{error.message.removesuffix('.')}. {key_advice}", exit_code(error.status))
+        fail(error.message, exit_code(error.status))
     finally:
         client.close()
 
 
-def exit_code(error: ServerRefused) -> ExitCode:
-    match error.status:
+def exit_code(status: int) -> ExitCode:
+    """For the HTTP status of an error."""
+    match status:
         case HTTPStatus.NOT_FOUND:
             return ExitCode.NOT_FOUND
         case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN | HTTPStatus.CONFLICT:

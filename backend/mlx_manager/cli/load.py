@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -34,9 +35,9 @@ def load(
       mlx-manager load mlx-community/Llama-3.2-3B-Instruct-4bit --pin
     """
     with administering(url, admin_token) as client, waiting(f"loading {name}"):
-        model = client.post("/v1/admin/models/load", {"model": name})
+        model = client.post("/v1/admin/models/load", {"model": name}, "memory")
         if pin:
-            model = client.post("/v1/admin/models/pin", {"model": name, "pinned": True})
+            model = client.post("/v1/admin/models/pin", {"model": name, "pinned": True}, "memory")
     if as_json:
         typer.echo(json.dumps(model, indent=2))
         return
@@ -56,7 +57,7 @@ def unload(
       mlx-manager unload mlx-community/Llama-3.2-3B-Instruct-4bit
     """
     with administering(url, admin_token) as client:
-        gone = client.post("/v1/admin/models/unload", {"model": name})
+        gone = client.post("/v1/admin/models/unload", {"model": name}, "unloaded")
     if as_json:
         typer.echo(json.dumps(gone, indent=2))
     elif gone["unloaded"]:
@@ -82,7 +83,7 @@ def cancel(
       mlx-manager cancel chatcmpl-1f0c
     """
     with administering(url, admin_token) as client:
-        done = client.post(f"/v1/admin/requests/{request}/cancel", {})
+        done = client.post(f"/v1/admin/requests/{quote(request, safe='')}/cancel", {}, "cancelled")
     if as_json:
         typer.echo(json.dumps(done, indent=2))
     else:

@@ -23,8 +23,8 @@ def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = Fal
       mlx-manager ps --json | jq '.requests[] | select(.state == "waiting")'
     """
     with administering(url, admin_token) as client:
-        models = client.get("/v1/admin/models")
-        requests = client.get("/v1/admin/requests")
+        models = client.get("/v1/admin/models", "memory")
+        requests = client.get("/v1/admin/requests", "data")
     loaded = [model for model in models["data"] if model["state"] != "loadable"]
     if as_json:
         found = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_manager.cli.connection import ApiKey, Url, address, answers
+from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, address, answers, client_of
 from mlx_manager.cli.serve import ModelsDir
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, size
 
@@ -74,24 +75,22 @@ def refuse_if_loaded(name: str, url: str, key: str | None) -> None:
     """A server elsewhere has other files; one that is not ours says nothing of loading."""
     if not answers(url):
         return
-    from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+    from mlx_manager.client import ServerRefused, ServerUnreachable
 
-    client = ServerClient(url, key)
+    client = client_of(url, key)
     try:
         states = {model["id"]: model.get("state", "") for model in client.models()}
     except (ServerRefused, ServerUnreachable) as error:
         fail(
-            f"A server runs at {url} and does not say what it has loaded: {error} Give its key "
-            "with MLX_MANAGER_API_KEY, or stop it.",
+            f"A server runs at {url} and does not say what it has loaded: "
+            f"{str(error).removesuffix('.')}. {KEY_ADVICE} Or stop it.",
             ExitCode.REFUSED,
         )
     finally:
         client.close()
     if states.get(name) in {"loaded", "loading"}:
-        fail(
-            f"The server at {url} has {name} loaded: `mlx-manager unload {name}` first.",
-            ExitCode.REFUSED,
-        )
+        unload = f"mlx-manager unload {shlex.quote(name)}"
+        fail(f"The server at {url} has {name} loaded: `{unload}` first.", ExitCode.REFUSED)
 
 
 def confirm(found: Removal) -> None:

@@ -32,7 +32,7 @@ MEANINGS = {
     0: "done",
     ExitCode.FAILED: "failed; the message says why",
     ExitCode.USAGE: "an option, argument or setting is wrong",
-    ExitCode.NO_SERVER: "no server answers",
+    ExitCode.NO_SERVER: "no server answers, or not to the end",
     ExitCode.NOT_FOUND: "no such model, request or service",
     ExitCode.REFUSED: "not allowed: a key, a licence, or a model in use",
     ExitCode.INTERRUPTED: "interrupted with Ctrl-C",

@@ -97,6 +97,16 @@ def test_a_server_that_refuses_everything_is_not_measured(run, other: OtherServe
     assert len(other.bodies) == 1
 
 
+@pytest.mark.parametrize(("status", "code"), [(401, 5), (403, 5), (404, 4), (500, 1)])
+def test_the_first_refusal_is_the_exit_code(
+    run, other: OtherServer, status: int, code: int
+) -> None:
+    other.status = status
+    done = run("bench", "--url", other.url, "--model", "m")
+    assert done.returncode == code
+    assert ("MLX_MANAGER_API_KEY" in done.stderr) == (status == 401)
+
+
 def test_ctrl_c_reports_what_was_measured(other: OtherServer, environment: dict[str, str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_manager.cli", "bench", "--url", other.url, "--duration", "999"],

@@ -60,10 +60,10 @@ def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) ->
 
 
 def test_a_model_of_the_folder_goes_and_its_neighbours_stay(program, tmp_path: Path) -> None:
-    for name in ("mine", "owner/other"):
+    for name in ("my own (4+ bit)", "owner/other"):
         shutil.copytree(demo_model_path(), tmp_path / "models" / name)
-    done = program("rm", "mine", "--yes", "--models-dir", str(tmp_path / "models"))
-    assert done.stdout == "mine is deleted: 9 MB are free again.\n"
+    done = program("rm", "my own (4+ bit)", "--yes", "--models-dir", str(tmp_path / "models"))
+    assert done.stdout == "my own (4+ bit) is deleted: 9 MB are free again.\n"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["owner"]
 
 

@@ -20,7 +20,8 @@ class OtherServer:
     """`bodies`: the requests so far. `left` is set when a client hangs up early.
 
     endless: answers go on until the client leaves. usage: whether streams end with it. status: of
-    every answer to a chat request.
+    every answer to a chat request. strange: what everything is answered with instead, if anything.
+    cut: streams end before their answers do.
     """
 
     url: str = ""
@@ -31,6 +32,8 @@ class OtherServer:
     usage: bool = True
     status: int = 200
     strict: bool = False
+    strange: bytes | None = None
+    cut: bool = False
 
 
 @contextmanager
@@ -41,6 +44,8 @@ def other_server() -> Iterator[OtherServer]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if state.strange is not None:
+                return self.send_bytes(200, state.strange)
             if self.path != "/v1/models":
                 return self.send(404, {"detail": "Not Found"})
             models = [{"id": "other/one", "object": "model"}, {"id": "other/two"}]
@@ -50,6 +55,8 @@ def other_server() -> Iterator[OtherServer]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             state.bodies.append(body)
             state.headers.append({k.lower(): v for k, v in self.headers.items()})
+            if state.strange is not None:
+                return self.send_bytes(200, state.strange)
             if state.status != 200:
                 return self.send(state.status, {"error": {"message": "no such luck", "code": None}})
             if state.strict and "ignore_eos" in body:
@@ -71,6 +78,8 @@ def other_server() -> Iterator[OtherServer]:
                 self.event({"choices": [{"delta": {"reasoning": thought, "content": None}}]})
             for piece in ANSWER:
                 self.event({"choices": [{"delta": {"content": piece}, "finish_reason": None}]})
+            if state.cut:
+                return
             while state.endless:
                 self.event({"choices": [{"delta": {"content": "more "}}]})
             self.event({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": None})
@@ -82,7 +91,9 @@ def other_server() -> Iterator[OtherServer]:
             self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
 
         def send(self, status: int, body: dict[str, Any]) -> None:
-            content = json.dumps(body).encode()
+            self.send_bytes(status, json.dumps(body).encode())
+
+        def send_bytes(self, status: int, content: bytes) -> None:
             self.send_response(status)
             self.send_header("content-length", str(len(content)))
             self.end_headers()

@@ -12,7 +12,8 @@ from mlx_manager.mlx_server.config import DEMO_MODEL
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
 from mlx_manager.mlx_server.models.hub import repository_folder
 
-NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
+NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]+(/(?!\.)[^/\\\0-\x1f]+)?")
+"""A folder's name, or two: what `models_dir` is looked through for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,46 @@
+"""Where the program reads and writes: closed, full, or not what it should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_output_that_can_not_be_written_is_told(environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "list", "--json"],
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mlx-manager: The output can't be written: No space left on device.\n"
+
+
+def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str) -> None:
+    command = f'"{sys.executable}" -m mlx_manager.cli chat --url {server} --once hi <&-'
+    done = subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_what_is_piped_in_must_be_text(environment: dict[str, str], server: str) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "chat", "--url", server],
+        env=environment,
+        input=b"\xff\xfe\x00",
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"mlx-manager: What is piped in is no UTF-8 text")
