@@ -129,6 +129,7 @@ def remove(name: Name, *, file: File = None) -> None:
         remove_key(target, name)
     except MLXManagerError as error:
         fail(error.message)
+    note(f"The key of {name} is removed from {target}.")
 
 
 def read(file: Path) -> dict[str, KeyEntry]:

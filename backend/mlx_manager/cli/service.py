@@ -13,6 +13,7 @@ from mlx_manager.cli.serve import parse_settings, serve
 from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note
 
 if TYPE_CHECKING:
+    from mlx_manager.mlx_server.config import MLXServerSettings
     from mlx_manager.service import Service
 
 service = typer.Typer(
@@ -70,7 +71,7 @@ def install(
     from mlx_manager.service import InvalidValue, carried, environment_text, masked
 
     given = serve_options(context.args)
-    grace = parse_settings(given).drain_seconds
+    grace = startable(parse_settings(given)).drain_seconds
     wanted = described(system, run_as, kind, grace)
     variables = carried(os.environ, given)
     try:
@@ -152,6 +153,20 @@ def serve_options(arguments: list[str]) -> dict[str, Any]:
         "mlx-manager service install", [a for a in arguments if a != "--"]
     )
     return {name: value for name, value in parsed.params.items() if value is not None}
+
+
+def startable(settings: MLXServerSettings) -> MLXServerSettings:
+    """Ends the program where a server with `settings` would refuse to start, unseen."""
+    from mlx_manager.mlx_server.api.auth import check_bind
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.models.settings import read_models_file
+
+    try:
+        check_bind(settings.access)
+        read_models_file(settings.models_file)
+    except MLXManagerError as error:
+        fail(error.message, ExitCode.USAGE)
+    return settings
 
 
 def described(system: bool, run_as: str | None, kind: str | None, grace: float = 0) -> Service:

@@ -321,7 +321,9 @@ def __getattr__(name: str) -> FastAPI:
 
 
 def run(settings: MLXServerSettings | None = None) -> None:
-    """Serve until interrupted; end the program with 1 if the server could not start."""
+    """Serve until interrupted; end the program with 1 if the server could not start, with 2 if a
+    file of settings is wrong.
+    """
     settings = settings or MLXServerSettings()
     logs.configure(settings.log_level, settings.log_format)
     allow_many_connections()
@@ -329,7 +331,8 @@ def run(settings: MLXServerSettings | None = None) -> None:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
     except MLXManagerError as error:
-        sys.exit(f"mlx-manager: {error.message}")
+        print(f"mlx-manager: {error.message}", file=sys.stderr)
+        sys.exit(2 if type(error) is InvalidSettings else 1)
     except KeyboardInterrupt:
         # uvicorn hands on the signal that it ended for, after everything has been closed.
         return

@@ -79,6 +79,8 @@ def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
         (("--run-as", "alice"), 2, "--system"),
         (("--kind", "cron"), 2, "systemd or launchd"),
         (("--model", "a\nb"), 2, "line break"),
+        (("--host", "0.0.0.0"), 2, "without a key"),
+        (("--models-file", "/nowhere.toml"), 2, "/nowhere.toml can't be read"),
     ],
 )
 def test_what_cannot_be_installed_says_why(

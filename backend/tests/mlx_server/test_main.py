@@ -77,6 +77,13 @@ def test_a_default_model_that_cant_be_loaded_ends_the_program_with_the_reason(tm
     assert "is ready" not in ended.stdout
 
 
+def test_a_file_of_settings_that_is_wrong_ends_the_program_as_a_wrong_option_does(tmp_path: Path):
+    (tmp_path / "models.toml").write_text("models = [")
+    ended = run(str(PROGRAM), "serve", "--models-file", str(tmp_path / "models.toml"))
+    assert ended.returncode == 2
+    assert "models.toml is not TOML" in ended.stderr
+
+
 def test_a_port_that_is_taken_ends_the_program_with_the_reason():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
