@@ -17,6 +17,8 @@ T = TypeVar("T")
 class Database:
     """One connection, and one job at a time on it: all of a job's statements take effect, or none.
 
+    A file that is made here may be read by its owner alone, as is what SQLite puts beside it.
+
     Args:
         path: None for memory.
         setting: the variable that named the path, for the error.
@@ -30,10 +32,12 @@ class Database:
         self._setting = setting
         self._lock = threading.Lock()
         try:
-            self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False)
+            self._connection = sqlite3.connect(place_of(path), check_same_thread=False)
             with self._connection:
                 for statement in schema:
                     self._connection.execute(statement)
+        except OSError as error:
+            raise MLXManagerError(f"{setting}: {path} can't be used: {error.strerror}.") from error
         except sqlite3.Error as error:
             raise MLXManagerError(f"{setting}: {path} can't be used: {error}.") from error
 
@@ -69,3 +73,16 @@ class Database:
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+
+def place_of(path: Path | None) -> str:
+    """What SQLite is to open: the file, made for its owner alone if there is none, or memory.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    if path is None:
+        return ":memory:"
+    file = path.expanduser()
+    file.touch(mode=0o600)
+    return str(file)

@@ -139,3 +139,16 @@ async def test_a_key_finds_its_own_responses_alone():
                 await missing
     await store.delete("a", "alice")
     store.close()
+
+
+def test_a_file_of_answers_is_for_its_owner_alone_and_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ResponseStore(ResponseLimits(path=Path("~/answers.db"))).close()
+    assert (tmp_path / "answers.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_answers_that_cannot_be_made_is_named(tmp_path: Path):
+    with pytest.raises(MLXManagerError, match=r"RESPONSE_STORE: .*no/file can't be used: No such"):
+        ResponseStore(ResponseLimits(path=tmp_path / "no" / "file"))
