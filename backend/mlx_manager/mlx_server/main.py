@@ -320,11 +320,10 @@ def __getattr__(name: str) -> FastAPI:
 # ---------------------------------------------------------------------------------------------
 
 
-def run(settings: MLXServerSettings | None = None) -> None:
+def run(settings: MLXServerSettings) -> None:
     """Serve until interrupted; end the program with 1 if the server could not start, with 2 if a
     file of settings is wrong.
     """
-    settings = settings or MLXServerSettings()
     logs.configure(settings.log_level, settings.log_format)
     allow_many_connections()
     try:
@@ -444,4 +443,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 if __name__ == "__main__":
-    run()
+    # The same command by another name: it takes its options, and says what is wrong with a setting.
+    from mlx_manager import cli
+
+    cli.app(["serve", *sys.argv[1:]], prog_name="mlx-manager")

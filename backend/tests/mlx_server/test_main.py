@@ -36,6 +36,14 @@ def test_importing_main_does_not_import_mlx():
     assert run(sys.executable, "-c", code).stdout.strip() == "[]"
 
 
+def test_the_module_is_the_command_serve_with_its_options_and_its_complaints():
+    program = (sys.executable, "-m", "mlx_manager.mlx_server.main")
+    wrong, unknown = run(*program, "--max-rows", "0"), run(*program, "--rows", "1")
+    assert (wrong.returncode, unknown.returncode) == (2, 2)
+    assert wrong.stderr.startswith("mlx-manager: --max-rows (MLX_SERVER_MAX_ROWS) should be")
+    assert "No such option: --rows" in unknown.stderr
+
+
 def test_the_greeting_has_a_line_to_paste():
     text = main.greeting("http://127.0.0.1:8000", [f"m{number}" for number in range(7)])
     assert "http://127.0.0.1:8000/v1" in text
