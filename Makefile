@@ -12,8 +12,8 @@ help:
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
 	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
-	@echo 'make dashboard  draw docs/grafana over a server in use (npm, Chromium, Prometheus; 650 MB)'
-	@echo 'make bench   run every benchmark (minutes); one of them: see benchmarks/README.md'
+	@echo 'make dashboard  draw docs/grafana over a server in use (npm, Chromium, Prometheus; 700 MB)'
+	@echo 'make bench   run the benchmarks (minutes); one of them: see benchmarks/README.md'
 	@echo 'make clean   remove .venv and every cache'
 
 setup:

@@ -148,3 +148,48 @@ def test_every_dependency_is_pinned_to_what_the_tests_ran_on() -> None:
     names = {re.split(r"[\[<>=;~! ]", wanted)[0] for group in groups for wanted in group}
     constraints = (BACKEND.parent / "constraints.txt").read_text()
     assert names <= set(re.findall(r"^([a-z0-9-]+)==", constraints, re.MULTILINE))
+
+
+PAGES = [
+    page
+    for folder in (".", "docs", "benchmarks", "backend", "backend/training/demo")
+    for page in sorted((BACKEND.parent / folder).glob("*.md"))
+]
+NAMES_FROM = (".", "backend", "backend/tests/mlx_server", "backend/mlx_manager/mlx_server")
+"""Where the paths that pages name begin, besides the page's own folder."""
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_pages_link_to_is_there():
+    wrong = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if link.startswith(("https://", "http://")):
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                wrong.append(f"{page.name}: {link}")
+    assert not wrong
+
+
+def test_the_files_that_pages_name_are_there():
+    wrong = []
+    for page in PAGES:
+        if page.name == "NOTES.md":  # Tells of what has been and is no more.
+            continue
+        named = re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|toml|yml))`", page.read_text())
+        for name in named:
+            roots = [page.parent, *(BACKEND.parent / root for root in NAMES_FROM)]
+            if not any((root / name).exists() for root in roots):
+                wrong.append(f"{page.name}: {name}")
+    assert not wrong
