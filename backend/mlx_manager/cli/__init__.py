@@ -70,7 +70,9 @@ app.add_typer(service, name="service")
 app.add_typer(key, name="key")
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNWRITTEN = "The output can't be written"
+OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What no program can do anything about: a disk that is full, a file that is not ours."""
 
 
 def main() -> None:
@@ -81,8 +83,9 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in OUTSIDE:
             raise
-        complain(f"The output can't be written: {error.strerror}.")
+        where = f"{error.filename} can't be used" if error.filename else UNWRITTEN
+        complain(f"{where}: {error.strerror}.")
         # Python would try it once more as it ends, and complain in its own way.
         os._exit(ExitCode.FAILED)

@@ -55,25 +55,34 @@ def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table whose columns named in `right` hold numbers."""
+    """An empty table whose first column names the row; those named in `right` hold numbers."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        made.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column in right
-        )
+    for index, column in enumerate(columns):
+        whole = index == 0 or column in right
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=whole)
     return made
 
 
 def show(made: Table) -> None:
-    """On a terminal within its width; in a pipe as wide as it needs to be, for grep and awk."""
+    """On a terminal within its width, or where not even names and numbers fit, in whole lines that
+    it breaks. In a pipe as wide as it needs to be, for grep and awk.
+    """
+    from rich.cells import cell_len
     from rich.console import Console
+    from rich.measure import Measurement
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDE)
+    for column in made.columns:
+        if column.no_wrap:
+            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    needed = Measurement.get(console, console.options.update(max_width=WIDE), made)
+    if needed.minimum > console.width:
+        console = Console(width=needed.maximum)
     console.print(made)
 
 

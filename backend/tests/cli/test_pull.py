@@ -139,6 +139,8 @@ def test_a_gated_model_says_where_its_terms_are(program, hub: FakeHub) -> None:
         ("own/broken", {}, 1, "could not be downloaded"),
         ("own/demo", {"HF_HUB_OFFLINE": "1"}, 1, "HF_HUB_OFFLINE is set"),
         ("own/demo", {"HF_ENDPOINT": "http://127.0.0.1:1"}, 1, "Check the network"),
+        ("own/demo", {"HF_TOKEN": "hf_schlüssel"}, 1, "Check HF_TOKEN"),
+        ("own/demo", {"ALL_PROXY": "socks5://127.0.0.1:1"}, 1, "the proxy's variables"),
     ],
 )
 def test_refusals_say_what_to_do(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import pexpect
 import pytest
 
 PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
@@ -44,3 +47,41 @@ def test_what_is_piped_in_must_be_text(environment: dict[str, str], server: str)
     )
     assert done.returncode == 2
     assert done.stderr.startswith(b"mlx-manager: What is piped in is no UTF-8 text")
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root may read everything")
+@pytest.mark.parametrize("command", ["list", "key add alice --file {}/keys.toml"])
+def test_a_folder_that_is_somebody_elses_is_named(
+    environment: dict[str, str], tmp_path: Path, command: str
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    rights = "-dac_override,-dac_read_search"
+    done = subprocess.run(
+        ["setpriv", "--bounding-set", rights, *PROGRAM, *command.format(closed).split()],
+        env=environment | {"HF_HOME": str(closed / "hf")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"mlx-manager: {closed}/")
+    assert done.stderr.endswith("can't be used: Permission denied.\n")
+
+
+def test_a_narrow_terminal_cuts_no_name_and_no_number(
+    environment: dict[str, str], models_dir: Path
+) -> None:
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "mlx_manager.cli", "list", "--models-dir", str(models_dir)],
+        env=environment,
+        encoding="utf-8",
+        dimensions=(20, 30),
+        timeout=60,
+    )
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    for whole in ("mlx-manager/demo", "8,192", "embedded"):
+        assert whole in child.before

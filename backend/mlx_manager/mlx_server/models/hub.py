@@ -225,6 +225,12 @@ def told_apart(repository: str) -> Iterator[None]:
             f"{repository} is no repository on the Hugging Face hub, or a private one.",
             param="model",
         ) from error
+    except (ImportError, ValueError) as error:
+        # What the client makes of its environment: a proxy's kind, a token for a header.
+        raise ModelLoadFailed(
+            f"{repository} could not be downloaded: {reason(error)}. Check HF_TOKEN and the "
+            "proxy's variables."
+        ) from error
     except OfflineModeIsEnabled as error:
         raise ModelLoadFailed(
             f"{repository} could not be downloaded: HF_HUB_OFFLINE is set, which forbids it."
