@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model
 
 from mlx_manager.mlx_server.models.folder import tensors_in
-from mlx_manager.mlx_server.models.weights import default_device
+from mlx_manager.mlx_server.models.weights import default_device, in_groups
 from mlx_manager.mlx_server.utils.steps import Steps, beside, in_turns
 from mlx_manager.mlx_server.utils.transfer import Stretch, Transfer
 
@@ -91,7 +91,7 @@ def read(model: nn.Module, found: Mapping[str, mx.array], files: Iterable[Path])
             Stretch(one.file, one.start, one.array.nbytes, place)
             for one, place in zip(stored, places, strict=True)
         ]
-        for some in in_groups(stretches):
+        for some in in_groups(stretches, AT_ONCE):
             yield from beside(partial(transfer.copy, some))
     finally:
         transfer.close()
@@ -140,18 +140,6 @@ def as_stored(model: nn.Module, found: Mapping[str, mx.array], headers: Headers)
 
 def headers_of(files: Iterable[Path]) -> Headers:
     return {file: tensors_in(file) for file in files}
-
-
-def in_groups(stretches: Iterable[Stretch]) -> Iterator[list[Stretch]]:
-    """Of about `AT_ONCE` bytes."""
-    group: list[Stretch] = []
-    for stretch in stretches:
-        group.append(stretch)
-        if sum(one.nbytes for one in group) >= AT_ONCE:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def room(nbytes: int) -> tuple[mx.array, mx.array]:

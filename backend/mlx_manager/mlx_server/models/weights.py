@@ -8,10 +8,10 @@ freed before the next is read, so that both forms of a whole model are never in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -25,6 +25,16 @@ from mlx_manager.mlx_server.utils.steps import Steps, beside
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
 Setting = Literal["auto", "keep", "dequantize"]
 Device = Literal["cpu", "cuda", "metal"]
+
+
+class Sized(Protocol):
+    """What takes memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Measured = TypeVar("Measured", bound=Sized)
 
 PIECE = 32 * 2**20
 """Bytes evaluated at once: what a running stream waits for where it shares their stream."""
@@ -151,13 +161,21 @@ def evaluated(model: nn.Module) -> Steps[None]:
     """Compute (read, convert) the parameters, and what the modules keep beside them."""
     most = PIECE_BESIDE if default_device() == "cpu" else PIECE
     kept = [value for module in model.modules() for value in kept_by(module)]
-    piece: list[mx.array] = []
-    for array in [*(array for _, array in tree_flatten(model.parameters())), *kept]:
-        piece.append(array)
-        if sum(array.nbytes for array in piece) >= most:
-            yield from computed(piece)
-            piece = []
-    yield from computed(piece)
+    parameters = [array for _, array in tree_flatten(model.parameters())]
+    for piece in in_groups([*parameters, *kept], most):
+        yield from computed(piece)
+
+
+def in_groups(items: Iterable[Measured], most: int) -> Iterator[list[Measured]]:
+    """Neighbours together until they have `most` bytes, with the one that reaches it."""
+    group: list[Measured] = []
+    for item in items:
+        group.append(item)
+        if sum(item.nbytes for item in group) >= most:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def kept_by(module: nn.Module) -> list[mx.array]:

@@ -9,7 +9,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from mlx_manager.mlx_server.utils.transfer import DRIVER
+from mlx_manager.mlx_server.utils.driver import Driver
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,12 @@ def architecture() -> str:
     Raises:
         OSError, RuntimeError: there is none.
     """
-    driver = ctypes.CDLL(DRIVER)
+    driver = Driver()
+    driver.call("cuInit", ctypes.c_uint(0))
     found = []
     for attribute in (_MAJOR, _MINOR):
         value = ctypes.c_int()
-        code = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0)
-        if code:
-            raise RuntimeError(f"CUDA's driver answers {code}")
+        kind, device = ctypes.c_int(attribute), ctypes.c_int(0)
+        driver.call("cuDeviceGetAttribute", ctypes.byref(value), kind, device)
         found.append(value.value)
     return f"sm_{found[0]}{found[1]}"

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-DRIVER = "libcuda.so.1"
+from mlx_manager.mlx_server.utils.driver import Driver
+
 READERS = 4
 AT_ONCE = 8 * 2**20
 """Bytes that a reader has under way."""
@@ -60,9 +61,9 @@ class Transfer:
     """
 
     def __init__(self) -> None:
-        self._driver = ctypes.CDLL(DRIVER)
+        self._driver = Driver()
         self._context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        self._driver.call("cuCtxGetCurrent", ctypes.byref(self._context))
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="transfer")
         self._lanes: list[Lane] = []
 
@@ -109,8 +110,8 @@ class Transfer:
                     opened[piece.file] = os.open(piece.file, os.O_RDONLY)
                 _read(opened[piece.file], piece, memory)
                 place, nbytes = ctypes.c_uint64(piece.address), ctypes.c_size_t(piece.nbytes)
-                self._call("cuMemcpyHtoDAsync_v2", place, lane.buffer, nbytes, lane.stream)
-                self._call("cuStreamSynchronize", lane.stream)
+                self._driver.call("cuMemcpyHtoDAsync_v2", place, lane.buffer, nbytes, lane.stream)
+                self._driver.call("cuStreamSynchronize", lane.stream)
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)
@@ -118,28 +119,23 @@ class Transfer:
     def _lane(self) -> Lane:
         self._bind()
         buffer, stream = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call(
+        self._driver.call(
             "cuMemHostAlloc", ctypes.byref(buffer), ctypes.c_size_t(AT_ONCE), ctypes.c_uint(0)
         )
-        self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        self._driver.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
         return Lane(buffer, stream)
 
     def _free(self, lane: Lane) -> None:
         self._bind()
-        self._call("cuStreamDestroy_v2", lane.stream)
-        self._call("cuMemFreeHost", lane.buffer)
+        self._driver.call("cuStreamDestroy_v2", lane.stream)
+        self._driver.call("cuMemFreeHost", lane.buffer)
 
     def _bind(self) -> None:
         """Let this thread use the GPU as the one that made this does, also while that one captures
         a graph, which by default forbids much to all threads."""
-        self._call("cuCtxSetCurrent", self._context)
+        self._driver.call("cuCtxSetCurrent", self._context)
         mode = ctypes.c_int(_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-
-    def _call(self, name: str, *arguments: object) -> None:
-        code = self._driver[name](*arguments)
-        if code:
-            raise RuntimeError(f"CUDA's driver answers {code} to {name}")
+        self._driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 def _read(descriptor: int, piece: Stretch, memory: memoryview) -> None:

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from mlx_manager.mlx_server.utils import graphs
+from mlx_manager.mlx_server.utils import driver, graphs
 from mlx_manager.mlx_server.utils.graphs import KERNELS, SETTINGS, keep_kernels, record_whole_steps
 
 
@@ -48,7 +48,7 @@ def test_without_a_place_of_its_own_mlx_uses_its(hopper, tmp_path, monkeypatch):
 
 
 def test_without_an_nvidia_gpu_nothing_is_set(monkeypatch, tmp_path):
-    monkeypatch.setattr(graphs, "DRIVER", "libcuda-is-not-here.so.1")
+    monkeypatch.setattr(driver, "LIBRARY", "libcuda-is-not-here.so.1")
     keep_kernels()
     assert KERNELS not in os.environ
     assert not list(tmp_path.iterdir())

@@ -25,6 +25,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     Unsupported,
     compiled_for_cuda,
 )
+from mlx_manager.mlx_server.utils.driver import Driver
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ TOKENS = 4096
 """Words of a box for a step's tokens."""
 
 # Of cuMemAdvise (CUDA driver API, unified addressing).
-_DRIVER = "libcuda.so.1"
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
 _HOST, _DEVICE = -1, 0
 
@@ -84,12 +84,10 @@ class Box:
         """
         array = mx.array(np.zeros(words, np.uint32))
         box = Box(array, np.array(array, copy=False))
-        driver = ctypes.CDLL(_DRIVER)
+        driver = Driver()
         start, size = ctypes.c_uint64(box.seen.ctypes.data), ctypes.c_size_t(box.seen.nbytes)
         for advice, place in ((_PREFERRED_LOCATION, _HOST), (_ACCESSED_BY, _DEVICE)):
-            code = driver.cuMemAdvise(start, size, ctypes.c_int(advice), ctypes.c_int(place))
-            if code:
-                raise RuntimeError(f"cuMemAdvise({advice}) answers {code}")
+            driver.call("cuMemAdvise", start, size, ctypes.c_int(advice), ctypes.c_int(place))
         return box
 
 
