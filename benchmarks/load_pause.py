@@ -280,8 +280,9 @@ def main() -> None:
             check_engine()
             models = bundled(chosen, folder)
         else:
-            # Where MLX's CUDA build keeps what it has compiled.
-            os.environ["MLX_PTX_CACHE_DIR"] = str(folder / "kernels")
+            # What is compiled for an NVIDIA GPU is kept here.
+            os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+            os.environ.pop("MLX_PTX_CACHE_DIR", None)
             models = synthetic(chosen, folder)
         runs = rounds_of(models, chosen.streams, chosen.rounds)
     loads = [during("", runs)]

@@ -55,6 +55,8 @@ def mlx_findings() -> Iterator[Finding]:
     from mlx_manager.mlx_server.engine.draws.report import draw_report
     from mlx_manager.mlx_server.engine.kv.kernels.report import kernel_report
     from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, load_fast_blas
+    from mlx_manager.mlx_server.utils.graphs import keep_kernels
+    from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
     yield Finding("device", memory.device_name())
@@ -64,6 +66,9 @@ def mlx_findings() -> Iterator[Finding]:
     blas = load_fast_blas()
     slow = blas.name.startswith("reference")
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
+    # As the server has them compiled.
+    keep_kernels()
+    answer_mlx()
     for name, kernels in (("kernels", kernel_report()), ("sampling", draw_report())):
         advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
         yield Finding(name, kernels.name, advice=advice)

@@ -25,6 +25,7 @@ from weakref import ref
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
 from mlx_manager.mlx_server.utils.graphs import keep_kernels, record_whole_steps
+from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class MLXThread:
         keep_freed_memory()
         record_whole_steps()
         keep_kernels()
+        answer_mlx()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

@@ -199,14 +199,14 @@ def _libmlx_with_reference_blas() -> Path | None:
         importlib.metadata.distribution("mlx-cpu")
     except importlib.metadata.PackageNotFoundError:
         return None
-    return _file_of_package("mlx", "lib/libmlx.so") if sys.platform == "linux" else None
+    return file_of_package("mlx", "lib/libmlx.so") if sys.platform == "linux" else None
 
 
 def _candidates(choice: str) -> Iterator[str]:
     """Paths to try: the owner's, the wheel that our extra pins and tests ran with, the system's."""
     if choice:
         yield choice
-    wheel = _file_of_package("scipy_openblas32", "lib/libscipy_openblas.so")
+    wheel = file_of_package("scipy_openblas32", "lib/libscipy_openblas.so")
     if wheel is not None:
         yield str(wheel)
     for name in ("openblas", "mkl_rt"):
@@ -218,7 +218,8 @@ def _candidates(choice: str) -> Iterator[str]:
         yield str(mkl)
 
 
-def _file_of_package(package: str, relative: str) -> Path | None:
+def file_of_package(package: str, relative: str) -> Path | None:
+    """Where an installed package, which need not be imported, has a file; None if it has none."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return None

@@ -82,7 +82,7 @@ def test_unfit_library_is_named_and_the_next_one_serves(library: str, reason: st
 
 @needs_reference_blas
 def test_owner_can_name_a_library_and_a_number_of_threads():
-    wheel = blas._file_of_package("scipy_openblas32", "lib/libscipy_openblas.so")
+    wheel = blas.file_of_package("scipy_openblas32", "lib/libscipy_openblas.so")
     if wheel is None:
         pytest.skip("needs scipy-openblas32")
     report = report_of_new_process(MLX_SERVER_BLAS=str(wheel), OPENBLAS_NUM_THREADS="3")
