@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.engine.forward import (
     SeparateForward,
     kept_in,
 )
-from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, checking
+from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, attention_shapes, checking
 from mlx_manager.mlx_server.engine.fused_forward import FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
@@ -109,6 +109,9 @@ def _first_right(
     reference: Reference,
 ) -> Steps[Forward]:
     built = KernelSet(kernels)
+    if mx.default_device() == mx.gpu:
+        # Others would only be built when a pass through the model asks for them, in one go.
+        yield from built.building(attention_shapes(model, page_size))
     ways: list[Steps[Forward]] = [
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
         joining(model, page_size),

@@ -828,6 +828,14 @@ class Common:
         )
 
 
+def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
+    """Of a common decoder's layers; none of another model's."""
+    try:
+        return {anatomy.shape for anatomy in Common.of(model, page_size).layers}
+    except NotFusable:
+        return set()
+
+
 def _building(  # noqa: PLR0917
     model: nn.Module,
     page_size: int,

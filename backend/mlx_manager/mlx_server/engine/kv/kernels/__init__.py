@@ -9,11 +9,12 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
-from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
+from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
+from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 __all__ = [
     "AttentionShape",
@@ -27,8 +28,8 @@ __all__ = [
     "Rotary",
     "Splits",
     "build",
-    "build_chunks",
-    "check_chunks",
+    "building_chunks",
+    "checking_chunks",
     "first_right",
     "self_check",
 ]
@@ -36,7 +37,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
-BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
+BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -52,22 +53,22 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
 
 
-def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
+def building_chunks(shape: AttentionShape) -> Steps[ChunkKernels | Unsupported]:
     """What attends the queries of prompts' chunks, built and checked on the default device; where
     there is none, MLX's own attention does."""
     match chunk_kernels(shape):
         case Unsupported() as unsupported:
             return unsupported
         case kernels:
-            return first_right(kernels)
+            return (yield from first_right(kernels))
 
 
-def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
+def first_right(choices: Iterable[ChunkKernels]) -> Steps[ChunkKernels | Unsupported]:
     """The first that passes its check."""
     wrong = "there is no kernel"
     for kernels in choices:
         # Blocks of all heads do the same, and the reference takes a while.
-        found = check_chunks(kernels.of_heads(2))
+        found = yield from checking_chunks(kernels.of_heads(2))
         if found is None:
             return kernels
         wrong = f"{kernels.tiles.name}: {found}"
@@ -78,7 +79,7 @@ def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
 class KernelSet:
     """The kernels of one model: layers of the same shape share them."""
 
-    def __init__(self, build: BuildKernels = build, build_chunks: BuildChunks = build_chunks):
+    def __init__(self, build: BuildKernels = build, build_chunks: BuildChunks = building_chunks):
         self._build = build
         self._build_chunks = build_chunks
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
@@ -90,9 +91,15 @@ class KernelSet:
         return self._built[shape]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
-        if shape not in self._chunks:
-            self._chunks[shape] = self._build_chunks(shape)
+        """Built and checked in one go, unless `building` has."""
+        finish(self.building([shape]))
         return self._chunks[shape]
+
+    def building(self, shapes: Iterable[AttentionShape]) -> Steps[None]:
+        """Have `chunks` ready for `shapes`, while others step."""
+        for shape in shapes:
+            if shape not in self._chunks:
+                self._chunks[shape] = yield from self._build_chunks(shape)
 
     def __getitem__(self, shape: AttentionShape) -> PagedKernels:
         """

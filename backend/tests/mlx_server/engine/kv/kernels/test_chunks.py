@@ -23,9 +23,10 @@ from engine.kv.kernels.test_kernels import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kv.kernels import chunks, first_right
+from mlx_manager.mlx_server.engine.kv.kernels import check, chunks, first_right
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     TOLERANCE,
     Features,
@@ -40,6 +41,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import (
     tiles_for,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Variant
+from mlx_manager.mlx_server.utils.steps import Aside, advance, finish
 
 CASES = {
     "llama-1b": (shape(8, 2, 64, BF16), Features()),
@@ -206,12 +208,32 @@ class Reference:
         return mx.stack(out) * self.factor
 
 
+def test_the_reference_of_a_check_is_left_to_another_thread():
+    kernels = Reference(shape(8, 4, 64, F16), "right", 1.0)
+    steps = first_right([kernels])
+    reference = advance(steps)
+    assert isinstance(reference, Aside)
+    problem, runs, expected = reference.result()
+    assert expected.shape == problem.q.shape
+    assert len(expected) == sum(run.count for run in runs)
+    assert finish(steps) is kernels
+
+
 def test_kernels_that_fail_their_check_are_passed_over_with_a_reason(caplog):
     of = shape(8, 4, 64, F16)
     wrong, right = Reference(of, "quick", 1.5), Reference(of, "slow", 1.0)
-    assert first_right([wrong, right]) is right
+    assert finish(first_right([wrong, right])) is right
     assert "not attended by quick: chunks differ from the reference by 0.5" in caplog.text
     assert "slow" not in caplog.text
-    none = first_right([wrong])
+    none = finish(first_right([wrong]))
     assert isinstance(none, Unsupported)
     assert none.reason.startswith("quick: chunks differ from the reference by 0.5")
+
+
+@given(arrays(np.float32, 8, elements=st.floats(width=32, allow_nan=False)))
+def test_random_numbers_are_rounded_as_mlx_rounds_them(values):
+    for dtype in (F16, BF16, mx.float32):
+        with np.errstate(over="ignore"):
+            found = check._exact(values, dtype)
+        expected = np.array(mx.array(values).astype(dtype).astype(mx.float32))
+        assert found.tolist() == expected.tolist()

@@ -11,10 +11,11 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Features,
     Rotary,
     build,
-    build_chunks,
-    check_chunks,
+    building_chunks,
+    checking_chunks,
     self_check,
 )
+from mlx_manager.mlx_server.utils.steps import finish
 
 
 def shape(head_dim=128, page_size=16, dtype=mx.bfloat16) -> AttentionShape:
@@ -57,6 +58,6 @@ def test_kernels_pass_their_self_check(head_dim, features):
     "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
 )
 def test_kernels_for_chunks_pass_their_check(head_dim, features):
-    kernels = build_chunks(shape(head_dim))
+    kernels = finish(building_chunks(shape(head_dim)))
     assert not isinstance(kernels, Unsupported)
-    assert check_chunks(kernels, features) is None
+    assert finish(checking_chunks(kernels, features)) is None
