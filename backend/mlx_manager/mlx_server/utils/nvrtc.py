@@ -82,6 +82,9 @@ SIGNATURES = {
 ANSWERED = tuple(name for name in SIGNATURES if name != "nvrtcVersion")
 SUCCESS, NO_SUCH_NAME = 0, 10
 
+_STANDING: list[Compiler] = []
+"""Libraries call them, which keeps nothing alive."""
+
 
 @dataclass(frozen=True, slots=True)
 class Code:
@@ -182,7 +185,7 @@ class Compiler:
 
     @property
     def entries(self) -> dict[str, int]:
-        """The addresses that answer, by the function's name. They live as long as this."""
+        """The addresses that answer, by the function's name; as long as this lives."""
         addresses = {}
         for name, entry in self._entries.items():
             address = ctypes.cast(entry, POINTER).value
@@ -313,8 +316,8 @@ def _pointer_at(address: int, place: int = 0) -> ctypes.c_void_p:
 
 
 def answer(library: Path, shelf: Shelf) -> Compiler | None:
-    """Have the calls that `library`, which is loaded, makes of NVRTC come to a `Compiler`, which
-    must live as long. None: it makes none.
+    """Have the calls that `library`, which is loaded, makes of NVRTC come to a `Compiler` for the
+    rest of the process. None: it makes none.
 
     Raises:
         OSError: the kernel forbids to redirect them.
@@ -323,6 +326,7 @@ def answer(library: Path, shelf: Shelf) -> Compiler | None:
     if {slot.name for slot in slots} != set(ANSWERED):
         return None
     compiler = Compiler(ctypes.CDLL(str(library)), shelf)
+    _STANDING.append(compiler)
     entries = compiler.entries
     for slot in slots:
         slot.point_to(entries[slot.name])

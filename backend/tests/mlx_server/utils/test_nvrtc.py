@@ -2,100 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from jit_module import HOPPER, Compiled, Jit, text_of
 
+from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
 from mlx_manager.mlx_server.utils import nvrtc
-from mlx_manager.mlx_server.utils.nvrtc import MLX_HEADERS, Code, Compiler, Shelf
+from mlx_manager.mlx_server.utils.nvrtc import Code, Compiler, Shelf
 
-HERE = Path(__file__).parent
-ENVIRONMENT = HERE.parents[3] / ".venv-clients" / "nvrtc"
-NAME = "mlx::core::cu::custom_kernel_one"
-ROOM = 2**20
 PLAIN = "out[0] = float(x[0]) + float(x_shape[1]) + float(x_strides[0]);"
 COMPILED = 3
 """The number of the call that compiles."""
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What MLX would have got. failed: the number of its call, 0 if all went well."""
+class OneKernel(Jit):
+    """A library of its own, in which nothing has been redirected yet; asks for kernels `one`."""
 
-    failed: int
-    said: str
-    code: bytes
-
-
-class Jit:
-    """A library that calls NVRTC as MLX's does."""
-
-    def __init__(self, toolkit: Path, path: Path) -> None:
-        compiler = shutil.which("g++")
-        if compiler is None:
-            pytest.skip("g++ is not installed: nothing can be linked with NVRTC")
-        libraries = toolkit / "lib"
-        linked = [str(libraries / "libnvrtc.so.13"), f"-Wl,-rpath,{libraries}"]
-        flags = ["-std=c++17", "-shared", "-fPIC", f"-I{toolkit / 'include'}"]
-        command = [compiler, *flags, str(HERE / "jit.cpp"), "-o", str(path), *linked]
-        subprocess.run(command, check=True)
-        self.path = path
-        self.library = ctypes.CDLL(str(path))
-        include = toolkit / "include"
-        self._includes = [f"--include-path={include / 'cccl'}", f"--include-path={include}"]
-
-    def compile(self, body: str, *, header: str = "", architecture: str = "sm_90a") -> Compiled:
-        text = kernel(body, header)
-        options = [f"--gpu-architecture={architecture}", *self._includes]
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        said, code = ctypes.create_string_buffer(ROOM), ctypes.create_string_buffer(ROOM)
-        size = ctypes.c_size_t()
-        machine = ctypes.c_bool(architecture.startswith("sm_"))
-        failed = self.library.compile(
-            text.encode(),
-            NAME.encode(),
-            len(options),
-            given,
-            machine,
-            ctypes.c_size_t(ROOM),
-            said,
-            code,
-            ctypes.byref(size),
-        )
-        return Compiled(failed, said.value.decode(), code.raw[: size.value])
-
-
-def kernel(body: str, header: str = "") -> str:
-    """A custom kernel's text, as MLX puts it together (mlx/backend/cuda/custom_kernel.cpp)."""
-    return (
-        f"{MLX_HEADERS.decode()}{header}"
-        "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
-        "__global__ void custom_kernel_one(\n    const __nv_bfloat16* x,\n"
-        "    const __grid_constant__ Shape x_shape,\n"
-        "    const __grid_constant__ Strides x_strides,\n"
-        "    const uint32_t* y,\n    float* out) {\n"
-        f"{body}\n}}\n\n}} // namespace mlx::core::cu\n"
-    )
-
-
-@pytest.fixture(scope="module")
-def toolkit() -> Path:
-    """Of NVRTC and CUDA's headers."""
-    found = list(ENVIRONMENT.glob("lib/python*/site-packages/nvidia/cu13"))
-    if not found:
-        pytest.skip("NVRTC is not installed in .venv-clients; `make clients` installs it")
-    return found[0]
+    def one(self, body: str, architecture: str = HOPPER) -> Compiled:
+        source = KernelSource("one", "", body, ("x", "y"), ("out",))
+        text = text_of(source, (mx.bfloat16, mx.uint32), (mx.float32,))
+        return self.compile(text, "custom_kernel_one", architecture)
 
 
 @pytest.fixture
-def jit(toolkit, tmp_path) -> Jit:
-    """Of a file of its own: nothing has been redirected yet."""
-    return Jit(toolkit, tmp_path / "libjit.so")
+def jit(tmp_path) -> OneKernel:
+    return OneKernel(tmp_path / "libjit.so")
 
 
 @pytest.fixture
@@ -103,7 +37,7 @@ def shelf(tmp_path) -> Path:
     return tmp_path / "shelf"
 
 
-def answered(jit: Jit, shelf: Path) -> Compiler:
+def answered(jit: OneKernel, shelf: Path) -> Compiler:
     compiler = nvrtc.answer(jit.path, Shelf(shelf))
     assert compiler is not None
     return compiler
@@ -114,10 +48,10 @@ def stored(shelf: Path) -> Sequence[Path]:
 
 
 def test_a_kernel_is_the_same_instructions_without_mlx_s_headers(jit, shelf):
-    plain = jit.compile(PLAIN)
+    plain = jit.one(PLAIN)
     assert plain.failed == 0
     compiler = answered(jit, shelf)
-    ours = jit.compile(PLAIN)
+    ours = jit.one(PLAIN)
     assert ours.failed == 0
     assert len(ours.code) < len(plain.code)
     assert instructions(ours.code, ours.said) == instructions(plain.code, plain.said)
@@ -126,11 +60,11 @@ def test_a_kernel_is_the_same_instructions_without_mlx_s_headers(jit, shelf):
 
 def test_code_is_kept_for_the_next_process_and_the_user_alone(jit, shelf, monkeypatch):
     compiler = answered(jit, shelf)
-    first = jit.compile(PLAIN)
+    first = jit.one(PLAIN)
     (file,) = stored(shelf)
     assert (shelf.stat().st_mode | file.stat().st_mode) & 0o077 == 0
     monkeypatch.setattr(Compiler, "_ours", None)
-    assert jit.compile(PLAIN) == first
+    assert jit.one(PLAIN) == first
     assert stored(shelf) == [file]
     assert compiler.programs == 0
 
@@ -138,11 +72,11 @@ def test_code_is_kept_for_the_next_process_and_the_user_alone(jit, shelf, monkey
 @pytest.mark.parametrize("spoiled", [b"", b"short", b"x" * 5000])
 def test_a_file_that_was_spoiled_is_made_anew(jit, shelf, spoiled):
     compiler = answered(jit, shelf)
-    first = jit.compile(PLAIN)
+    first = jit.one(PLAIN)
     (file,) = stored(shelf)
     good = file.read_bytes()
     file.write_bytes(spoiled)
-    assert jit.compile(PLAIN) == first
+    assert jit.one(PLAIN) == first
     assert file.read_bytes() == good
     assert compiler.programs == 0
 
@@ -150,9 +84,9 @@ def test_a_file_that_was_spoiled_is_made_anew(jit, shelf, spoiled):
 def test_other_text_another_gpu_and_other_options_have_files_of_their_own(jit, shelf):
     compiler = answered(jit, shelf)
     seen = [
-        jit.compile(PLAIN),
-        jit.compile(PLAIN + " out[1] = 1;"),
-        jit.compile(PLAIN, architecture="sm_80"),
+        jit.one(PLAIN),
+        jit.one(PLAIN + " out[1] = 1;"),
+        jit.one(PLAIN, architecture="sm_80"),
     ]
     assert all(one.failed == 0 for one in seen)
     assert len({one.code for one in seen}) == len(stored(shelf)) == 3
@@ -161,19 +95,19 @@ def test_other_text_another_gpu_and_other_options_have_files_of_their_own(jit, s
 
 def test_a_kernel_that_needs_mlx_s_headers_gets_them_and_is_kept_too(jit, shelf, monkeypatch):
     compiler = answered(jit, shelf)
-    first = jit.compile("out[0] = only_in_utils();")
+    first = jit.one("out[0] = only_in_utils();")
     assert first.failed == 0
     assert len(stored(shelf)) == 1
     monkeypatch.setattr(Compiler, "_ours", None)
-    assert jit.compile("out[0] = only_in_utils();") == first
+    assert jit.one("out[0] = only_in_utils();") == first
     assert compiler.programs == 0
 
 
 def test_what_does_not_compile_says_so_as_before(jit, shelf):
-    plain = jit.compile("out[0] = nowhere;")
+    plain = jit.one("out[0] = nowhere;")
     assert plain.failed == COMPILED
     compiler = answered(jit, shelf)
-    ours = jit.compile("out[0] = nowhere;")
+    ours = jit.one("out[0] = nowhere;")
     assert ours == plain
     assert 'identifier "nowhere" is undefined' in ours.said
     assert not shelf.exists()
@@ -183,14 +117,14 @@ def test_what_does_not_compile_says_so_as_before(jit, shelf):
 def test_mlx_s_own_kernels_pass(jit, shelf, monkeypatch):
     monkeypatch.setattr(nvrtc, "MLX_HEADERS", b"as no text begins")
     compiler = answered(jit, shelf)
-    assert jit.compile(PLAIN).failed == 0
+    assert jit.one(PLAIN).failed == 0
     assert not shelf.exists()
     assert compiler.programs == 0
 
 
 def test_ptx_is_left_to_mlx(jit, shelf):
     compiler = answered(jit, shelf)
-    assert b".target sm_90" in jit.compile(PLAIN, architecture="compute_90").code
+    assert b".target sm_90" in jit.one(PLAIN, architecture="compute_90").code
     assert not shelf.exists()
     assert compiler.programs == 0
 
@@ -201,7 +135,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(jit, tmp_pa
     folder = {"a file": tmp_path / "file" / "shelf", "none": None}[place]
     compiler = nvrtc.answer(jit.path, Shelf(folder))
     assert compiler is not None
-    assert jit.compile(PLAIN).failed == 0
+    assert jit.one(PLAIN).failed == 0
 
 
 def test_a_library_without_nvrtc_is_left_alone(tmp_path):

@@ -186,6 +186,11 @@ def test_the_best_token_is_the_first_of_the_largest_logits(compile_cuda, dtype, 
     np.testing.assert_array_equal(tokens, problem.logits.argmax(axis=1))
 
 
+def test_nvidia_s_compiler_takes_draws(nvidia_accepts):
+    nvidia_accepts([(kernel.cuda_source(BF16), (BF16, F32, U32, U32), (U32, U32))])
+    nvidia_accepts([(kernel.best_source(BF16), (BF16,), (U32,))])
+
+
 @given(number=st.integers(0, 2**23 - 1))
 def test_every_chance_has_a_seed(number):
     decided = number / 2**23

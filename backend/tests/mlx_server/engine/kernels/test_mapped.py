@@ -47,6 +47,11 @@ def test_as_many_words_are_fetched_as_the_box_says(compile_cuda, words):
     assert fetched.tolist() == [*numbers.tolist(), 7]
 
 
+def test_nvidia_s_compiler_takes_them(nvidia_accepts):
+    nvidia_accepts([(TELL, (mx.uint32, mx.uint32), (mx.int32,))])
+    nvidia_accepts([(FETCH, (mx.uint32,), (mx.int32,))])
+
+
 def test_arrays_are_sent_as_they_are():
     given = [
         np.arange(n, dtype=np.int32).reshape(-1, 2) - 3 for n in range(0, 2 * UNDER_WAY + 9, 2)

@@ -89,6 +89,11 @@ def entry(case):
     return source, (case.dtype,) * 5, (case.dtype,)
 
 
+@pytest.mark.parametrize("case", [CASES[2], CASES[9]], ids=lambda case: case.name)
+def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
+    nvidia_accepts([entry(case)])
+
+
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_product_is_the_reference(libraries, index):
     case = CASES[index]

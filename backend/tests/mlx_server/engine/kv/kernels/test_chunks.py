@@ -73,12 +73,21 @@ GROUPS = (
 class Kernels:
     def __init__(self, compile_cuda, forms: list[Tiles]) -> None:
         self.forms = dict(zip(CASES, forms, strict=True))
-        entries = []
-        for name, (of, features) in CASES.items():
-            source = chunks.chunk_source(of, self.forms[name], variant(of, features))
-            inputs = (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32, I32)
-            entries.append((source, inputs, (of.dtype, F32, F32)))
-        self.library = compile_cuda(entries)
+        self.library = compile_cuda([entry(name, form) for name, form in self.forms.items()])
+
+
+def entry(name: str, form: Tiles):
+    of, features = CASES[name]
+    source = chunks.chunk_source(of, form, variant(of, features))
+    inputs = (of.dtype, of.dtype, of.dtype, I32, I32, F32, I32, I32)
+    return source, inputs, (of.dtype, F32, F32)
+
+
+@pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, multiplies_in_groups=True)])
+def test_nvidia_s_compiler_takes_attention_of_chunks(nvidia_accepts, device):
+    form = tiles_for(CASES["llama-1b"][0], device)[0]
+    assert isinstance(form, GroupTiles) == device.multiplies_in_groups
+    nvidia_accepts([entry("llama-1b", form)])
 
 
 @pytest.fixture(scope="module")

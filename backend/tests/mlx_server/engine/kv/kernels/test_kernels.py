@@ -161,18 +161,19 @@ def assert_written(problem: Problem, pages: list[np.ndarray]) -> None:
         assert as_written(loaded(pool, problem.shape.dtype), expected)
 
 
+def cuda_entry(case):
+    dtype = case.shape.dtype
+    source = cuda.attend_source(case.shape, case.launch, case.variant)
+    queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
+    after = (I32,) if case.rotary is None else ()
+    inputs = (*queries, dtype, dtype, I32, I32, I32, F32, I32, *after)
+    return source, inputs, (dtype, F32, F32)
+
+
 class Cuda:
     def __init__(self, compile_cuda, cases):
         self.cases = {case.name: i for i, case in enumerate(cases)}
-        entries = []
-        for case in cases:
-            dtype = case.shape.dtype
-            source = cuda.attend_source(case.shape, case.launch, case.variant)
-            queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
-            after = (I32,) if case.rotary is None else ()
-            inputs = (*queries, dtype, dtype, I32, I32, I32, F32, I32, *after)
-            entries.append((source, inputs, (dtype, F32, F32)))
-        self.library = compile_cuda(entries)
+        self.library = compile_cuda([cuda_entry(case) for case in cases])
 
     def attend(self, case: Case, problem: Problem | FreshProblem) -> np.ndarray:
         shape = case.shape
@@ -258,6 +259,13 @@ def metal_on_cpu(compile_metal) -> Metal:
 def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
     problem = case.problem()
     assert difference(cuda_on_cpu.attend(case, problem), problem.expected()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[8], FUSED_CASES[1], SMALL_FUSED, TALL_FUSED], ids=lambda case: case.name
+)
+def test_nvidia_s_compiler_takes_attention(nvidia_accepts, case):
+    nvidia_accepts([cuda_entry(case)])
 
 
 @pytest.mark.parametrize("case", METAL_CASES, ids=lambda case: case.name)

@@ -28,13 +28,21 @@ KINDS = {
 }
 
 
+def entry(dtype, turnings):
+    kinds = [F32 for _ in turnings]
+    inputs = (U32, I32, dtype, *kinds, I32, *kinds)
+    return opening_source(dtype, turnings), inputs, (dtype, I32)
+
+
+def test_nvidia_s_compiler_takes_it(nvidia_accepts):
+    nvidia_accepts([entry(mx.bfloat16, KINDS["two"])])
+
+
 class Emulated:
     """What `mx.fast.cuda_kernel` would give; what it writes into its inputs is there, too."""
 
     def __init__(self, compile_cuda, dtype, turnings) -> None:
-        kinds = [F32 for _ in turnings]
-        inputs = (U32, I32, dtype, *kinds, I32, *kinds)
-        self._library = compile_cuda([(opening_source(dtype, turnings), inputs, (dtype, I32))])
+        self._library = compile_cuda([entry(dtype, turnings)])
 
     def __call__(self, inputs, grid, threadgroup, output_shapes, output_dtypes):
         stored = [x.view(mx.uint16) if x.dtype in DTYPES else x for x in inputs]

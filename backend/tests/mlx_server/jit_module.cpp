@@ -12,7 +12,8 @@ const char* header_names[] = {"mlx/backend/cuda/device/config.h",
                               "mlx/backend/cuda/device/utils.cuh"};
 const char* headers[] = {
     "#pragma once\n#define MAX_NDIM 10\n",
-    "#pragma once\n#include \"mlx/backend/cuda/device/config.h\"\n"
+    "#pragma once\n#ifdef WITHOUT_MLX\n#error the headers of MLX\n#endif\n"
+    "#include \"mlx/backend/cuda/device/config.h\"\n"
     "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cuda/std/array>\n"
     "namespace mlx::core::cu {\n"
     "using Shape = cuda::std::array<int, MAX_NDIM>;\n"
