@@ -1,12 +1,18 @@
-"""A server for one session: started on a free port of this machine, ended with the session."""
+"""A server for one session: started on a free port of this machine, ended with the session.
+
+Its stdin is a pipe whose other end only the session's process holds. Nothing is ever written there:
+that it is at its end says that the session is over, also where its process was killed.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -46,8 +52,8 @@ def embedded_server(model: str | None) -> Iterator[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_IT}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_manager.mlx_server.main"],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "mlx_manager.embedded"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -57,8 +63,8 @@ def embedded_server(model: str | None) -> Iterator[str]:
         try:
             yield ready_address(process, log)
         finally:
-            process.terminate()
             try:
+                # Closes its stdin.
                 process.communicate(timeout=END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -73,3 +79,23 @@ def ready_address(process: subprocess.Popen[str], log: IO[str]) -> str:
     log.seek(0)
     said = log.read().strip().splitlines()[-LAST_LINES:]
     raise StartFailed("\n".join(said) or "it said nothing")
+
+
+def end_with_session() -> None:
+    """Once stdin is at its end, stop as on SIGTERM, or after END_SECONDS at once."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    signal.alarm(END_SECONDS)  # Nobody handles it, which ends the program.
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """`mlx-manager serve` by the environment's settings, for as long as the session lasts."""
+    threading.Thread(target=end_with_session, name="end with the session", daemon=True).start()
+    from mlx_manager import cli
+
+    cli.app(["serve"], prog_name="mlx-manager")
+
+
+if __name__ == "__main__":
+    main()

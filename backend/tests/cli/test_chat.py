@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live import PROGRAM, live_server
 from other_server import OtherServer
 
 from mlx_manager.chat.commands import Command, parse
@@ -171,6 +176,48 @@ def test_without_a_server_one_runs_for_the_session(run) -> None:
     assert done.stdout.count("\n") == 1
     assert "starting one for this chat" in done.stderr
     assert "tok/s" in done.stderr
+
+
+@pytest.mark.parametrize("during_an_answer", [False, True])
+def test_the_sessions_server_ends_where_the_chat_is_killed(
+    chat: Chat, during_an_answer: bool
+) -> None:
+    child = chat("--system", "Count.", "--max-tokens", "8000")
+    child.expect_exact(PROMPT)
+    (server,) = children_of(child.pid)
+    if during_an_answer:
+        child.send(QUESTION + "\r")
+        child.expect_exact("port")
+    child.kill(signal.SIGKILL)
+    child.wait()
+    until = time.monotonic() + 30
+    while runs(server):
+        assert time.monotonic() < until, "the server outlives its chat"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("stdin", ["<&-", "</dev/null"])
+def test_a_server_of_its_own_does_not_mind_where_its_stdin_ends(tmp_path: Path, stdin: str) -> None:
+    command = ("/bin/sh", "-c", f'exec "$0" serve {stdin}', str(PROGRAM))
+    with live_server(tmp_path / "log", command) as server:
+        body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
+        assert httpx.get(f"{server.url}/readyz").is_success
+        assert server.process.poll() is None
+
+
+def children_of(pid: int) -> list[int]:
+    said = subprocess.run(["ps", "-Ao", "pid=,ppid="], capture_output=True, text=True, check=True)
+    pairs = [line.split() for line in said.stdout.splitlines()]
+    return [int(child) for child, parent in pairs if int(parent) == pid]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of it for init to read."""
+    said = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return said.stdout.strip() != "" and not said.stdout.startswith("Z")
 
 
 def test_once_prints_the_answer_alone(run, other: OtherServer) -> None:
