@@ -13,7 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+from mlx_manager.mlx_server.config import MLXServerSettings, is_folder
 
 Kind = Literal["systemd", "launchd"]
 UNIT = "mlx-manager.service"
@@ -217,9 +219,40 @@ def write(file: Path, content: str, mode: int, owner: str | None = None) -> None
 
 
 def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict[str, str]:
-    """What the service is told: the settings of this environment, and the options, which win."""
-    kept = {k: v for k, v in environment.items() if k.startswith("MLX_SERVER_") or k in HUB}
-    return kept | {f"MLX_SERVER_{name.upper()}": as_text(v) for name, v in given.items()}
+    """What the service is told: the settings of this environment, and the options, which win.
+
+    A service starts in another folder: paths are absolute.
+    """
+    kept = {k: v for k, v in environment.items() if k.startswith(PREFIX) or k in HUB}
+    told = kept | {f"{PREFIX}{name.upper()}": as_text(v) for name, v in given.items()}
+    return {name: from_anywhere(name, value) for name, value in told.items()}
+
+
+def from_anywhere(variable: str, value: str) -> str:
+    """What means in any folder what `value` means in this one."""
+    setting = variable.removeprefix(PREFIX).lower()
+    if setting in PATHS or variable in HUB_FOLDERS:
+        return absolute(value)
+    match setting:
+        case "model":
+            return folder_or_id(value)
+        case "available_models":
+            return ",".join(folder_or_id(part.strip()) for part in value.split(","))
+        case "model_aliases":
+            pairs = (part.partition("=") for part in value.split(","))
+            return ",".join(f"{name}{sign}{folder_or_id(of.strip())}" for name, sign, of in pairs)
+        case "blas" if "/" in value:  # Any other is looked for where the system's libraries are.
+            return absolute(value)
+        case _:
+            return value
+
+
+def folder_or_id(model: str) -> str:
+    return absolute(model) if model and is_folder(model) else model
+
+
+def absolute(path: str) -> str:
+    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
@@ -230,17 +263,20 @@ def masked(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
+PREFIX = "MLX_SERVER_"
+PATHS = {
+    name
+    for name, field in MLXServerSettings.model_fields.items()
+    if Path in get_args(field.annotation)
+}
+HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE")
+HUB = (*HUB_FOLDERS, "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
 
 
 def as_text(value: object) -> str:
     match value:
         case bool():
             return str(value).lower()
-        case Path():
-            return str(value.expanduser().absolute())
-        case str() if value.startswith(("./", "../", "~")):
-            return str(Path(value).expanduser().resolve())
         case list() | tuple():
             return ",".join(map(as_text, value))
         case _:

@@ -59,8 +59,8 @@ def install(
     """Write the service's files and start it.
 
     Every option of `mlx-manager serve` may follow. They, and the MLX_SERVER_ and HF_ variables
-    that are set now, go into an environment file that only its owner may read. Installing again
-    replaces them.
+    that are set now, go into an environment file that only its owner may read: relative paths as
+    absolute ones, everything else as it is. Installing again replaces them.
 
     \b
     Examples:

@@ -427,6 +427,13 @@ class MLXServerSettings(BaseSettings):
         return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
 
 
+def is_folder(model: str) -> bool:
+    """Whether what the owner calls a model so is a folder, there or not; or else it is an id."""
+    if model == DEMO_MODEL:
+        return False
+    return model.startswith(("/", ".", "~")) or Path(model).is_dir()
+
+
 def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
     """What looks like a typing error in the settings, or in the names of the environment's."""
     known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}

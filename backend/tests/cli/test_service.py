@@ -52,6 +52,86 @@ def test_install_writes_a_unit_and_settings_for_their_owner_alone(run, config: P
     assert "sesame" not in unit.read_text()
 
 
+RELATIVE = {
+    "MLX_SERVER_API_KEYS_FILE": "keys.toml",
+    "MLX_SERVER_AUDIT_LOG": "~/audit.db",
+    "MLX_SERVER_AVAILABLE_MODELS": "./one, two/three,owner/four,~/five",
+    "MLX_SERVER_BLAS": "lib/libblas.so",
+    "MLX_SERVER_MODEL": "two/three",
+    "MLX_SERVER_MODELS_DIR": "models",
+    "MLX_SERVER_MODELS_FILE": "./models.toml",
+    "MLX_SERVER_MODEL_ALIASES": "small=./one,gpt-*=two/three,large=owner/four",
+    "MLX_SERVER_RESPONSE_STORE": "../answers.db",
+    "HF_HOME": "hub",
+    "HF_HUB_CACHE": "~/hub",
+}
+ABSOLUTE = {
+    "MLX_SERVER_API_KEYS_FILE": "{here}/keys.toml",
+    "MLX_SERVER_AUDIT_LOG": "{home}/audit.db",
+    "MLX_SERVER_AVAILABLE_MODELS": "{here}/one,{here}/two/three,owner/four,{home}/five",
+    "MLX_SERVER_BLAS": "{here}/lib/libblas.so",
+    "MLX_SERVER_MODEL": "{here}/two/three",
+    "MLX_SERVER_MODELS_DIR": "{here}/models",
+    "MLX_SERVER_MODELS_FILE": "{here}/models.toml",
+    "MLX_SERVER_MODEL_ALIASES": "small={here}/one,gpt-*={here}/two/three,large=owner/four",
+    "MLX_SERVER_RESPONSE_STORE": "{here}/../answers.db",
+    "HF_HOME": "{here}/hub",
+    "HF_HUB_CACHE": "{home}/hub",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the model `two/three`, and one named as the embedded model is."""
+    folder = tmp_path / "here"
+    for name in ("two/three", "mlx-manager/demo"):
+        (folder / name).mkdir(parents=True)
+    (folder / "models.toml").write_text("")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def installed(run, config: Path, *options: str, **variables: str) -> dict[str, str]:
+    done = run("service", "install", "--no-start", *options, **variables)
+    assert done.returncode == 0, done.stderr
+    return read_by_a_shell(config / "mlx-manager" / "service.env")
+
+
+def test_paths_mean_the_same_in_the_services_folder(run, config: Path, here: Path) -> None:
+    told = installed(run, config, **RELATIVE)
+    places = {"here": str(here), "home": str(config.parent)}
+    assert {name: told[name] for name in ABSOLUTE} == {
+        name: value.format(**places) for name, value in ABSOLUTE.items()
+    }
+
+
+def test_an_option_is_told_as_its_variable_is(run, config: Path, here: Path) -> None:
+    variables = {k: v for k, v in RELATIVE.items() if k[:3] == "MLX" and k != "MLX_SERVER_BLAS"}
+    options = {f"--{k[11:].lower().replace('_', '-')}": value for k, value in variables.items()}
+    by_option = installed(run, config, *(word for pair in options.items() for word in pair))
+    by_variable = installed(run, config, **variables)
+    assert by_option == by_variable
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MLX_SERVER_MODEL", "mlx-community/Llama"),
+        ("MLX_SERVER_MODEL", "mlx-manager/demo"),
+        ("MLX_SERVER_AVAILABLE_MODELS", "mlx-community/Llama,mlx-manager/demo"),
+        ("MLX_SERVER_MODEL_ALIASES", "two/three=mlx-community/Llama,./one=mlx-manager/demo"),
+        ("MLX_SERVER_MODELS_DIR", "/models"),
+        ("MLX_SERVER_ADMIN_TOKEN", "~/two/three"),
+        ("MLX_SERVER_BLAS", "off"),
+        ("HF_TOKEN", "./one"),
+    ],
+)
+def test_what_is_no_relative_path_stays_as_it_is(
+    run, config: Path, here: Path, variable: str, value: str
+) -> None:
+    assert installed(run, config, **{variable: value})[variable] == value
+
+
 def test_a_secret_is_not_shown(run, config: Path) -> None:
     done = run("service", "install", "--print", MLX_SERVER_API_KEY="sesame")
     assert "sesame" not in done.stdout + done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_manager.demo_model import demo_model_path
-from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
+from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, is_folder
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
@@ -150,9 +150,8 @@ class Catalog:
         repository of the hub."""
         if name == DEMO_MODEL:
             return described(DEMO_MODEL, demo_model_path(), "embedded")
-        folder = Path(name).expanduser()
-        if name.startswith(("/", ".", "~")) or folder.is_dir():
-            return described(name, folder, "configured")
+        if is_folder(name):
+            return described(name, Path(name).expanduser(), "configured")
         if (models_dir := self._sources.models_dir) is not None:
             inside = models_dir.expanduser() / name
             if (inside / "config.json").is_file():
