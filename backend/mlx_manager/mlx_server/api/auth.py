@@ -1,7 +1,8 @@
 """Who may come in: the key that a request brings, and what it may still ask for this minute.
 
 Every path needs a key where there are keys, known ones and unknown ones, but for those that are
-listed here as open: what is added later is closed until somebody opens it.
+listed here as open: what is added later is closed until somebody opens it. The admin API's paths
+are closed to all but the owner, who needs no key.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
+from mlx_manager.mlx_server.api.owner import ADMIN_PATHS, check_owner
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
 from mlx_manager.mlx_server.errors import MLXManagerError, PermissionDenied
@@ -30,8 +32,6 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """What supervisors and load balancers ask; says nothing but whether the server is well."""
 
 METRICS_PATH = "/metrics"
-ADMIN_PATHS = "/v1/admin/"
-"""They ask for the admin token themselves."""
 
 
 def install(app: FastAPI, server: Server) -> None:
@@ -99,7 +99,10 @@ class Gate:
 
     def _account(self, scope: Scope) -> Account:
         path: str = scope["path"]
-        if path in OPEN_PATHS or path.startswith(ADMIN_PATHS):
+        if path in OPEN_PATHS:
+            return UNLIMITED
+        if path.startswith(ADMIN_PATHS):
+            check_owner(Request(scope), self._rules)
             return UNLIMITED
         if path == METRICS_PATH and self._rules.open_metrics:
             return UNLIMITED

@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from mlx_manager.mlx_server import errors
-from mlx_manager.mlx_server.api.auth import ADMIN_PATHS, OPEN_PATHS
+from mlx_manager.mlx_server.api.auth import OPEN_PATHS
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH
+from mlx_manager.mlx_server.api.owner import ADMIN_PATHS
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
 from mlx_manager.mlx_server.schemas.openai import ErrorBody

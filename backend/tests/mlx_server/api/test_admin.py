@@ -131,6 +131,44 @@ async def test_every_route_asks():
             assert (answer.status_code, path) == (401, path)
 
 
+UNKNOWN = [
+    ("GET", "/v1/admin/nothing", 404),
+    ("POST", "/v1/admin/requests/x", 404),
+    ("GET", "/v1/admin/", 404),
+    ("GET", "/v1/admin/drain", 405),
+    ("PUT", "/v1/admin/models", 405),
+    ("GET", "/v1/admin/models/", 307),
+    ("GET", "/v1/admin/audit?limit=0", 422),
+]
+"""Each with what tells of the paths and methods that there are."""
+
+
+@pytest.mark.parametrize(("method", "path", "status"), UNKNOWN)
+async def test_who_has_no_token_learns_nothing_of_what_there_is(
+    method: str, path: str, status: int
+):
+    async with client_from(admin_token=TOKEN) as client:
+        known = await client.get("/v1/admin/models")
+        asked = await client.request(method, path)
+        owners = await client.request(method, path, headers=BEARER)
+    assert (asked.status_code, asked.json()) == (401, known.json())
+    assert asked.headers["www-authenticate"] == known.headers["www-authenticate"] == "Bearer"
+    assert owners.status_code == status
+    async with client_from("10.0.0.1") as client:
+        known = await client.get("/v1/admin/models")
+        asked = await client.request(method, path)
+    assert (asked.status_code, asked.json()) == (403, known.json())
+    async with client_from() as client:
+        assert (await client.request(method, path)).status_code == status
+
+
+async def test_what_there_is_not_is_told_to_the_owner_in_openais_shape():
+    async with client_from(admin_token=TOKEN) as client:
+        answer = await client.get("/v1/admin/nothing", headers=BEARER)
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert answer.json()["error"]["code"] == "not_found"
+
+
 @pytest.mark.parametrize("token", ["", "short"])
 def test_a_token_that_can_be_guessed_is_refused(token: str):
     with pytest.raises(ValidationError, match="at least 8"):

@@ -1,0 +1,68 @@
+"""Who may use `/v1/admin`: the server's owner.
+
+With MLX_SERVER_ADMIN_TOKEN set, who brings it may come from anywhere. Without, only programs on
+this machine may, and only while the server listens on loopback; a page in somebody's browser is
+refused, whatever name it reached us by.
+"""
+
+from __future__ import annotations
+
+import secrets
+from urllib.parse import urlsplit
+
+from fastapi import Request
+
+from mlx_manager.mlx_server.address import is_loopback
+from mlx_manager.mlx_server.config import AccessRules
+from mlx_manager.mlx_server.errors import PermissionDenied, WrongAdminToken
+
+ADMIN_PATHS = "/v1/admin/"
+"""Known ones and unknown ones: what there is, is for the owner to know."""
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+"""A proxy on this machine speaks for others."""
+
+
+def check_owner(request: Request, rules: AccessRules) -> None:
+    """
+    Raises:
+        WrongAdminToken: not the token that is set, or none.
+        PermissionDenied: there is no token, and this is not a program on this machine.
+    """
+    if rules.admin_token is None:
+        check_local(request, rules.host)
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    right = secrets.compare_digest(token.strip().encode(), rules.admin_token.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise WrongAdminToken(
+            "The admin token is needed: send it as `Authorization: Bearer TOKEN` "
+            "(MLX_SERVER_ADMIN_TOKEN; API keys do not count)."
+        )
+
+
+def check_local(request: Request, bound: str) -> None:
+    """
+    Raises:
+        PermissionDenied: says what to set.
+    """
+    headers = request.headers
+    peer = request.client
+    here = is_loopback(bound) and peer is not None and is_loopback(peer.host)
+    if not here or any(name in headers for name in FORWARDED):
+        raise PermissionDenied(
+            "Without a token the admin API answers this machine alone, on a loopback address. "
+            "Set MLX_SERVER_ADMIN_TOKEN."
+        )
+    host = headers.get("host", "")
+    origin = headers.get("origin", f"http://{host}")
+    site = headers.get("sec-fetch-site", "none")
+    if (
+        not is_loopback(urlsplit(f"//{host}").hostname or "")
+        or origin != f"http://{host}"
+        or site not in ("none", "same-origin")
+    ):
+        raise PermissionDenied(
+            "Without a token the admin API takes nothing from other sites' pages. "
+            "Set MLX_SERVER_ADMIN_TOKEN."
+        )
