@@ -18,13 +18,14 @@ TREES = {
     for path in sorted(SERVER.rglob("*.py"))
 }
 
-LEAVES = {"address", "core", "errors", "config"}
+LEAVES = {"address", "core", "errors", "config", "limits"}
 FOUNDATION = LEAVES | {"formats", "utils"}
 MAY_IMPORT = {
     "address": set(),
     "core": set(),
     "errors": set(),
     "config": set(),
+    "limits": set(),
     "formats": set(),
     "utils": LEAVES,
     "observability": LEAVES,

@@ -212,6 +212,12 @@ def test_errors_are_the_sdks_own(
     check("ErrorResponse", {"error": caught.value.body})
 
 
+async def test_a_top_k_beyond_every_vocabulary_excludes_nothing(http: httpx.AsyncClient):
+    asked = {"messages": says(QUESTIONS[0]), "max_tokens": 8, "seed": 1}
+    beyond, off = [await ask(http, **asked, top_k=top_k) for top_k in (10**40, 0)]
+    assert beyond["choices"] == off["choices"]
+
+
 # Many at once
 
 

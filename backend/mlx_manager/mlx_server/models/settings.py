@@ -38,6 +38,14 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from mlx_manager.mlx_server.errors import InvalidSettings
+from mlx_manager.mlx_server.limits import (
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
@@ -68,8 +76,9 @@ def _id_or_folder(name: str, info: ValidationInfo) -> str:
 
 Name = Annotated[str, Field(min_length=1)]
 Duration = Annotated[float, BeforeValidator(_seconds)]
-Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 Switch = Annotated[bool, Field(strict=True)]
+AS_TOML_HAS_IT = Field(strict=True)
+"""A text or a truth value is no number here."""
 KNOWN_ONLY = ConfigDict(extra="forbid")
 IN_TOML = {
     "bool_type": "must be true or false",
@@ -87,13 +96,13 @@ class SamplingDefaults:
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
 
-    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None
-    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
+    temperature: Annotated[Temperature, AS_TOML_HAS_IT] | None = None
+    top_p: Annotated[TopP, AS_TOML_HAS_IT] | None = None
+    top_k: Annotated[TopK, AS_TOML_HAS_IT] | None = None
+    min_p: Annotated[MinP, AS_TOML_HAS_IT] | None = None
+    presence_penalty: Annotated[Penalty, AS_TOML_HAS_IT] | None = None
+    frequency_penalty: Annotated[Penalty, AS_TOML_HAS_IT] | None = None
+    repetition_penalty: Annotated[RepetitionPenalty, AS_TOML_HAS_IT] | None = None
 
     def given(self) -> Mapping[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}

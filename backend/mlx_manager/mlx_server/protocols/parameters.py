@@ -74,7 +74,7 @@ def sampling(body: GenerationParameters, draw: int = 0) -> Sampling:
     return Sampling.asked(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
+        top_k=body.top_k,
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,

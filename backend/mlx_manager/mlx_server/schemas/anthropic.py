@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
+from mlx_manager.mlx_server.limits import Temperature, TopK, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
     Timed,
@@ -200,9 +201,9 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
         None, description="Up to 16 strings that end the answer, not part of it"
     )
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
-    top_k: int | None = Field(None, ge=0, description="Most likely tokens kept; 0 is off")
+    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
+    top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
     metadata: Any = Field(None, description="No effect")
     service_tier: Any = Field(None, description="No effect")
     inference_geo: Any = Field(None, description="No effect")

@@ -15,6 +15,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
+from mlx_manager.mlx_server.limits import (
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
     Timed,
@@ -27,7 +35,6 @@ from mlx_manager.mlx_server.schemas.wire import (
 )
 
 TokenId = Annotated[int, Field(strict=True, ge=0)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 NO_EFFECT = frozenset(
@@ -209,19 +216,19 @@ class GenerationParameters(Timed):
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`")
     n: int | None = Field(None, ge=1, le=128, description="Answers to each prompt")
 
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
-    top_k: int | None = Field(None, ge=-1, description="Most likely tokens kept; 0 or -1 is off")
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Least probability kept, relative to the best; 0 is off"
+    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
+    top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
+    min_p: MinP | None = Field(
+        None, description="Least probability kept, relative to the best; 0 is off"
     )
     seed: int | None = Field(
         None, ge=-(2**63), le=2**63 - 1, description="Same seed, same tokens, whoever shares"
     )
     presence_penalty: Penalty | None = Field(None, description="Over the output; default 0")
     frequency_penalty: Penalty | None = Field(None, description="Over the output; default 0")
-    repetition_penalty: float | None = Field(
-        None, gt=0, description="Multiplicative, over prompt and output; 1 is off"
+    repetition_penalty: RepetitionPenalty | None = Field(
+        None, description="Multiplicative, over prompt and output; 1 is off"
     )
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="Token id to a bias from -100 to 100"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
+from mlx_manager.mlx_server.limits import Temperature, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
     Timed,
@@ -244,8 +245,8 @@ class ResponsesRequest(Timed):
     max_output_tokens: int | None = Field(
         None, ge=1, description="Most tokens generated, reasoning included; default: the context"
     )
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling; 1 is off")
+    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     tools: list[ResponsesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, a function by name, or allowed_tools"

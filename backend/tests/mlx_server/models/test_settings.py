@@ -120,6 +120,14 @@ def test_who_is_allowed(tmp_path: Path):
             "[models.a]\nsampling = { temperature = 3, top_k = 1.5 }",
             "temperature: must be less than or equal to 2, not 3; models.a.sampling.top_k",
         ),
+        (
+            "[models.a]\nsampling = { repetition_penalty = 0 }",
+            "repetition_penalty: must be greater than 0, not 0",
+        ),
+        (
+            "[models.a]\nsampling = { repetition_penalty = inf, top_p = nan }",
+            "top_p: must be a finite number, not nan; .*repetition_penalty: .*finite.*, not inf",
+        ),
         ('[models.a]\naliases = [""]', "models.a.aliases.0"),
         (
             '[models.a]\naliases = ["x"]\n[models.b]\naliases = ["x"]',

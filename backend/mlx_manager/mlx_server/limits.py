@@ -1,0 +1,28 @@
+"""What the parameters of sampling may be, wherever they are said: in a request of any protocol, and
+in the models' file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+LARGEST_TOP_K = 2**31 - 1
+"""More than any vocabulary has."""
+
+
+def _kept(top_k: int) -> int:
+    return min(max(top_k, 0), LARGEST_TOP_K)
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+Temperature = Annotated[Finite, Field(ge=0, le=2)]
+TopP = Annotated[Finite, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1), AfterValidator(_kept)]
+"""-1 means what 0 does, as in vLLM."""
+MinP = Annotated[Finite, Field(ge=0, le=1)]
+Penalty = Annotated[Finite, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[Finite, Field(gt=0)]
+"""Without an upper limit, as in vLLM and Transformers; SGLang's is 2."""
