@@ -58,6 +58,7 @@ from mlx_manager.mlx_server.schemas.openai import (
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
+from mlx_manager.mlx_server.utils import open_files
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
@@ -97,7 +98,6 @@ TO_PASTE: dict[Kind, tuple[str, str]] = {
 }
 """For a model of each kind: where to ask it, and what."""
 
-OPEN_FILES = 65_536
 MOST_NAMED = 5
 
 
@@ -276,10 +276,11 @@ def make_pool(
     settings: MLXServerSettings, thread: MLXThread, models: ModelsFile | None = None
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
-    from mlx_manager.mlx_server.backends.embedding import EncoderBackend
-    from mlx_manager.mlx_server.backends.text import TextBackend, preparing
-    from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
-    from mlx_manager.mlx_server.models.pool import ModelPoolManager
+    with open_files.as_many_as_before():
+        from mlx_manager.mlx_server.backends.embedding import EncoderBackend
+        from mlx_manager.mlx_server.backends.text import TextBackend, preparing
+        from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
+        from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
     # What has been imported by now stays: to look through it at every full collection would stop
     # all streams for 50 ms. Models come later, since what is frozen can't be freed.
@@ -325,7 +326,7 @@ def run(settings: MLXServerSettings) -> None:
     file of settings is wrong.
     """
     logs.configure(settings.log_level, settings.log_format)
-    allow_many_connections()
+    open_files.allow_many()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
@@ -419,18 +420,6 @@ def greeting(
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(body)}\n"
     )
-
-
-def allow_many_connections() -> None:
-    """Each connection is an open file, and macOS allows a program 256 unless it asks for more."""
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live import live_server
+
+from mlx_manager.mlx_server.utils import open_files
+
+FEW = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (700, 900))
+from mlx_manager.mlx_server.utils import open_files
+open_files.allow_many()
+with open_files.as_many_as_before():
+    import mlx_lm.utils
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+resource.setrlimit(resource.RLIMIT_NOFILE, (800, 900))
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_what_is_imported_leaves_the_limit_as_it_is():
+    done = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["(900, 900)", "(800, 900)"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="needs Linux's /proc")
+def test_a_server_that_has_loaded_its_model_may_open_as_many_files_as_it_could(tmp_path):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = open_files.OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    with live_server(tmp_path / "log.txt") as server:
+        limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
+    assert int(line.split()[3]) == min(open_files.OPEN_FILES, most)
