@@ -73,6 +73,11 @@ class Service:
             ]
         return [["launchctl", "bootstrap", self._domain(), str(self.definition_file)]]
 
+    def forget_command(self) -> list[str]:
+        """Has systemd, which gives up after some failures, count anew; it fails if there is nothing
+        to forget. Empty for launchd, which never gives up."""
+        return [*systemctl(self.user), "reset-failed", UNIT] if self.kind == "systemd" else []
+
     def stop_commands(self) -> list[list[str]]:
         if self.kind == "systemd":
             return [[*systemctl(self.user), "disable", "--now", UNIT]]
@@ -83,10 +88,23 @@ class Service:
             return [*systemctl(self.user), "is-active", UNIT]
         return ["launchctl", "print", f"{self._domain()}/{LABEL}"]
 
+    def ready_command(self) -> list[str]:
+        """Prints what a server that is ready has told systemd; empty for launchd."""
+        if self.kind == "launchd":
+            return []
+        return [*systemctl(self.user), "show", "--property=StatusText", "--value", UNIT]
+
     def log_command(self) -> str:
         if self.kind == "launchd":
             return f"tail -f {self._log()}"
         return f"journalctl {'--user ' if self.user is None else ''}-u {UNIT} -f"
+
+    def last_words_command(self) -> list[str]:
+        """Prints the end of the log; empty for launchd, which starts without waiting."""
+        if self.kind == "launchd":
+            return []
+        own = ["--user"] if self.user is None else []
+        return ["journalctl", *own, f"--unit={UNIT}", "--lines=8", "--output=cat", "--no-pager"]
 
     def _unit(self) -> str:
         system = self.user is not None
@@ -98,7 +116,9 @@ class Service:
             "StartLimitBurst=5",
             "",
             "[Service]",
-            "Type=exec",
+            # Started is what has loaded its model, which may take as long as it likes.
+            "Type=notify",
+            "TimeoutStartSec=infinity",
             f"ExecStart={' '.join(unit_word(word) for word in self.program)}",
             f"EnvironmentFile={unit_path(self.environment_file)}",
             *([f"User={self.user}"] if system else []),

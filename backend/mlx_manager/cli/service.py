@@ -114,16 +114,14 @@ def status(*, system: System = False, kind: KindName = None, as_json: AsJson = F
 
     The exit code is 0 when it runs, 3 when it does not, 4 when it is not installed.
     """
-    import subprocess
-
     from mlx_manager.service import runs_here
 
     wanted = described(system, "root" if system else None, kind)
     installed = wanted.definition_file.exists()
     state = "unknown"
     if runs_here(wanted.kind):
-        asked = subprocess.run(wanted.state_command(), capture_output=True, text=True, check=False)
-        state = asked.stdout.strip() if wanted.kind == "systemd" else launchd_state(asked.stdout)
+        told = printed(wanted.state_command())
+        state = told if wanted.kind == "systemd" else launchd_state(told)
     found = {
         "kind": wanted.kind,
         "installed": installed,
@@ -222,10 +220,17 @@ def run_or_show(wanted: Service, commands: list[list[str]]) -> None:
     from mlx_manager.service import runs_here, shown
 
     if commands and runs_here(wanted.kind):
+        printed(wanted.forget_command())
+        if wanted.kind == "systemd":
+            note("starting it, which takes as long as its model takes to load")
         for command in commands:
             if not carry_out(command):
+                typer.echo(printed(wanted.last_words_command()), err=True)
                 raise typer.Exit(ExitCode.FAILED)
-        typer.echo("The service runs.")
+        if wanted.kind == "systemd":
+            typer.echo(f"The service runs. {printed(wanted.ready_command())}".strip())
+        else:
+            typer.echo("The service is started; `mlx-manager service status` says if it runs.")
     else:
         typer.echo(f"Start it with:\n{shown(wanted.start_commands())}")
 
@@ -239,8 +244,17 @@ def carry_out(command: list[str]) -> bool:
     return done.returncode == 0
 
 
-def launchd_state(printed: str) -> str:
-    for line in printed.splitlines():
+def printed(command: list[str]) -> str:
+    """What `command` prints, even where it fails; nothing without one."""
+    import subprocess
+
+    if not command:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def launchd_state(told: str) -> str:
+    for line in told.splitlines():
         name, _, value = line.strip().partition(" = ")
         if name == "state":
             return value

@@ -59,6 +59,7 @@ from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
+from mlx_manager.mlx_server.utils.notify import READY, notify
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
@@ -391,13 +392,15 @@ async def announce(server: Server, listener: Listener) -> None:
     await server.started.wait()
     if server.failure is None:
         models = await server.pool.models()
+        url = await listener.url
         text = greeting(
-            await listener.url,
+            url,
             [model.id for model in models],
             models[0].kind or "text",
             need_key=server.settings.access.need_key,
         )
         print(text, flush=True)
+        notify(READY, f"STATUS=Ready: {url}/v1")
     else:
         reason = server.failure.message
         print(f"mlx-manager: the default model can't be served: {reason}", file=sys.stderr)
