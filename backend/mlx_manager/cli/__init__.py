@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -80,6 +81,9 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if sys.stdin is None:  # Closed by whoever called.
         sys.stdin = open(os.devnull)  # noqa: SIM115  # it stays open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Letters that the terminal's encoding lacks: a `?` for each, as stderr has its way, too.
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except OSError as error:

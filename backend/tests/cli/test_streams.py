@@ -28,6 +28,17 @@ def test_output_that_can_not_be_written_is_told(environment: dict[str, str]) -> 
     assert done.stderr == "mlx-manager: The output can't be written: No space left on device.\n"
 
 
+def test_letters_that_a_terminal_lacks_are_question_marks(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "doctor", "--port", "0"],
+        env=environment | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"? port" in done.stdout
+
+
 def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str) -> None:
     command = f'"{sys.executable}" -m mlx_manager.cli chat --url {server} --once hi <&-'
     done = subprocess.run(
