@@ -19,7 +19,8 @@ def _kept(top_k: int) -> int:
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 Temperature = Annotated[Finite, Field(ge=0, le=2)]
-TopP = Annotated[Finite, Field(gt=0, le=1)]
+TopP = Annotated[Finite, Field(ge=0, le=1)]
+"""0 leaves the most likely token, as OpenAI's description allows; vLLM refuses it."""
 TopK = Annotated[int, Field(ge=-1), AfterValidator(_kept)]
 """-1 means what 0 does, as in vLLM."""
 MinP = Annotated[Finite, Field(ge=0, le=1)]

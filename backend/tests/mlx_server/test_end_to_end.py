@@ -148,6 +148,16 @@ def test_a_stop_string_ends_the_answer_before_it(sdk: openai.OpenAI):
     assert cut.finish_reason == "stop"
 
 
+def test_top_p_of_0_leaves_the_most_likely_token(sdk: openai.OpenAI):
+    def asked(**how: float) -> str | None:
+        said = says("Who are you?")
+        answer = sdk.chat.completions.create(model=MODEL, messages=said, max_tokens=30, **how)
+        return answer.choices[0].message.content
+
+    drawn = {asked(top_p=0, temperature=2, seed=seed) for seed in range(3)}
+    assert drawn == {asked(temperature=0)}
+
+
 def test_the_same_seed_gives_the_same_answer(sdk: openai.OpenAI):
     asked: dict[str, Any] = {"model": MODEL, "messages": says("Hello!"), "temperature": 1.5}
     first, again = (

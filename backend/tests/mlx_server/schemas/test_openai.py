@@ -30,7 +30,7 @@ OUT_OF_RANGE = [
     ("temperature", 2.1),
     ("temperature", float("nan")),
     ("temperature", float("inf")),
-    ("top_p", 0),
+    ("top_p", -0.1),
     ("top_p", 1.01),
     ("top_k", -2),
     ("top_k", 1.5),
