@@ -98,6 +98,7 @@ async def test_an_api_key_is_no_admin_token_and_the_token_is_no_key():
         ("127.0.0.1", "http://localhost:8000", {"sec-fetch-site": "cross-site"}, 403),
         ("127.0.0.1", "http://rebound.example.org:8000", {}, 403),
         ("127.0.0.1", "http://localhost.example.org", {}, 403),
+        ("127.0.0.1", "http://localhost:8000", {"host": "[::1"}, 403),
         ("127.0.0.1", "http://localhost:8000", {"x-forwarded-for": "10.0.0.1"}, 403),
         ("10.0.0.1", "http://localhost:8000", {}, 403),
     ],
