@@ -50,7 +50,7 @@ def embedded_server(model: str | None) -> Iterator[str]:
     if model is not None:
         own["MLX_SERVER_MODEL"] = model
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_IT}
-    with tempfile.TemporaryFile("w+") as log:
+    with log_file() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mlx_manager.embedded"],
             stdin=subprocess.PIPE,
@@ -69,6 +69,17 @@ def embedded_server(model: str | None) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
+
+
+def log_file() -> IO[str]:
+    """
+    Raises:
+        StartFailed: there is no folder for it.
+    """
+    try:
+        return tempfile.TemporaryFile("w+")
+    except OSError as error:
+        raise StartFailed(f"its log needs a folder for temporary files: {error}") from error
 
 
 def ready_address(process: subprocess.Popen[str], log: IO[str]) -> str:
