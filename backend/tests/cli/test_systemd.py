@@ -79,6 +79,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             if time.monotonic() > patience or booting.poll() is not None:
                 pytest.skip(f"no systemd could be started here: {said}")
             time.sleep(0.2)
+        if PROGRAM.is_relative_to("/tmp") or PROGRAM.is_relative_to("/var/tmp"):
+            # A service of the machine has its own of these: it would not find the program.
+            folder = f"/etc/systemd/system/{UNIT}.d"
+            machine.run("mkdir", "-p", folder)
+            machine.run("sh", "-c", f"printf '[Service]\nPrivateTmp=no\n' >{folder}/tmp.conf")
         yield machine
     finally:
         # Its first process takes all others along.
