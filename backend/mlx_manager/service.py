@@ -21,6 +21,8 @@ Kind = Literal["systemd", "launchd"]
 UNIT = "mlx-manager.service"
 LABEL = "mlx-manager.server"
 OPEN_FILES = 65_536
+WRONG_SETTING = 2
+"""What the server ends with where a setting is wrong."""
 STOP_MARGIN = 15
 """Seconds beyond the server's own grace before it is killed."""
 
@@ -123,6 +125,8 @@ class Service:
             f"EnvironmentFile={unit_path(self.environment_file)}",
             *([f"User={self.user}"] if system else []),
             "Restart=on-failure",
+            # A setting is wrong, which another start does not mend.
+            f"RestartPreventExitStatus={WRONG_SETTING}",
             "RestartSec=5",
             f"TimeoutStopSec={self.stop_seconds}",
             f"LimitNOFILE={OPEN_FILES}",

@@ -134,6 +134,15 @@ def test_a_service_is_ready_when_install_says_so_and_comes_back_when_it_was_kill
         httpx.get(f"{url}/models")
 
 
+def test_a_wrong_setting_is_not_tried_again(machine, port):
+    machine.service("install", "--system", "--run-as", "root", "--port", str(port), "--no-start")
+    machine.run("sh", "-c", "echo MLX_SERVER_MAX_ROWS=0 >>/etc/mlx-manager/service.env")
+    machine.run("systemctl", "daemon-reload")
+    assert machine.run("systemctl", "start", UNIT).returncode != 0
+    assert (machine.state(), machine.shown("ExecMainStatus")) == ("failed", "2")
+    assert machine.service("uninstall", "--system").returncode == 0
+
+
 def test_a_service_that_can_not_start_says_why_and_starts_when_that_is_mended(machine, port):
     arguments = ("install", "--system", "--run-as", "root", "--port", str(port))
     with socket.socket() as taken:
