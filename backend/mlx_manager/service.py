@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_manager.mlx_server.config import MLXServerSettings, is_folder
+from mlx_manager.mlx_server.utils.open_files import OPEN_FILES
 
 Kind = Literal["systemd", "launchd"]
 UNIT = "mlx-manager.service"
 LABEL = "mlx-manager.server"
-OPEN_FILES = 65_536
 WRONG_SETTING = 2
 """What the server ends with where a setting is wrong."""
 STOP_MARGIN = 15
@@ -77,8 +77,8 @@ class Service:
 
     def forget_command(self) -> list[str]:
         """Has systemd, which gives up after some failures, count anew; it fails if there is nothing
-        to forget. Empty for launchd, which never gives up."""
-        return [*systemctl(self.user), "reset-failed", UNIT] if self.kind == "systemd" else []
+        to forget."""
+        return [*systemctl(self.user), "reset-failed", UNIT]
 
     def stop_commands(self) -> list[list[str]]:
         if self.kind == "systemd":
@@ -91,9 +91,7 @@ class Service:
         return ["launchctl", "print", f"{self._domain()}/{LABEL}"]
 
     def ready_command(self) -> list[str]:
-        """Prints what a server that is ready has told systemd; empty for launchd."""
-        if self.kind == "launchd":
-            return []
+        """Prints what a server that is ready has told systemd."""
         return [*systemctl(self.user), "show", "--property=StatusText", "--value", UNIT]
 
     def log_command(self) -> str:
@@ -102,9 +100,7 @@ class Service:
         return f"journalctl {'--user ' if self.user is None else ''}-u {UNIT} -f"
 
     def last_words_command(self) -> list[str]:
-        """Prints the end of the log; empty for launchd, which starts without waiting."""
-        if self.kind == "launchd":
-            return []
+        """Prints the end of the log that systemd keeps."""
         own = ["--user"] if self.user is None else []
         return ["journalctl", *own, f"--unit={UNIT}", "--lines=8", "--output=cat", "--no-pager"]
 

@@ -219,20 +219,19 @@ def root_hint(wanted: Service) -> str:
 def run_or_show(wanted: Service, commands: list[list[str]]) -> None:
     from mlx_manager.service import runs_here, shown
 
-    if commands and runs_here(wanted.kind):
-        printed(wanted.forget_command())
-        if wanted.kind == "systemd":
-            note("starting it, which takes as long as its model takes to load")
-        for command in commands:
-            if not carry_out(command):
-                typer.echo(printed(wanted.last_words_command()), err=True)
-                raise typer.Exit(ExitCode.FAILED)
-        if wanted.kind == "systemd":
-            typer.echo(f"The service runs. {printed(wanted.ready_command())}".strip())
-        else:
-            typer.echo("The service is started; `mlx-manager service status` says if it runs.")
-    else:
+    if not commands or not runs_here(wanted.kind):
         typer.echo(f"Start it with:\n{shown(wanted.start_commands())}")
+    elif wanted.kind == "launchd":
+        if not all(map(carry_out, commands)):
+            raise typer.Exit(ExitCode.FAILED)
+        typer.echo("The service is started; `mlx-manager service status` says if it runs.")
+    else:
+        printed(wanted.forget_command())
+        note("starting it, which takes as long as its model takes to load")
+        if not all(map(carry_out, commands)):
+            typer.echo(printed(wanted.last_words_command()), err=True)
+            raise typer.Exit(ExitCode.FAILED)
+        typer.echo(f"The service runs. {printed(wanted.ready_command())}".strip())
 
 
 def carry_out(command: list[str]) -> bool:
@@ -245,11 +244,9 @@ def carry_out(command: list[str]) -> bool:
 
 
 def printed(command: list[str]) -> str:
-    """What `command` prints, even where it fails; nothing without one."""
+    """What `command` prints, even where it fails."""
     import subprocess
 
-    if not command:
-        return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -149,14 +149,13 @@ class Program:
     """A custom kernel that MLX wants compiled.
 
     ours: another program, of the same kernel under our headers; 0 if NVRTC made none.
-    kept: what is pointed to, where C strings are asked for.
+    code: what MLX is given; None where its own program is.
     """
 
     text: bytes
     ours: int
     names: list[bytes] = field(default_factory=list)
     code: Code | None = None
-    kept: list[ctypes.Array[ctypes.c_char]] = field(default_factory=list)
 
 
 class Compiler:
@@ -235,29 +234,28 @@ class Compiler:
         return SUCCESS
 
     def _mangled(self, handle: int, name: int, out: int) -> int:
-        program = self._programs.get(handle)
-        if program is None or program.code is None:
+        code = self._code_for(handle)
+        if code is None:
             return self._call("nvrtcGetLoweredName", handle, name, out)
-        mangled = program.code.mangled.get(ctypes.string_at(name))
+        mangled = code.mangled.get(ctypes.string_at(name))
         if mangled is None:
             return NO_SUCH_NAME
-        text = ctypes.create_string_buffer(mangled)
-        program.kept.append(text)
-        _pointer_at(out).value = ctypes.addressof(text)
+        # These very bytes, which live as long as the program.
+        _pointer_at(out).value = ctypes.cast(ctypes.c_char_p(mangled), POINTER).value
         return SUCCESS
 
     def _size(self, handle: int, out: int) -> int:
-        program = self._programs.get(handle)
-        if program is None or program.code is None:
+        code = self._code_for(handle)
+        if code is None:
             return self._call("nvrtcGetCUBINSize", handle, out)
-        ctypes.c_size_t.from_address(out).value = len(program.code.cubin)
+        ctypes.c_size_t.from_address(out).value = len(code.cubin)
         return SUCCESS
 
     def _cubin(self, handle: int, out: int) -> int:
-        program = self._programs.get(handle)
-        if program is None or program.code is None:
+        code = self._code_for(handle)
+        if code is None:
             return self._call("nvrtcGetCUBIN", handle, out)
-        ctypes.memmove(out, program.code.cubin, len(program.code.cubin))
+        ctypes.memmove(out, code.cubin, len(code.cubin))
         return SUCCESS
 
     def _destroy(self, handle_at: int) -> int:
@@ -271,6 +269,11 @@ class Compiler:
     def _call(self, name: str, *arguments: object) -> int:
         result: int = self._nvrtc[name](*arguments)
         return result
+
+    def _code_for(self, handle: int) -> Code | None:
+        """What is given for this program; None if NVRTC is to be asked."""
+        program = self._programs.get(handle)
+        return None if program is None else program.code
 
     def _key(self, program: Program, options: list[bytes]) -> str:
         major, minor = INT(), INT()

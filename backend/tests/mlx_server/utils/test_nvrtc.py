@@ -138,8 +138,9 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(jit, tmp_pa
     assert jit.one(PLAIN).failed == 0
 
 
-def test_a_library_without_nvrtc_is_left_alone(tmp_path):
-    assert nvrtc.answer_mlx() is None or "cuda" in str(nvrtc.version("mlx"))
+@pytest.mark.skipif(mx.cuda.is_available(), reason="needs a build of MLX without CUDA")
+def test_a_library_without_nvrtc_is_left_alone():
+    assert nvrtc.answer_mlx() is None
 
 
 def test_what_was_packed_is_unpacked():

@@ -91,8 +91,9 @@ class KernelSet:
         return self._built[shape]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
-        """Built and checked in one go, unless `building` has."""
-        finish(self.building([shape]))
+        """Built and checked in one go, unless `building` has. Every layer of a step asks."""
+        if shape not in self._chunks:
+            finish(self.building([shape]))
         return self._chunks[shape]
 
     def building(self, shapes: Iterable[AttentionShape]) -> Steps[None]:
