@@ -2,21 +2,20 @@
 
 A shared library calls an imported function through a slot in its global offset table, which the
 loader fills. Writing another address there redirects that library's calls and no one else's.
-Sources: System V ABI (dynamic section, relocations), `dl_iterate_phdr(3)`.
+Sources: System V ABI (ELF header, dynamic section, relocations), `proc_pid_maps(5)`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import platform
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PT_DYNAMIC, PT_GNU_RELRO = 2, 0x6474E552
+PT_LOAD, PT_DYNAMIC, PT_GNU_RELRO = 1, 2, 0x6474E552
 DT_NULL, DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_RELA, DT_RELASZ, DT_JMPREL = 0, 2, 5, 6, 7, 8, 23
 PROT_READ, PROT_WRITE = 1, 2
 SYMBOL_SIZE = 24
@@ -24,31 +23,18 @@ SYMBOL_SIZE = 24
 FUNCTION_RELOCATIONS = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 
 
-class _ProgramHeader(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("offset", ctypes.c_uint64),
-        ("vaddr", ctypes.c_uint64),
-        ("paddr", ctypes.c_uint64),
-        ("filesz", ctypes.c_uint64),
-        ("memsz", ctypes.c_uint64),
-        ("align", ctypes.c_uint64),
-    )
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A program header. offset: in the file; vaddr: from where the library is loaded."""
 
-
-class _PhdrInfo(ctypes.Structure):
-    _fields_ = (
-        ("addr", ctypes.c_uint64),
-        ("name", ctypes.c_char_p),
-        ("phdr", ctypes.POINTER(_ProgramHeader)),
-        ("phnum", ctypes.c_uint16),
-    )
-
-
-_VISITOR = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(_PhdrInfo), ctypes.c_size_t, ctypes.c_void_p
-)
+    type: int
+    flags: int
+    offset: int
+    vaddr: int
+    paddr: int
+    filesz: int
+    memsz: int
+    align: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +83,42 @@ def imported_slots(library: Path, names: Iterable[str]) -> list[Slot]:
     ]
 
 
-def _loaded_segments(library: Path) -> tuple[int, list[_ProgramHeader]]:
-    """The address that the library was loaded at, and its program headers."""
-    loaded: list[tuple[Path, int, list[_ProgramHeader]]] = []
+def _loaded_segments(library: Path) -> tuple[int, list[_Segment]]:
+    """The address that the library was loaded at, and its program headers.
 
-    def note(info: ctypes._Pointer[_PhdrInfo], size: int, data: object) -> int:
-        entry = info.contents
-        headers = [_ProgramHeader.from_buffer_copy(entry.phdr[i]) for i in range(entry.phnum)]
-        loaded.append((Path(os.fsdecode(entry.name or b"")), entry.addr, headers))
-        return 0
-
-    ctypes.CDLL(None).dl_iterate_phdr(_VISITOR(note), None)
-    for path, base, headers in loaded:
-        if path.name == library.name and path.samefile(library):
-            return base, headers
+    `dl_iterate_phdr` would know both, but it calls back into Python, which needs Python's lock, and
+    holds the loader's meanwhile: a thread that imports an extension holds the one and waits for the
+    other.
+    """
+    for start, offset, path in _code_in_memory():
+        if path.name == library.name and path.exists() and path.samefile(library):
+            segments = _segments(library)
+            for s in segments:
+                begin = s.offset & -mmap.PAGESIZE
+                if s.type == PT_LOAD and begin <= offset < s.offset + s.filesz:
+                    return start - (s.vaddr + offset - s.offset), segments
     raise FileNotFoundError(f"{library} is not loaded")
 
 
-def _dynamic_section(base: int, segments: list[_ProgramHeader]) -> dict[int, int]:
+def _code_in_memory() -> Iterator[tuple[int, int, Path]]:
+    """(address, offset in the file, file) of all that this process has mapped to be executed."""
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        addresses, permissions, offset, _, _, *path = line.split(maxsplit=5)
+        if path and "x" in permissions:
+            yield int(addresses.partition("-")[0], 16), int(offset, 16), Path(path[0])
+
+
+def _segments(library: Path) -> list[_Segment]:
+    """The program headers of a 64-bit file."""
+    content = library.open("rb")
+    with content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as file:
+        (table,) = struct.unpack_from("Q", file, 32)
+        size, count = struct.unpack_from("HH", file, 54)
+        places = range(table, table + size * count, size)
+        return [_Segment(*struct.unpack_from("IIQQQQQQ", file, place)) for place in places]
+
+
+def _dynamic_section(base: int, segments: list[_Segment]) -> dict[int, int]:
     """Tag -> value. Some C libraries leave addresses relative to the base; here none is."""
     table = next(s for s in segments if s.type == PT_DYNAMIC)
     entries: dict[int, int] = {}

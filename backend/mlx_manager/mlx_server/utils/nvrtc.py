@@ -319,16 +319,17 @@ def _pointer_at(address: int, place: int = 0) -> ctypes.c_void_p:
 
 
 def answer(library: Path, shelf: Shelf) -> Compiler | None:
-    """Have the calls that `library`, which is loaded, makes of NVRTC come to a `Compiler` for the
-    rest of the process. None: it makes none.
+    """Have the calls that `library`, loaded if need be, makes of NVRTC come to a `Compiler` for
+    the rest of the process. None: it makes none.
 
     Raises:
-        OSError: the kernel forbids to redirect them.
+        OSError: it can't be loaded, or the kernel forbids to redirect its calls.
     """
+    loaded = ctypes.CDLL(str(library))
     slots = imported_slots(library, ANSWERED)
     if {slot.name for slot in slots} != set(ANSWERED):
         return None
-    compiler = Compiler(ctypes.CDLL(str(library)), shelf)
+    compiler = Compiler(loaded, shelf)
     _STANDING.append(compiler)
     entries = compiler.entries
     for slot in slots:

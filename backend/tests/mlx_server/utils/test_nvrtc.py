@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,6 +137,12 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(jit, tmp_pa
     compiler = nvrtc.answer(jit.path, Shelf(folder))
     assert compiler is not None
     assert jit.one(PLAIN).failed == 0
+
+
+def test_a_library_that_is_not_loaded_yet_is_loaded(jit, shelf, tmp_path):
+    other = tmp_path / "never_loaded_before.so"
+    shutil.copy(jit.path, other)
+    assert nvrtc.answer(other, Shelf(shelf)) is not None
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="needs a build of MLX without CUDA")
