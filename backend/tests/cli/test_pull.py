@@ -33,7 +33,8 @@ def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> Non
     assert done.returncode == 0
     assert done.stdout == f"{folder_of(tmp_path)}\n"
     assert "9 MB, licence apache-2.0" in done.stderr
-    answer = program("chat", "--model", "own/demo", "--once", "How do I change the port?")
+    question = ("--once", "How do I change the port?", "--temperature", "0")
+    answer = program("chat", "--model", "own/demo", *question)
     assert "9000" in answer.stdout
     hub.fetched.clear()
     again = program("pull", "own/demo", "--json")

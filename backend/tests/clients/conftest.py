@@ -1,4 +1,5 @@
-"""One server, in a process of its own, for all clients."""
+"""One server, in a process of its own, for all clients. It draws the likeliest token also for those
+that can't ask for it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ MODEL = "mlx-manager/demo"
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("clients") / "log.txt"
-    with live_server(log, model_aliases=f"claude-*={MODEL},gpt-*={MODEL}") as running:
+    folder = tmp_path_factory.mktemp("clients")
+    log, models = folder / "log.txt", folder / "models.toml"
+    models.write_text(
+        f'[models."{MODEL}"]\naliases = ["claude-*", "gpt-*"]\nsampling = {{ top_k = 1 }}\n'
+    )
+    with live_server(log, models_file=models) as running:
         yield running
     assert "Traceback" not in log.read_text(), log.read_text()
     assert running.process.returncode == 0

@@ -304,7 +304,7 @@ async def test_what_can_not_be_honoured_is_refused(demo: Demo, fields: dict[str,
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
 async def test_a_call_can_be_demanded(demo: Demo, choice: Any):
-    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 100}
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice, "temperature": 0}
     answer = await demo.choice("Tell me a joke.", parallel_tool_calls=False, **asked)
     assert answer["finish_reason"] == "tool_calls"
     assert answer["message"]["content"] is None
@@ -326,7 +326,7 @@ async def test_a_form_leaves_room_for_calls(demo: Demo):
     asked: dict[str, Any] = {"tools": [WEATHER], "response_format": schema_format(PERSON)}
     called = await demo.choice(QUESTION, temperature=0, max_tokens=100, **asked)
     assert called["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    told = await demo.choice(QUESTION, tool_choice="none", max_tokens=100, **asked)
+    told = await demo.choice(QUESTION, tool_choice="none", max_tokens=100, temperature=0, **asked)
     jsonschema.validate(json.loads(told["message"]["content"]), PERSON)
 
 
