@@ -72,9 +72,10 @@ class EncoderBackend:
         self._engine = EncoderEngine(
             loaded.id,
             loaded.model,
+            loaded.context_length,
             limits,
-            ledger,
-            lambda: thread.others_work(self._engine),
+            ledger=ledger,
+            shared=lambda: thread.others_work(self._engine),
         )
         thread.attach(self._engine)
 

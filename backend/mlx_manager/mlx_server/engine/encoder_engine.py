@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
     Overloaded,
 )
-from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.memory import Ledger, working_line
 
 Vectors = list[NDArray[np.float32]]
 
@@ -36,6 +36,10 @@ ALONE = 0.1
 FIRST, MOST = 512, 32_768
 """Tokens, padding included, of the first batch and of any."""
 SMOOTHING = 0.3
+KEPT = 512
+"""Tokens of a text that can always be read, whatever else the memory is used for."""
+PATIENCE = 60.0
+"""Seconds that a request with longer ones gets no further for want of memory, at most."""
 PADDED = 0.75
 """The shortest row of a batch has that share of the longest's tokens, at least."""
 
@@ -76,7 +80,8 @@ class Reading:
     """One caller's texts on their way. `future` gets their vectors, in order, all at once.
 
     `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
-    to the MLX thread, the future stays in the event loop.
+    to the MLX thread, the future stays in the event loop. last_read: when one of its rows last was,
+    or when it came.
     """
 
     rows: Sequence[Sequence[int]]
@@ -85,6 +90,7 @@ class Reading:
     vectors: Vectors = field(default_factory=list)
     left: int = 0
     begun: bool = False
+    last_read: float = field(default_factory=perf_counter)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,23 +107,37 @@ class EncoderEngine:
     """Reads texts in batches. Every method runs on the MLX thread.
 
     Args:
+        longest: tokens of the longest text that the model takes.
         shared: whether other engines have work.
+
+    Raises:
+        OutOfMemory: there is no room for the memory that a short text takes, which is kept.
     """
 
     def __init__(
         self,
         name: str,
         model: Model,
+        longest: int,
         limits: EngineLimits,
+        *,
         ledger: Ledger,
         shared: Callable[[], bool],
     ) -> None:
         self._model = model
-        self._line = f"batch:{name}"
+        self._line = working_line(name)
+        self._kept = model.working_bytes(1, min(longest, KEPT))
+        if not ledger.reserve(self._line, self._kept):
+            raise OutOfMemory(
+                f"To read a text {name} takes {self._kept:,} bytes, and {ledger.available():,} of "
+                f"{ledger.limit:,} are left beside its weights.",
+                retry_after=10,
+            )
         self._max_waiting = limits.max_waiting
         self._ledger = ledger
         self._shared = shared
         self._waiting: list[Row] = []
+        self._short: list[Row] = []
         self._readings: list[Reading] = []
         self._batch: list[Row] = []
         self._serial = 0
@@ -147,6 +167,7 @@ class EncoderEngine:
         if reading in self._readings:
             self._readings.remove(reading)
             self._waiting = [row for row in self._waiting if row.reading is not reading]
+            self._short = [row for row in self._short if row.reading is not reading]
 
     @property
     def steps(self) -> int:
@@ -154,15 +175,19 @@ class EncoderEngine:
         return self._steps
 
     def has_work(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting or self._short)
 
     def step(self) -> None:
         started = perf_counter()
         self._steps += 1
+        if self._short:
+            self._look_again()
+        if not self._waiting:
+            return
         self._batch = self._take(self._budget(started))
         longest = self._batch[-1].length
         granted = self._grant(longest)
-        if not granted:
+        if granted is None:
             return
         try:
             vectors = self._read(self._batch, longest)
@@ -188,7 +213,8 @@ class EncoderEngine:
             settle(reading, failure)
 
     def close(self) -> None:
-        """Fail what is left."""
+        """Fail what is left and give the memory back."""
+        self._ledger.record(self._line, 0)
         for reading in tuple(self._readings):
             self.cancel(reading)
             settle(reading, GenerationFailed("The model is being unloaded."))
@@ -198,7 +224,7 @@ class EncoderEngine:
         return EncoderStats(
             begun,
             len(self._readings) - begun,
-            len(self._waiting),
+            len(self._waiting) + len(self._short),
             self._batches,
             self._rows,
             self._tokens,
@@ -244,24 +270,56 @@ class EncoderEngine:
             row.reading.begun = True
         return batch
 
-    def _grant(self, longest: int) -> int:
-        """Bytes for the batch, which shrinks until the ledger has them; 0: not even for a row."""
+    def _grant(self, longest: int) -> int | None:
+        """Bytes for the batch beyond those kept; it shrinks until the ledger has them. None: not
+        even for a row."""
         while True:
-            nbytes = self._model.working_bytes(len(self._batch), longest)
-            if self._ledger.reserve(self._line, nbytes):
+            nbytes = self._beyond_kept(len(self._batch), longest)
+            if not nbytes or self._reserve(nbytes):
+                now = perf_counter()
+                for row in self._batch:
+                    row.reading.last_read = now
                 return nbytes
             if len(self._batch) == 1:
-                self.fail(
-                    OutOfMemory(
-                        f"A text of {longest} tokens takes {nbytes:,} bytes to read, and "
-                        f"{max(self._ledger.available(), 0):,} are free."
-                    )
-                )
-                return 0
+                self._put_off(self._batch.pop())
+                return None
             keep = len(self._batch) - len(self._batch) // 2
             for row in self._batch[: len(self._batch) - keep]:
                 insort(self._waiting, row)
             self._batch = self._batch[len(self._batch) - keep :]
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Not tried in vain: that would cost others what they have cached."""
+        return nbytes <= self._ledger.attainable() and self._ledger.reserve(self._line, nbytes)
+
+    def _beyond_kept(self, rows: int, longest: int) -> int:
+        return max(0, self._model.working_bytes(rows, longest) - self._kept)
+
+    def _put_off(self, row: Row) -> None:
+        """Until others, which work, have left room; but not for ever. Shorter texts go on."""
+        if self._may_wait(row):
+            self._short.append(row)
+            return
+        self._batch = [row]
+        self.fail(
+            OutOfMemory(
+                f"A text of {row.length} tokens takes {self._model.working_bytes(1, row.length):,} "
+                f"bytes to read, and {self._kept + max(self._ledger.attainable(), 0):,} can be had."
+            )
+        )
+
+    def _may_wait(self, row: Row) -> bool:
+        return self._shared() and perf_counter() - row.reading.last_read < PATIENCE
+
+    def _look_again(self) -> None:
+        """Take up the texts that there is memory for now, or that may not wait longer."""
+        attainable = self._ledger.attainable()
+        short, self._short = self._short, []
+        for row in short:
+            if self._may_wait(row) and self._beyond_kept(1, row.length) > attainable:
+                self._short.append(row)
+            else:
+                insort(self._waiting, row)
 
     def _read(self, batch: list[Row], longest: int) -> NDArray[np.float32]:
         ids = np.full((len(batch), longest), self._model.padding, np.int32)

@@ -147,6 +147,12 @@ class Ledger:
         working = sum(n for line, n in self._lines.items() if line.startswith(WORKING))
         return max(0, self._cache_bytes() - working)
 
+    def attainable(self) -> int:
+        """Bytes that `reserve` could promise, with all the relief there is."""
+        with self._lock:
+            promised = sum(self._lines.values())
+        return self.limit - promised + self.relievable()
+
     def spare(self, nbytes: int) -> bool:
         """Whether `nbytes` can be had at nobody's cost; the buffer cache goes if that helps."""
         if self.available() < nbytes <= self.available() + self._excess():
@@ -217,7 +223,7 @@ class Ledger:
         """
         self._relief.append((rank, free, spare))
 
-    def relievable(self, but: Callable[[int], None]) -> int:
+    def relievable(self, but: Callable[[int], None] | None = None) -> int:
         """Bytes of lines that relief could release now, other than by `but`."""
         return sum(spare() for _, free, spare in self._relief if free != but)
 
