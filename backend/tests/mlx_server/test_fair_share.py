@@ -21,6 +21,7 @@ def body(text: str, tokens: int) -> dict[str, object]:
     return {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens,
+        "temperature": 0,
         "ignore_eos": True,
         "stream": True,
     }
@@ -68,7 +69,7 @@ async def test_a_key_is_answered_while_another_has_every_row(tmp_path: Path) -> 
 
 
 async def answer(client: httpx.AsyncClient, text: str) -> str:
-    asked = {**body(text, 24), "temperature": 0, "stream": False}
+    asked = {**body(text, 24), "stream": False}
     reply = await client.post(CHAT, json=asked)
     assert reply.status_code == 200
     content: str = reply.json()["choices"][0]["message"]["content"]
