@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
+from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,10 +112,13 @@ def download(found: Repository) -> Path:
             def report(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total)
 
-            with interruptible(report) as watched:
+            with interruptible(report, console) as watched:
                 return fetch_files(found, watched)
     except Interrupted:
-        fail("Interrupted; pull again to go on. Whole files stay.", ExitCode.INTERRUPTED)
+        fail(INTERRUPTED, ExitCode.INTERRUPTED)
+
+
+INTERRUPTED = "Interrupted; pull again to go on. Whole files stay."
 
 
 class Interrupted(Exception):
@@ -122,15 +126,23 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def interruptible(report: Report) -> Iterator[Report]:
+def interruptible(report: Report, console: Console) -> Iterator[Report]:
     """A report that ends the download after Ctrl-C. The client itself would first finish all
-    files that have begun.
+    files that have begun. It reports when something comes; who does not wait for that presses
+    again.
     """
     pressed = False
 
     def press(signum: int, frame: object) -> None:
         nonlocal pressed
+        if pressed:
+            if console.is_terminal:
+                console.show_cursor()
+                note("")  # The bar stays as it is.
+            complain(INTERRUPTED)
+            os._exit(ExitCode.INTERRUPTED)
         pressed = True
+        console.print("Stopping ... (Ctrl-C once more: at once)", style="dim")
 
     def watched(done: int, total: int) -> None:
         if pressed:

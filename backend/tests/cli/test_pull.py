@@ -58,9 +58,8 @@ def test_a_cut_connection_is_taken_up_where_it_broke(program, tmp_path: Path, en
     assert "going on where it did" in done.stderr
 
 
-def test_ctrl_c_ends_the_download_and_keeps_whole_files(
-    hub: FakeHub, environment: dict[str, str], tmp_path: Path
-) -> None:
+def held_pull(hub: FakeHub, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A pull that has every file but the weights, of which the hub sends no more."""
     hub.held = threading.Event()
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_manager.cli", "pull", "own/demo"],
@@ -70,12 +69,37 @@ def test_ctrl_c_ends_the_download_and_keeps_whole_files(
     )
     while "tokenizer.json" not in hub.fetched or "model.safetensors" not in hub.fetched:
         assert process.poll() is None
+    return process
+
+
+def test_ctrl_c_ends_the_download_and_keeps_whole_files(
+    hub: FakeHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = held_pull(hub, environment)
     process.send_signal(signal.SIGINT)
+    assert hub.held is not None
     hub.held.set()
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "pull again to go on" in said
     assert list(tmp_path.rglob("*.incomplete")) == []
+
+
+def test_ctrl_c_twice_ends_the_download_at_once_while_the_hub_sends_nothing(
+    hub: FakeHub, environment: dict[str, str]
+) -> None:
+    process = held_pull(hub, environment)
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    for line in process.stderr:
+        if "once more" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert hub.held is not None
+    assert not hub.held.is_set()
+    assert process.returncode == 130
+    assert "pull again to go on" in said
 
 
 def test_json_says_what_is_fetched_and_a_dry_run_what_would_be(
