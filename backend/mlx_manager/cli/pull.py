@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note, size
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,12 +113,13 @@ def download(found: Repository) -> Path:
             def report(done: int, total: int) -> None:
                 progress.update(task, completed=done, total=total)
 
-            with interruptible(report, console) as watched:
+            with interruptible(report) as watched:
                 return fetch_files(found, watched)
     except Interrupted:
         fail(INTERRUPTED, ExitCode.INTERRUPTED)
 
 
+SHOW_CURSOR = "\x1b[?25h"
 INTERRUPTED = "Interrupted; pull again to go on. Whole files stay."
 
 
@@ -126,7 +128,7 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def interruptible(report: Report, console: Console) -> Iterator[Report]:
+def interruptible(report: Report) -> Iterator[Report]:
     """A report that ends the download after Ctrl-C. The client itself would first finish all
     files that have begun. It reports when something comes; who does not wait for that presses
     again.
@@ -135,14 +137,14 @@ def interruptible(report: Report, console: Console) -> Iterator[Report]:
 
     def press(signum: int, frame: object) -> None:
         nonlocal pressed
+        # Past Python's buffer, which another line may be on its way through.
+        begin = "\r\n" if sys.stderr.isatty() else ""
         if pressed:
-            if console.is_terminal:
-                console.show_cursor()
-                note("")  # The bar stays as it is.
-            complain(INTERRUPTED)
+            shown = SHOW_CURSOR if sys.stderr.isatty() else ""
+            os.write(2, f"{shown}{begin}mlx-manager: {INTERRUPTED}\n".encode())
             os._exit(ExitCode.INTERRUPTED)
         pressed = True
-        console.print("Stopping ... (Ctrl-C once more: at once)", style="dim")
+        os.write(2, f"{begin}Stopping ... (Ctrl-C once more: at once)\n".encode())
 
     def watched(done: int, total: int) -> None:
         if pressed:
