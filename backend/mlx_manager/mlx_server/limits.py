@@ -1,5 +1,5 @@
 """What the parameters of sampling may be, wherever they are said: in a request of any protocol, and
-in the models' file.
+in the models' file; and how many tokens a request may ask for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ LARGEST_TOP_K = 2**31 - 1
 """More than any vocabulary has."""
 
 
+LARGEST_MAX_TOKENS = 2**63 - 1
+"""More than any context has. What is beyond, counters and traces can't hold."""
+
+
 def _kept(top_k: int) -> int:
     return min(max(top_k, 0), LARGEST_TOP_K)
+
+
+def _counted(max_tokens: int) -> int:
+    return min(max_tokens, LARGEST_MAX_TOKENS)
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -27,3 +35,7 @@ MinP = Annotated[Finite, Field(ge=0, le=1)]
 Penalty = Annotated[Finite, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[Finite, Field(gt=0)]
 """Without an upper limit, as in vLLM and Transformers; SGLang's is 2."""
+
+MaxTokens = Annotated[int, Field(ge=1), AfterValidator(_counted)]
+MaxTokensOrNone = Annotated[int, Field(ge=0), AfterValidator(_counted)]
+"""0 where a prompt may be echoed alone."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from mlx_manager.mlx_server.limits import Temperature, TopK, TopP
+from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopK, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
     Timed,
@@ -196,7 +196,7 @@ class CountTokensRequest(Timed):
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1, description="Most tokens generated, thinking included")
+    max_tokens: MaxTokens = Field(description="Most tokens generated, thinking included")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
     stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
         None, description="Up to 16 strings that end the answer, not part of it"

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.limits import (
+    MaxTokens,
+    MaxTokensOrNone,
     MinP,
     Penalty,
     RepetitionPenalty,
@@ -287,9 +289,9 @@ class ChatCompletionRequest(GenerationParameters):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, description="Older name of max_completion_tokens")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, description="Most tokens generated, reasoning included; default: the context"
+    max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens")
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="Most tokens generated, reasoning included; default: the context"
     )
     tools: list[ChatTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
@@ -346,7 +348,9 @@ class CompletionRequest(GenerationParameters):
     """`POST /v1/completions`."""
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either")
-    max_tokens: int | None = Field(None, ge=0, description="Most tokens generated; default 16")
+    max_tokens: MaxTokensOrNone | None = Field(
+        None, description="Most tokens generated; default 16"
+    )
     echo: bool | None = Field(None, description="Put the prompt before the completion")
 
     logprobs: int | None = Field(None, ge=0, le=20, description="Logprobs, that many per token")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
-from mlx_manager.mlx_server.limits import Temperature, TopP
+from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
     Timed,
@@ -242,8 +242,8 @@ class ResponsesRequest(Timed):
     previous_response_id: str | None = Field(None, description="What the conversation goes on from")
     store: bool | None = Field(None, description="Keep the answer to go on from; default true")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
-    max_output_tokens: int | None = Field(
-        None, ge=1, description="Most tokens generated, reasoning included; default: the context"
+    max_output_tokens: MaxTokens | None = Field(
+        None, description="Most tokens generated, reasoning included; default: the context"
     )
     temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
     top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,16 @@ def failure(protocol: Protocol, body: Any) -> str:
         check("ErrorResponse", body)
     found: str = body["error"]["message"]
     return found
+
+
+@everywhere
+@both
+async def test_more_tokens_may_be_asked_for_than_a_counter_holds(serve, protocol, stream):
+    async with serve() as client:
+        body = await answered(client, protocol, stream, **{protocol.limit: 10**400})
+        assert protocol.text(body) == "Hello"
+        counted = (await client.get("/metrics")).text
+    assert re.search(r"request_params_max_tokens_count\{.*\} 1.0", counted)
 
 
 @everywhere
