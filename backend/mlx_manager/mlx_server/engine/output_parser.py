@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.core import (
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
+    ToolCallStarted,
 )
 from mlx_manager.mlx_server.engine.detokenizer import Detokenizer
 from mlx_manager.mlx_server.engine.markup import Markup, text_delta
@@ -38,6 +39,8 @@ class OutputParser:
         # Nothing can follow: a stop string matched, or the only call allowed has been made.
         self.complete = False
         self._logprobs: list[TokenLogprob] = []
+        # Of what opened a call, which is text after all if it turns out to be none.
+        self._opener: list[TokenLogprob] = []
         self._reasoning_tokens = 0
 
     @property
@@ -77,7 +80,8 @@ class OutputParser:
             self._reasoning_tokens += before == "reasoning"
         elif not events:
             # The tokens so far were a marker, and nobody sees those.
-            self._logprobs.clear()
+            self._opener = self._logprobs if self._markup.region == "calls" else []
+            self._logprobs = []
         return self._with_logprobs(events)
 
     def finish(self, reason: FinishReason) -> list[Event]:
@@ -90,10 +94,13 @@ class OutputParser:
         return self._with_logprobs(self._markup.feed(text) + self._markup.finish(reason))
 
     def _with_logprobs(self, events: list[Event]) -> list[Event]:
-        if not self._logprobs or not events:
+        if not (self._logprobs or self._opener) or not events:
             return events
         first = events[0]
         if isinstance(first, TextDelta | ReasoningDelta):
-            events[0] = replace(first, logprobs=tuple(self._logprobs))
+            called = any(isinstance(event, ToolCallStarted) for event in events)
+            opener = [] if called else self._opener
+            events[0] = replace(first, logprobs=(*opener, *self._logprobs))
         self._logprobs.clear()
+        self._opener = []
         return events

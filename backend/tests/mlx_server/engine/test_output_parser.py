@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine.outputs import HARMONY, HERMES, THINKING, THINKING_HERMES, WEATHER, Pieces, parse
+from engine.outputs import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    THINKING,
+    THINKING_HERMES,
+    WEATHER,
+    Pieces,
+    parse,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -21,7 +30,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
-from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
 
@@ -188,6 +197,23 @@ def test_logprobs_go_with_the_text_that_their_tokens_became() -> None:
     ]
     assert any(isinstance(event, ToolCallStarted) for event in events)
     assert any(isinstance(event, ToolCallDelta) for event in events)
+
+
+@pytest.mark.parametrize(
+    ("output", "pieces"),
+    [
+        (HERMES, ["So: ", "<tool", "_call>", "oops", "."]),
+        (HERMES, ["So: ", "<tool_call>", '{"na', 'me": "nobody"', "}", " then"]),
+        (LLAMA, ['{"', "na", 'me": "Ada"', "}", "."]),
+    ],
+)
+def test_what_is_no_call_after_all_keeps_its_logprobs(output: OutputFormat, pieces: list[str]):
+    parser = OutputParser(Pieces(pieces), output)
+    events = [event for token in range(len(pieces)) for event in parser.push(token, logprob(token))]
+    texts = [event for event in [*events, *parser.finish("stop")] if isinstance(event, TextDelta)]
+    assert "".join(event.text for event in texts) == "".join(pieces)
+    scored = [score.token_id for event in texts for score in event.logprobs]
+    assert scored == list(range(len(pieces)))
 
 
 def test_tokens_that_make_one_character_share_its_delta() -> None:
