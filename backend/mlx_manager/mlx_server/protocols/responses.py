@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from pydantic_core import to_jsonable_python
+
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import (
     Admitted,
@@ -449,9 +451,9 @@ def _listed_text(kind: str, text: str) -> JsonItem:
 
 
 def _shell(head: ResponseHead) -> JsonItem:
-    """A response without output."""
+    """A response without output. What no JSON number can be, such as 1e999, is null."""
     body = head.body
-    return {
+    shell: JsonItem = {
         "id": head.id,
         "object": "response",
         "created_at": head.created,
@@ -482,6 +484,8 @@ def _shell(head: ResponseHead) -> JsonItem:
         "usage": None,
         "user": body.user,
     }
+    finite: JsonItem = to_jsonable_python(shell, inf_nan_mode="null")
+    return finite
 
 
 def _format(text: TextOptions | None) -> JsonItem:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
@@ -290,6 +291,16 @@ def test_a_full_answer_has_openais_sequence():
     assert data[-1]["response"]["output"] == done
     ids = {event["item"]["id"] for event in added}
     assert {event["item_id"] for event in data if "item_id" in event} == ids
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_a_stream_repeats_no_number_that_json_does_not_have(number: float):
+    tool = {"type": "function", "name": "f", "parameters": {"maximum": number}}
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"minimum": number}}}
+    first, *_, last = streamed([STARTED, TextDelta("1"), end()], tools=[tool], text=form)
+    for response in (first["response"], last["response"]):
+        assert response["tools"][0]["parameters"] == {"maximum": None}
+        assert response["text"]["format"]["schema"] == {"minimum": None}
 
 
 def test_a_whole_answer_is_what_the_stream_ends_with():
