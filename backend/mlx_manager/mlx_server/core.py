@@ -45,12 +45,22 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. `parameters` is its JSON Schema."""
+    """A function the model may call. `parameters` is its JSON Schema.
+
+    param: where the request describes it. schema_field: what its parameters are called there.
+    """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    param: str = field(default="tools", compare=False)
+    schema_field: str = field(default="parameters", compare=False)
+
+    @property
+    def schema_param(self) -> str:
+        """The field that an error in the parameters names."""
+        return f"{self.param}.{self.schema_field}"
 
 
 @dataclass(frozen=True, slots=True)

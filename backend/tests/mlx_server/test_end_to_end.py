@@ -329,6 +329,57 @@ async def test_a_broken_body_is_answered_clearly(http: httpx.AsyncClient, body: 
     assert len(response.content) < 1000
 
 
+async def test_a_tool_that_cant_be_held_to_is_named_as_its_protocol_does(http: httpx.AsyncClient):
+    good, bad = {"type": "object", "properties": {}}, {"type": "object", "not": {}}
+    said: dict[str, Any] = {"messages": says("Hello!"), "max_tokens": 5}
+    functions: list[dict[str, Any]] = [
+        {"type": "function", "name": name, "parameters": schema}
+        for name, schema in (("f", good), ("g", bad))
+    ]
+    space = {"type": "namespace", "name": "n", "tools": functions}
+    allowed = [{"type": "function", "name": "g"}]
+    for path, param, body in (
+        (
+            "/v1/chat/completions",
+            "tools[1].function.parameters",
+            {
+                **said,
+                "tools": [{"type": "function", "function": function} for function in functions],
+                "tool_choice": "required",
+            },
+        ),
+        (
+            "/v1/messages",
+            "tools[1].input_schema",
+            {
+                **said,
+                "tools": [{"name": "f", "input_schema": good}, {"name": "g", "input_schema": bad}],
+                "tool_choice": {"type": "any"},
+            },
+        ),
+        (
+            "/v1/responses",
+            "tools[1].parameters",
+            {
+                "input": "Hello!",
+                "tools": functions,
+                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": allowed},
+            },
+        ),
+        (
+            "/v1/responses",
+            "tools[0].tools[1].parameters",
+            {"input": "Hello!", "tools": [space], "tool_choice": "required"},
+        ),
+    ):
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 422
+        error = answer.json()["error"]
+        assert error["message"].startswith(f"`{param}` can't be honoured")
+        # Anthropic's errors name a field in their words alone.
+        assert error.get("param", param) == param
+
+
 async def test_an_unknown_field_is_named_in_a_header(http: httpx.AsyncClient):
     response = await http.post("/v1/chat/completions", json=greedy("Hello!", top_a=0.1))
     assert response.status_code == 200

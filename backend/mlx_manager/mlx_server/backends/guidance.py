@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,8 +57,7 @@ class Guidance:
         if conversation and forced:
             shape = _known(shape, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            first = conversation.tools.index(forced[0])
-            matcher = self._grammars.calls(shape, forced, parallel=several, first=first)
+            matcher = self._grammars.calls(shape, forced, parallel=several)
             whole = shape.whole
         elif constraint is None:
             return self._strict(conversation, output) if conversation else None
@@ -81,10 +79,10 @@ class Guidance:
 
     def _strict(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
         """The rules of an answer that is free but for its calls, if there are strict tools."""
-        strict = [i for i, tool in enumerate(conversation.tools) if tool.strict]
+        strict = [tool for tool in conversation.tools if tool.strict]
         if conversation.tool_choice != "auto" or not strict:
             return None
-        param = f"tools[{strict[0]}].function.strict"
+        param = f"{strict[0].param}.strict"
         shape = _known(output.calls.shape if output.calls else None, param)
         if shape.whole and not shape.message:
             raise UnsupportedParameter(
@@ -138,12 +136,12 @@ def _eased(compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool
     try:
         return compiled(tools)
     except InvalidParameter as error:
-        found = re.match(r"tools\[(\d+)\]\.function\.parameters", error.param or "")
-        place = int(found[1]) if found else -1
-        if place < 0 or tools[place].strict or tools[place].parameters == _ANY_ARGUMENTS:
+        found = [tool for tool in tools if tool.schema_param == error.param]
+        if not found or found[0].strict or found[0].parameters == _ANY_ARGUMENTS:
             raise
-    eased = replace(tools[place], parameters=_ANY_ARGUMENTS)
-    return _eased(compiled, [*tools[:place], eased, *tools[place + 1 :]])
+        too_much = found[0]
+    eased = replace(too_much, parameters=_ANY_ARGUMENTS)
+    return _eased(compiled, [eased if tool is too_much else tool for tool in tools])
 
 
 def _known(shape: CallShape | None, param: str) -> CallShape:

@@ -66,18 +66,14 @@ _FORMATS: Mapping[str, str] = {
 """Text of these formats; not all of it, but none that is not."""
 
 
-def calls_grammar(
-    shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool, first: int = 0
-) -> str:
+def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
     """Calls of `tools`, written as `shape` says, in Lark: one or, if `parallel`, one or more.
-
-    first: the place of the first of `tools` among those that are offered.
 
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
     """
     writer = _Writer(shape, split)
-    call = writer.calls(tools, first)
+    call = writer.calls(tools)
     more = f"({writer.pieces(shape.between)} {call})*" if parallel else ""
     opening, closing = writer.pieces(shape.opening), writer.pieces(shape.closing)
     writer.rules.insert(0, f"start: {opening} {call} {more} {closing}")
@@ -183,32 +179,30 @@ class _Writer:
 
     # -- Calls ---------------------------------------------------------------------------------
 
-    def calls(self, tools: Sequence[Tool], first: int = 0) -> str:
+    def calls(self, tools: Sequence[Tool]) -> str:
         """The rule for a call of any of `tools`."""
         shape = self.shape
-        self._called = [(tool.name, self._checked(i, tool)) for i, tool in enumerate(tools, first)]
+        self._called = [(tool.name, self._checked(tool)) for tool in tools]
         ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
         found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
         return self._rule("call", " | ".join(found))
 
-    def _checked(self, place: int, tool: Tool) -> str:
+    def _checked(self, tool: Tool) -> str:
         """The rule for a tool's arguments, if it can be called in this form."""
-        param = f"tools[{place}].function"
+        param = tool.schema_param
         if not re.fullmatch(self.shape.name, tool.name):
             raise InvalidParameter(
-                f"`{param}.name`: this model's format of calls has no form for {tool.name!r}.",
-                param=f"{param}.name",
+                f"`{tool.param}.name`: this model's format of calls has no form for {tool.name!r}.",
+                param=f"{tool.param}.name",
             )
         try:
             return self._arguments(tool)
         except MalformedError as error:
-            raise InvalidParameter(
-                f"`{param}.parameters` is no JSON schema: {error}.", param=f"{param}.parameters"
-            ) from error
+            raise InvalidParameter(f"`{param}` is no JSON schema: {error}.", param=param) from error
         except UnwritableError as error:
             raise InvalidParameter(
-                f"`{param}.parameters` can't be honoured in this model's format of calls: {error}.",
-                param=f"{param}.parameters",
+                f"`{param}` can't be honoured in this model's format of calls: {error}.",
+                param=param,
             ) from error
 
     def _bodies(self, middle: Sequence[Piece]) -> str:

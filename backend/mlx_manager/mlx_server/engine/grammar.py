@@ -149,11 +149,8 @@ class Grammars:
         *,
         parallel: bool,
         param: str = "tool_choice",
-        first: int = 0,
     ) -> LLMatcher:
         """A matcher for one call of `tools` or, if `parallel`, for one or more.
-
-        first: the place of the first of `tools` among those that are offered.
 
         Raises:
             InvalidParameter: a tool can't be honoured; says which and why.
@@ -161,9 +158,9 @@ class Grammars:
         split = self._split
 
         def lark(some: Sequence[Tool]) -> str:
-            return calls_grammar(shape, some, split, parallel=parallel, first=first)
+            return calls_grammar(shape, some, split, parallel=parallel)
 
-        return self._of_tools(lark, tools, param, first)
+        return self._of_tools(lark, tools, param)
 
     def free_calls(
         self, shape: CallShape, tools: Sequence[Tool], openers: Sequence[str], *, param: str
@@ -185,14 +182,13 @@ class Grammars:
         lark: Callable[[Sequence[Tool]], str],
         tools: Sequence[Tool],
         param: str,
-        first: int = 0,
     ) -> LLMatcher:
         try:
             return self.matcher(lark(tools), param)
         except InvalidParameter as error:
             if error.param == param:
-                for i, tool in enumerate(tools, first):
-                    place = f"tools[{i}].function.parameters"
+                for tool in tools:
+                    place = tool.schema_param
                     schema = json.dumps(json_of(parameters_schema(tool)))
                     self.matcher(LLMatcher.grammar_from_json_schema(schema), place)
                     self.matcher(lark([tool]), place)

@@ -159,8 +159,9 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
                 description=tool.function.description,
                 parameters=tool.function.parameters or {},
                 strict=tool.function.strict or False,
+                param=f"tools[{i}].function",
             )
-            for tool in body.tools or ()
+            for i, tool in enumerate(body.tools or ())
         ),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,

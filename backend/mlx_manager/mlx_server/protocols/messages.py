@@ -135,7 +135,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
     choice, parallel = _tool_choice(body)
     return Conversation(
         messages=tuple(messages),
-        tools=tuple(_tool(tool, f"tools[{i}].") for i, tool in enumerate(body.tools or ())),
+        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         add_generation_prompt=not go_on,
@@ -192,14 +192,21 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
 def _tool(tool: MessagesTool, path: str) -> Tool:
     if tool.type not in (None, "custom"):
         raise UnsupportedParameter(
-            f"`{path}type` {tool.type!r} is not supported by this server: only functions that the "
+            f"`{path}.type` {tool.type!r} is not supported by this server: only functions that the "
             "client itself runs can be called.",
-            param=f"{path}type",
+            param=f"{path}.type",
         )
-    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, path)
+    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
     if tool.input_schema is None:
-        raise InvalidParameter(f"`{path}input_schema` is required.", param=f"{path}input_schema")
-    return Tool(tool.name, tool.description, tool.input_schema, tool.strict or False)
+        raise InvalidParameter(f"`{path}.input_schema` is required.", param=f"{path}.input_schema")
+    return Tool(
+        tool.name,
+        tool.description,
+        tool.input_schema,
+        tool.strict or False,
+        param=path,
+        schema_field="input_schema",
+    )
 
 
 # -- Messages ---------------------------------------------------------------------------------

