@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 from mlx_manager.mlx_server.core import (
     Choice,
     Constraint,
@@ -98,7 +100,8 @@ def _schema(
     if not isinstance(given, str):
         return JsonSchema(json.dumps(given), strict, param)
     try:
-        json.loads(given)
+        # As deep as a body may be nested, so that a text is no way around that.
+        from_json(given)
     except ValueError as error:
         raise InvalidParameter(f"`{param}` is not valid JSON: {error}.", param=param) from error
     return JsonSchema(given, strict, param)

@@ -252,6 +252,8 @@ async def test_many_options_and_wide_objects_are_not_too_ambiguous(demo: Demo):
     ("fields", "param"),
     [
         ({"response_format": schema_format({"type": "thing"})}, "response_format"),
+        ({"guided_json": '{"not": ' * 300 + "{}" + "}" * 300}, "guided_json"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
