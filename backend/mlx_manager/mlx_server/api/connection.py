@@ -36,7 +36,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     machine without asking.
 
     Raises:
-        InvalidRequest: not declared as JSON, or not JSON.
+        InvalidRequest: not declared as JSON, not JSON, or compressed.
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
         RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
             messages, content parts or images than may be.
@@ -47,6 +47,9 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise InvalidRequest(
             f"Send the body with `Content-Type: application/json`, not {declared or 'without one'}."
         )
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise InvalidRequest(f"Send the body as it is, without `Content-Encoding: {coding}`.")
     data = await _read_bytes(request, limits.max_body, limits.client_timeout)
     try:
         body = kind.model_validate_json(data)
