@@ -225,6 +225,12 @@ def _conversation(body: ResponsesRequest, items: Sequence[Item]) -> Conversation
         raise InvalidParameter("`input` is empty.", param="input")
     tools = list(_tools(body.tools or (), "tools"))
     choice, allowed = _tool_choice(body.tool_choice)
+    unknown = (allowed or frozenset()) - {tool.name for tool in tools}
+    if unknown:
+        raise InvalidParameter(
+            f"`tool_choice.tools` allows {min(unknown)!r}, which is none of `tools`.",
+            param="tool_choice.tools",
+        )
     return Conversation(
         messages=tuple(said),
         tools=tuple(tool for tool in tools if allowed is None or tool.name in allowed),
@@ -288,6 +294,9 @@ def _tool_choice(
             return NamedTool(name), None
         case ToolReference(type="allowed_tools", mode=mode, tools=list(tools)):
             return mode or "auto", frozenset(_allowed(tools))
+        case ToolReference(type="function" | "allowed_tools"):
+            missing = "tool_choice.name" if choice.type == "function" else "tool_choice.tools"
+            raise InvalidParameter(f"`{missing}` is required.", param=missing)
     raise UnsupportedParameter(
         f"`tool_choice` of type {choice.type!r} is not supported by this server: it can name a "
         "function or list allowed ones.",

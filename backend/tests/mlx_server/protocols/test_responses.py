@@ -186,6 +186,19 @@ def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param:
         ({"input": []}, "input"),
         ({"include": ["everything"]}, "include[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "time"}],
+                },
+            },
+            "tool_choice.tools",
+        ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     ],
 )
