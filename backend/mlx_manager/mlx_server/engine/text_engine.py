@@ -530,10 +530,14 @@ class TextEngine:
     def _keep_snapshot(self, page: int, snapshot: Snapshot) -> None:
         if len(self._pool.attachments) >= MOST_SNAPSHOTS:
             self._pool.detach_oldest()
+        # Those of pages that have been given up since are gone, too.
+        self._record_snapshots()
+        while not self._ledger.spare(snapshot.nbytes):
+            if self._pool.detach_oldest() is None:
+                return
             self._record_snapshots()
-        if self._ledger.spare(snapshot.nbytes):
-            self._pool.attach(page, snapshot)
-            self._record_snapshots()
+        self._pool.attach(page, snapshot)
+        self._record_snapshots()
 
     def _record_snapshots(self) -> None:
         kept = [s.nbytes for s in self._pool.attachments if isinstance(s, Snapshot)]

@@ -451,6 +451,23 @@ async def test_a_state_that_was_given_up_is_kept_again_when_its_prompt_returns(
         assert cached == [0, 32, 32]
 
 
+async def test_prompts_go_on_being_kept_when_pages_have_taken_all_the_memory(
+    tmp_path: Path,
+) -> None:
+    # A state takes as much as 14 pages here, and the first prompts' pages are given up one by one.
+    folder = make_tiny_model(tmp_path / "hybrid", "qwen3_next")
+    async with HandRig(folder, memory=680_000) as rig:
+        cached = []
+        for n in range(12):
+            for _ in range(2):
+                row = rig.submit(prompt(200, n + 1), 2)
+                rig.run()
+                cached.append((await row.finished()).usage.cached_tokens)
+                assert right(rig, row)
+        assert cached == [0, 192] * 12
+        assert rig.ledger.available() < rig.engine.page_bytes
+
+
 async def test_the_state_of_a_conversation_in_use_outlives_those_of_others(hybrid: Path) -> None:
     async with HandRig(hybrid) as rig:
         cached = []
