@@ -147,17 +147,29 @@ class ModelPoolManager:
         name = self.resolve(model_id)
         if not self.catalog.allows(name):
             await asyncio.to_thread(self.catalog.find, name)
-        while (resident := self._residents.lease(name)) is None:
-            if kind is not None:
-                source = await asyncio.to_thread(self.catalog.find, name)
-                self._check_kind(name, source.kind, kind)
-            await self._load_once(name)
+        resident = self._residents.lease(name) or await self._lease_loaded(name, kind)
         try:
             self._check_kind(name, resident.loaded.kind, kind)
             yield resident
         finally:
             self._residents.give_back(resident)
             self._returns.announce()
+
+    async def _lease_loaded(self, name: str, kind: Kind | None) -> Resident:
+        """Load the model, and lease it before anybody else's need of room can make it go."""
+        resident: Resident | None = None
+        try:
+            with self._residents.awaited(name):
+                while (resident := self._residents.lease(name)) is None:
+                    if kind is not None:
+                        source = await asyncio.to_thread(self.catalog.find, name)
+                        self._check_kind(name, source.kind, kind)
+                    await self._load_once(name)
+            return resident
+        finally:
+            if resident is None and name in self._residents:
+                # It was kept for a caller who has left since.
+                self._returns.announce()
 
     def resolve(self, model_id: str | None) -> str:
         """The id that a request's `model` means: none, "" and "default" mean the default one.
@@ -324,7 +336,8 @@ class ModelPoolManager:
         return None if rest == NEVER else max(0.0, rest)
 
     def _idle(self) -> list[Resident]:
-        return [resident for resident in self._residents.all() if not resident.leases]
+        residents = self._residents
+        return [resident for resident in residents.all() if not residents.in_use(resident)]
 
     async def reload(self) -> Reloaded:
         """Read the models' settings again. What is idle and made otherwise is unloaded.
@@ -417,7 +430,7 @@ class ModelPoolManager:
             except MLXManagerError as error:
                 if not isinstance(error, OutOfMemory) or loop.time() >= give_up:
                     raise without_frames(error) from None
-                in_use = any(resident.leases for resident in self._residents.all())
+                in_use = any(map(self._residents.in_use, self._residents.all()))
                 if not in_use and seen == self._returns.count:
                     raise without_frames(error) from None
             await self._returns.wait(seen, give_up - loop.time())
@@ -460,7 +473,7 @@ class ModelPoolManager:
 
     def _crowd(self) -> str:
         residents = self._residents.all()
-        in_use = sum(1 for resident in residents if resident.leases)
+        in_use = sum(map(self._residents.in_use, residents))
         pinned = sum(1 for resident in residents if self._policy.is_pinned(resident.id))
         return (
             f"{len(residents)} models are loaded, {in_use} in use and {pinned} pinned, and no more "

@@ -2,14 +2,16 @@
 
 The one table that two threads share: asyncio takes and gives back leases, the MLX thread adds
 models and removes idle ones. A lock, held for a few lines at a time, makes "nobody uses it, so it
-goes" one step: no model in use is ever evicted.
+goes" one step: no model in use is ever evicted, nor one that somebody has waited for and not had.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,6 +71,7 @@ class Residents:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._models: dict[str, Resident] = {}
+        self._awaited: Counter[str] = Counter()
         self._uses = 0
         self._lock = threading.Lock()
 
@@ -90,15 +93,31 @@ class Residents:
                 self._touch(resident)
             return resident
 
+    @contextmanager
+    def awaited(self, model_id: str) -> Iterator[None]:
+        """Somebody waits for the model to be loaded, and leases it before leaving the context."""
+        with self._lock:
+            self._awaited[model_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                # Names that nobody waits for any more go.
+                self._awaited -= Counter([model_id])
+
+    def in_use(self, resident: Resident) -> bool:
+        """Whether somebody has a lease, or is about to take the first."""
+        return bool(resident.leases) or resident.id in self._awaited
+
     def give_back(self, resident: Resident) -> None:
         with self._lock:
             resident.leases -= 1
             self._touch(resident)
 
     def remove_idle(self, fits: Callable[[Resident], bool]) -> Resident | None:
-        """Take out the least recently used model that fits and has no lease; None if none."""
+        """Take out the least recently used model that fits and is not in use; None if none."""
         with self._lock:
-            idle = [r for r in self._models.values() if not r.leases and fits(r)]
+            idle = [r for r in self._models.values() if not self.in_use(r) and fits(r)]
             if not idle:
                 return None
             return self._models.pop(min(idle, key=lambda resident: resident.uses).id)

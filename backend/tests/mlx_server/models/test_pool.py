@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,9 +11,10 @@ from pools import GREEDY, answer, open_pool, states
 from pydantic import ValidationError
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.backends.text import TextBackend
+from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.config import (
     CatalogSources,
+    EngineLimits,
     MLXServerSettings,
     PoolLimits,
 )
@@ -30,6 +32,7 @@ from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager, in_daemon_thread
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+from mlx_manager.mlx_server.utils.steps import Steps
 
 A_FEW_BYTES = 1024
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
@@ -249,6 +252,26 @@ async def test_requester_who_gives_up_does_not_stop_the_load_for_others(models_d
         assert (await patient).id == "a"
         with pytest.raises(asyncio.CancelledError):
             await impatient
+
+
+async def test_a_model_stays_until_those_who_waited_for_its_load_have_had_it(models_dir: Path):
+    asked: list[str] = []
+
+    def prepare(
+        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    ) -> Steps[TextBackend]:
+        backend = yield from preparing(loaded, thread, limits, ledger)
+        if not asked:
+            # Somebody's rows need room when the load is done, before anybody knows that it is.
+            thread.post(partial(ledger.reserve, "pages:other", ledger.limit))
+        asked.append(loaded.id)
+        return backend
+
+    async with open_pool(models_dir, prepare=prepare) as pool:
+        await answer(pool, "a")
+        assert asked == ["a"]
+        # Nobody waits for it any more.
+        assert await pool.unload("a") is not None
 
 
 async def test_a_download_that_breaks_off_is_not_waited_for_for_ever():

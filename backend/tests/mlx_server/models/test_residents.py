@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ class Pool(RuleBasedStateMachine):
         self.policy = Policy(ModelsFile(), 100.0, catalog, self.residents)
         self.plain: dict[str, Plain] = {}
         self.pins: dict[str, bool] = {}
+        self.waiting: list[tuple[str, ExitStack]] = []
         self.settings = ModelsFile()
         self.uses = 0
 
@@ -70,6 +73,18 @@ class Pool(RuleBasedStateMachine):
         model_id = data.draw(st.sampled_from(leased))
         self.residents.give_back(self.plain[model_id].leases.pop())
         self.touch(model_id)
+
+    @rule(model_id=IDS)
+    def wait_for(self, model_id: str) -> None:
+        waiting = ExitStack()
+        waiting.enter_context(self.residents.awaited(model_id))
+        self.waiting.append((model_id, waiting))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.waiting) - 1))
+        self.waiting.pop(place)[1].close()
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 60.0]))
     def wait(self, seconds: float) -> None:
@@ -107,8 +122,11 @@ class Pool(RuleBasedStateMachine):
         return forbidden or settings.recipe != model.recipe or expired
 
     def goes(self, removed: Resident | None, candidates: set[str]) -> None:
-        """The one among the candidates without a lease that was used the longest ago."""
-        idle = {id: model.used for id, model in self.plain.items() if not model.leases}
+        """The one among the candidates that was used the longest ago, has no lease, and is waited
+        for by nobody."""
+        awaited = Counter(model_id for model_id, _ in self.waiting)
+        free = {id: model for id, model in self.plain.items() if not awaited[id]}
+        idle = {id: model.used for id, model in free.items() if not model.leases}
         fitting = {id: used for id, used in idle.items() if id in candidates}
         expected = min(fitting, key=fitting.__getitem__) if fitting else None
         assert (removed.id if removed else None) == expected
