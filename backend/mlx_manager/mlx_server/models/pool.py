@@ -410,10 +410,15 @@ class ModelPoolManager:
 
     def _loaded(self, model_id: str, load: asyncio.Task[None]) -> None:
         del self._loads[model_id]
-        # Everybody who waited may have gone: the failure is logged, and so retrieved, here.
-        if not load.cancelled() and (error := load.exception()) is not None:
+        if load.cancelled():
+            return
+        # Everybody who waited may have gone: the failure is logged, and so retrieved, here, and the
+        # time that the model may be idle begins.
+        if (error := load.exception()) is not None:
             level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
             log.log(level, "%s was not loaded: %s", model_id, error)
+        else:
+            self._returns.announce()
 
     async def _load(self, model_id: str) -> None:
         source = await asyncio.to_thread(self.catalog.find, model_id)

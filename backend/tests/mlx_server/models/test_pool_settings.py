@@ -73,6 +73,22 @@ async def test_a_pool_that_is_tended_preloads_and_unloads_by_itself(
         tending.cancel()
 
 
+async def test_a_model_that_is_loaded_for_nobody_any_more_goes_after_its_time(models_dir: Path):
+    async with open_pool(models_dir, ttl=0.0) as pool, asyncio.timeout(60):
+        tending = asyncio.create_task(pool.tend())
+        # The default model has come and gone.
+        while not pool.figures()["unloads"]:  # noqa: ASYNC110 the pool tells nobody
+            await asyncio.sleep(0.001)
+        asking = asyncio.create_task(pool.get_model("b"))
+        while (await states(pool))["b"] != "loading":  # noqa: ASYNC110 likewise
+            await asyncio.sleep(0)
+        asking.cancel()
+        while "b" not in pool.figures()["loads"]:  # noqa: ASYNC110 likewise
+            await asyncio.sleep(0.001)
+        await until(pool, set())
+        tending.cancel()
+
+
 async def test_a_pinned_model_makes_no_place_and_outlives_its_time(
     models_dir: Path, tmp_path: Path
 ):
