@@ -421,17 +421,17 @@ class ModelPoolManager:
             self._returns.announce()
 
     async def _load(self, model_id: str) -> None:
-        source = await asyncio.to_thread(self.catalog.find, model_id)
-        if source.path is None:
-            folder = await self._fetch(source)
-            here = await asyncio.to_thread(described, source.id, folder, source.origin)
-            source = replace(source, path=folder, kind=here.kind)
+        # A download takes its time: patience begins when it is done.
+        await self._source(model_id)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
         while True:
             seen = self._returns.count
+            # The settings may have been read again meanwhile. If they are from here on, the model
+            # is outdated by its recipe, whatever is found for its source.
+            recipe = self._policy.of(model_id).recipe
             try:
-                return await self._load_pieces(source)
+                return await self._load_pieces(await self._source(model_id), recipe)
             except MLXManagerError as error:
                 if not isinstance(error, OutOfMemory) or loop.time() >= give_up:
                     raise without_frames(error) from None
@@ -439,6 +439,15 @@ class ModelPoolManager:
                 if not in_use and seen == self._returns.count:
                     raise without_frames(error) from None
             await self._returns.wait(seen, give_up - loop.time())
+
+    async def _source(self, model_id: str) -> ModelSource:
+        """Where the model is on disk, now if it was not."""
+        source = await asyncio.to_thread(self.catalog.find, model_id)
+        if source.path is not None:
+            return source
+        folder = await self._fetch(source)
+        here = await asyncio.to_thread(described, source.id, folder, source.origin)
+        return replace(source, path=folder, kind=here.kind)
 
     async def _fetch(self, source: ModelSource) -> Path:
         if not source.downloadable:
@@ -452,11 +461,11 @@ class ModelPoolManager:
         self.catalog.rescan()
         return path
 
-    async def _load_pieces(self, source: ModelSource) -> None:
+    async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
             await self._thread.call(self._make_place_on_mlx)
-            load = self._bring_on_mlx(source, self._policy.of(source.id).recipe)
+            load = self._bring_on_mlx(source, recipe)
             steps = self._beside_on_mlx(load)
             try:
                 while True:

@@ -194,6 +194,21 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
         tending.cancel()
 
 
+async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
+    models_dir: Path, tmp_path: Path
+):
+    file = write(tmp_path, '[models.s]\nbase = "b"')
+    async with open_pool(models_dir, models_file=file, max_models=1) as pool:
+        wanted = await answer(pool, "c")
+        async with pool.lease("a"):
+            waiting = asyncio.create_task(answer(pool, "s"))
+            while (await states(pool))["s"] != "loading":  # noqa: ASYNC110 the pool tells nobody
+                await asyncio.sleep(0)
+            write(tmp_path, '[models.s]\nbase = "c"')
+            await pool.reload()
+        assert await waiting == wanted
+
+
 async def test_a_model_that_is_no_longer_allowed_is_gone_even_if_loaded(
     models_dir: Path, tmp_path: Path
 ):
