@@ -8,7 +8,7 @@ so that every other module may depend on it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -455,9 +455,12 @@ class Backend(Protocol):
 
 
 class Encoder(Protocol):
-    """A loaded model that reads texts and generates none. Cancelling the call cancels the work."""
+    """A loaded model that reads texts and generates none. Cancelling the call cancels the work.
 
-    async def embed(self, request: EmbeddingRequest) -> Encoded:
+    begun: called in the event loop when the request's turn has come.
+    """
+
+    async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
         """A vector for each input.
 
         Raises:
@@ -465,7 +468,7 @@ class Encoder(Protocol):
         """
         ...
 
-    async def rank(self, request: RerankRequest) -> Encoded:
+    async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
         """A score for each document, in the order of the request.
 
         Raises:

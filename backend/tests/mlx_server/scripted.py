@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
+    Admitted,
     Conversation,
     EmbeddingRequest,
     Encoded,
@@ -90,18 +91,20 @@ class ScriptedBackend:
             async with self.changed:
                 self.changed.notify_all()
 
-    async def embed(self, request: EmbeddingRequest) -> Encoded:
-        return await self._encode(request, len(request.inputs))
+    async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
+        return await self._encode(request, len(request.inputs), begun)
 
-    async def rank(self, request: RerankRequest) -> Encoded:
-        return await self._encode(request, len(request.documents))
+    async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
+        return await self._encode(request, len(request.documents), begun)
 
-    async def _encode(self, request: Any, rows: int) -> Encoded:
+    async def _encode(self, request: Any, rows: int, begun: Callable[[], None]) -> Encoded:
         """Row n is [n, 0.5]; the tokens are those of the script's prompt."""
         tokens = 0
         async with aclosing(self.generate(request)) as steps:
             async for events in steps:
                 for event in events:
+                    if isinstance(event, Admitted):
+                        begun()
                     if isinstance(event, Finished):
                         tokens = event.usage.prompt_tokens
         return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)

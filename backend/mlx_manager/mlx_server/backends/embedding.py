@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ class EncoderBackend:
 
     # -- what it answers -----------------------------------------------------------------------
 
-    async def embed(self, request: EmbeddingRequest) -> Encoded:
+    async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
         """A vector for each input; see `core.Encoder`.
 
         Raises:
@@ -109,11 +109,11 @@ class EncoderBackend:
         """
         self._check_dimensions(request.dimensions)
         rows = await asyncio.to_thread(self._inputs, request)
-        vectors = await self._read(rows, [None] * len(rows))
+        vectors = await self._read(rows, [None] * len(rows), begun)
         finished = (self._finish(vector, request.dimensions) for vector in vectors)
         return Encoded(tuple(map(floats, finished)), sum(map(len, rows)))
 
-    async def rank(self, request: RerankRequest) -> Encoded:
+    async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
         """A score for each document; see `core.Encoder`.
 
         Raises:
@@ -122,7 +122,8 @@ class EncoderBackend:
             Overloaded: the queue is full.
         """
         pairs = await asyncio.to_thread(self._pairs, request)
-        logits = await self._read([ids for ids, _ in pairs], [second for _, second in pairs])
+        texts, seconds = [ids for ids, _ in pairs], [second for _, second in pairs]
+        logits = await self._read(texts, seconds, begun)
         activation = self._loaded.activation if request.activate else "identity"
         scores = (activated(logit, activation) for logit in logits)
         return Encoded(tuple(map(floats, scores)), sum(len(ids) for ids, _ in pairs))
@@ -269,9 +270,11 @@ class EncoderBackend:
 
     # -- vectors -------------------------------------------------------------------------------
 
-    async def _read(self, rows: Sequence[Ids], seconds: Sequence[int | None]) -> list[Vector]:
+    async def _read(
+        self, rows: Sequence[Ids], seconds: Sequence[int | None], begun: Callable[[], None]
+    ) -> list[Vector]:
         future: asyncio.Future[list[Vector]] = asyncio.get_running_loop().create_future()
-        reading = Reading(rows, seconds, future)
+        reading = Reading(rows, seconds, future, begun)
         self._thread.post(partial(self._engine.submit, reading))
         try:
             return await future

@@ -80,13 +80,14 @@ class Reading:
     """One caller's texts on their way. `future` gets their vectors, in order, all at once.
 
     `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
-    to the MLX thread, the future stays in the event loop. last_read: when one of its rows last was,
-    or when it came.
+    to the MLX thread, the future stays in the event loop, where `tell` is called when the first of
+    them is read. last_read: when one of its rows last was, or when it came.
     """
 
     rows: Sequence[Sequence[int]]
     seconds: Sequence[int | None]
     future: asyncio.Future[Vectors]
+    tell: Callable[[], None]
     vectors: Vectors = field(default_factory=list)
     left: int = 0
     begun: bool = False
@@ -266,8 +267,6 @@ class EncoderEngine:
             last += 1
         batch = self._waiting[first:last]
         del self._waiting[first:last]
-        for row in batch:
-            row.reading.begun = True
         return batch
 
     def _grant(self, longest: int) -> int | None:
@@ -279,6 +278,7 @@ class EncoderEngine:
                 now = perf_counter()
                 for row in self._batch:
                     row.reading.last_read = now
+                    begin(row.reading)
                 return nbytes
             if len(self._batch) == 1:
                 self._put_off(self._batch.pop())
@@ -351,6 +351,19 @@ class EncoderEngine:
         cost = seconds / (len(batch) * longest)
         old = self._token_cost
         self._token_cost = cost if old is None else old + SMOOTHING * (cost - old)
+
+
+def begin(reading: Reading) -> None:
+    """Tell the caller that its turn has come, once, unless nobody waits any more."""
+
+    def tell() -> None:
+        if not reading.future.done():
+            reading.tell()
+
+    loop = reading.future.get_loop()
+    if not reading.begun and not loop.is_closed():
+        loop.call_soon_threadsafe(tell)
+    reading.begun = True
 
 
 def settle(reading: Reading, outcome: Vectors | MLXManagerError) -> None:

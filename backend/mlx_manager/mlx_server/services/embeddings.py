@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 from mlx_manager.mlx_server.core import (
+    Admitted,
     EmbeddingRequest,
     Encoded,
     Encoder,
@@ -17,6 +19,7 @@ from mlx_manager.mlx_server.core import (
     Started,
     Usage,
 )
+from mlx_manager.mlx_server.services.calls import Call
 from mlx_manager.mlx_server.services.inference import EncoderLease, Inference
 
 
@@ -27,25 +30,29 @@ async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
         MLXManagerError: see `core.Encoder`; or there is no such embedding model.
     """
     shown = inference.reading(request.model, request.request_id)
-    return await encode(inference, shown, "embedding", lambda encoder: encoder.embed(request))
+    return await encode(
+        inference, shown, "embedding", lambda model, begun: model.embed(request, begun)
+    )
 
 
 async def rank(inference: Inference, request: RerankRequest) -> Encoded:
     """A score for each document, in the order of the request; as `embed`."""
     shown = inference.reading(request.model, request.request_id)
-    return await encode(inference, shown, "reranker", lambda encoder: encoder.rank(request))
+    return await encode(
+        inference, shown, "reranker", lambda model, begun: model.rank(request, begun)
+    )
 
 
 async def encode(
     inference: Inference,
     shown: GenerationRequest,
     kind: Literal["embedding", "reranker"],
-    question: Callable[[Encoder], Awaitable[Encoded]],
+    question: Callable[[Encoder, Callable[[], None]], Awaitable[Encoded]],
 ) -> Encoded:
     found: list[Encoded] = []
 
-    async def work(lease: EncoderLease) -> AsyncGenerator[Progress, None]:
-        encoded = await question(lease.backend)
+    async def work(lease: EncoderLease, call: Call) -> AsyncGenerator[Progress, None]:
+        encoded = await question(lease.backend, partial(call.follow, [(0, [Admitted()])]))
         found.append(encoded)
         tokens = encoded.tokens
         yield [(0, [Started(tokens), Finished("stop", Usage(tokens, 0))])]

@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.observability.observer import Observer, observe_all
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
-from mlx_manager.mlx_server.services.calls import UNHURRIED, Calls
+from mlx_manager.mlx_server.services.calls import UNHURRIED, Call, Calls
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
@@ -227,7 +227,7 @@ class Inference:
         """
         own = self._own(requests)
         leasing = self.pool.lease(own[0].model, "text")
-        return self.follow(own, leasing, lambda lease: rows(lease.backend, own))
+        return self.follow(own, leasing, lambda lease, _: rows(lease.backend, own))
 
     def generate_fitting(
         self, requests: Sequence[GenerationRequest]
@@ -238,7 +238,7 @@ class Inference:
         """
         own = self._own(requests)
         leasing = self.pool.lease(own[0].model, "text")
-        return self.follow(own[:1], leasing, lambda lease: fitting(lease.backend, own))
+        return self.follow(own[:1], leasing, lambda lease, _: fitting(lease.backend, own))
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """With what the owner has set where they are silent, in the caller's name."""
@@ -257,7 +257,7 @@ class Inference:
         self,
         requests: Sequence[GenerationRequest],
         leasing: AbstractAsyncContextManager[L],
-        work: Callable[[L], AsyncGenerator[Progress, None]],
+        work: Callable[[L, Call], AsyncGenerator[Progress, None]],
     ) -> AsyncGenerator[Progress, None]:
         """Yield the progress of one call's work on the model that `leasing` gives; see `generate`.
 
@@ -278,7 +278,7 @@ class Inference:
                 call.enter("queue")
                 for observation in observations:
                     observation.leased()
-                progress = await held.enter_async_context(aclosing(work(lease)))
+                progress = await held.enter_async_context(aclosing(work(lease, call)))
                 while (step := await call.wait(anext(progress, None))) is not None:
                     call.follow(step)
                     for observation in observations:

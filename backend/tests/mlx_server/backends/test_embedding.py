@@ -93,12 +93,14 @@ async def embed(
     pool: ModelPoolManager, model: str, *inputs: str | tuple[int, ...], **asked: Any
 ) -> Any:
     async with pool.lease(model, "embedding") as lease:
-        return await lease.backend.embed(EmbeddingRequest(model, inputs, **asked))
+        return await lease.backend.embed(EmbeddingRequest(model, inputs, **asked), lambda: None)
 
 
 async def rank(pool: ModelPoolManager, model: str, *documents: str, **asked: Any) -> Any:
     async with pool.lease(model, "reranker") as lease:
-        return await lease.backend.rank(RerankRequest(model, QUERY, documents, **asked))
+        return await lease.backend.rank(
+            RerankRequest(model, QUERY, documents, **asked), lambda: None
+        )
 
 
 @pytest.mark.parametrize("name", EMBEDDERS)
@@ -276,7 +278,8 @@ async def test_a_text_that_is_too_long_worries_nobody_who_reads_the_log(
 async def test_a_caller_who_goes_takes_the_work_along(pool: ModelPoolManager):
     async with pool.lease("bert-mean", "embedding") as lease:
         texts = tuple("x" * (n % 100) for n in range(2000))
-        asking = asyncio.create_task(lease.backend.embed(EmbeddingRequest("bert-mean", texts)))
+        request = EmbeddingRequest("bert-mean", texts)
+        asking = asyncio.create_task(lease.backend.embed(request, lambda: None))
         while not lease.backend.stats().rows_waiting:  # noqa: ASYNC110 the engine tells nobody
             await asyncio.sleep(0)
         asking.cancel()

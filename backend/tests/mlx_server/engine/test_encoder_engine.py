@@ -39,9 +39,9 @@ def engine_of(ledger: Ledger, shared: Callable[[], bool] = lambda: False) -> Enc
     return EncoderEngine("m", Zeros(), LONGEST, EngineLimits(), ledger=ledger, shared=shared)
 
 
-def reading_of(*lengths: int) -> Reading:
+def reading_of(*lengths: int, tell: Callable[[], None] = lambda: None) -> Reading:
     rows = [[1] * length for length in lengths]
-    return Reading(rows, [None] * len(rows), asyncio.get_running_loop().create_future())
+    return Reading(rows, [None] * len(rows), asyncio.get_running_loop().create_future(), tell)
 
 
 async def answer(engine: EncoderEngine, reading: Reading) -> list[list[float]]:
@@ -73,6 +73,22 @@ async def test_a_long_text_waits_for_memory_that_others_will_leave():
     ledger.record("pages:other", FREE - 20)
     assert await answer(engine, reading) == [[0, 0]] * 2
     assert ledger.available() == 20
+
+
+async def test_a_caller_is_told_once_that_its_turn_has_come():
+    ledger = ledger_of()
+    engine = engine_of(ledger, shared=lambda: True)
+    ledger.record("pages:other", FREE)
+    told: list[str] = []
+    reading = reading_of(KEPT + 10, KEPT + 20, tell=lambda: told.append("begun"))
+    engine.submit(reading)
+    engine.step()
+    await asyncio.sleep(0)
+    # It waits for memory.
+    assert (told, engine.stats().running, engine.stats().waiting) == ([], 0, 1)
+    ledger.record("pages:other", FREE - 20)
+    await answer(engine, reading)
+    assert told == ["begun"]
 
 
 async def test_nothing_cached_is_given_up_for_a_text_that_would_not_fit_all_the_same():

@@ -7,10 +7,18 @@ import pytest
 from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
 
 from mlx_manager.mlx_server.config import TimeLimits
-from mlx_manager.mlx_server.core import Admitted, GenerationRequest, Started, Text, TextDelta
+from mlx_manager.mlx_server.core import (
+    Admitted,
+    EmbeddingRequest,
+    GenerationRequest,
+    Started,
+    Text,
+    TextDelta,
+)
 from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
 from mlx_manager.mlx_server.services.calls import Calls
 from mlx_manager.mlx_server.services.drain import Drain
+from mlx_manager.mlx_server.services.embeddings import embed
 from mlx_manager.mlx_server.services.inference import Inference
 
 SOON = 0.02
@@ -56,6 +64,17 @@ async def test_the_error_names_the_limit_and_how_far_the_call_was(
         await read(pool, limits)
     assert found.value.param == param
     assert (pool.leases, pool.backend.running, pool.backend.cancelled) == (0, 0, 1)
+
+
+async def test_texts_that_are_being_read_no_longer_wait_for_their_turn():
+    pool, texts = endless([Admitted()]), EmbeddingRequest(MODEL, ("a", "b"))
+    limited = Inference(pool, limits=TimeLimits(queue=SOON, total=2 * SOON))
+    with pytest.raises(RequestTimedOut, match=r"`timeout` of 0\.04 s: its prompt was"):
+        await embed(limited, texts)
+    pool = endless()
+    limited = Inference(pool, limits=TimeLimits(queue=SOON))
+    with pytest.raises(RequestTimedOut, match=r"`queue_timeout` of 0\.02 s: it was"):
+        await embed(limited, texts)
 
 
 async def test_loading_counts_for_the_first_token_and_not_for_the_queue():
