@@ -113,6 +113,15 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     ]
 
 
+async def given_back(before: int) -> None:
+    """Wait for the memory: a thread that was told to compute beside others' steps lets go of what
+    for only after it has said that it is done."""
+    gc.collect()
+    async with asyncio.timeout(30):
+        while mx.get_active_memory() - before >= A_FEW_BYTES:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("place", ["_alone", "_building", "checking", "warming", "first_pages"])
 async def test_a_load_that_fails_between_two_pieces_leaves_nothing_behind(
     place: str, models_dir: Path
@@ -135,8 +144,7 @@ async def test_a_load_that_fails_between_two_pieces_leaves_nothing_behind(
         before = mx.get_active_memory()
         with pytest.raises(ModelLoadFailed, match="that was enough"):
             await pool.get_model("b")
-        gc.collect()
-        assert mx.get_active_memory() - before < A_FEW_BYTES
+        await given_back(before)
         assert set(pool.ledger.figures()) == {"buffer_cache", "limit", "available"}
         assert (await states(pool))["b"] == "loadable"
         failing = False
@@ -157,4 +165,4 @@ async def test_a_server_that_ends_in_the_middle_of_a_load_frees_everything(
             await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert mx.get_active_memory() - before < A_FEW_BYTES
+    await given_back(before)
