@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.errors import (
     ModelNotFound,
     OutOfMemory,
 )
-from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.models.pool import ModelPoolManager, Returns
 from mlx_manager.mlx_server.services.inference import generate_completion
 
 
@@ -195,15 +195,22 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
 
 
 async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
-    models_dir: Path, tmp_path: Path
+    models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    waits = asyncio.Event()
+
+    async def wait(self: Returns, seen: int, seconds: float | None) -> None:
+        waits.set()
+        await original(self, seen, seconds)
+
+    original = Returns.wait
+    monkeypatch.setattr(Returns, "wait", wait)
     file = write(tmp_path, '[models.s]\nbase = "b"')
     async with open_pool(models_dir, models_file=file, max_models=1) as pool:
         wanted = await answer(pool, "c")
         async with pool.lease("a"):
             waiting = asyncio.create_task(answer(pool, "s"))
-            while (await states(pool))["s"] != "loading":  # noqa: ASYNC110 the pool tells nobody
-                await asyncio.sleep(0)
+            await waits.wait()
             write(tmp_path, '[models.s]\nbase = "c"')
             await pool.reload()
         assert await waiting == wanted
