@@ -3,7 +3,8 @@
 A batch takes the text that has waited longest and its neighbours by length, so that little is
 computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
 takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace;
-but a text is never cut in two, so one that alone takes longer stops them for as long.
+but a text is never cut in two, so one that alone takes longer stops them for as long, and they go
+on alone until that is made up for.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ class EncoderEngine:
         self._serial = 0
         self._token_cost: float | None = None
         self._ended = 0.0
+        # Before that, who else has work goes on alone.
+        self._resume = 0.0
         self._steps = self._batches = self._rows = self._tokens = self._padded = 0
 
     def submit(self, reading: Reading) -> None:
@@ -183,7 +186,7 @@ class EncoderEngine:
         self._steps += 1
         if self._short:
             self._look_again()
-        if not self._waiting:
+        if not self._waiting or (started < self._resume and self._shared()):
             return
         self._batch = self._take(self._budget(started))
         longest = self._batch[-1].length
@@ -195,6 +198,7 @@ class EncoderEngine:
         finally:
             self._ledger.release(self._line, granted)
         self._ended = perf_counter()
+        self._resume = self._ended + (self._ended - started) / (STRETCH - 1)
         # First: who has the answer may look at the metrics at once.
         self._count(self._batch, longest, self._ended - started)
         self._deliver(self._batch, vectors)

@@ -11,6 +11,7 @@ import pytest
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine import encoder_engine
 from mlx_manager.mlx_server.engine.encoder_engine import KEPT, EncoderEngine, Reading
+from mlx_manager.mlx_server.engine.pace import STRETCH
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief
 
@@ -150,6 +151,29 @@ def test_an_engine_that_is_closed_gives_its_memory_back():
     ledger = ledger_of()
     engine_of(ledger).close()
     assert ledger.available() == ledger.limit
+
+
+@pytest.mark.parametrize(("others_work", "batches"), [(True, 3), (False, 13)])
+async def test_others_have_the_time_back_that_a_text_took_beyond_their_pace(
+    others_work: bool, batches: int, monkeypatch: pytest.MonkeyPatch
+):
+    now = 1000.0
+
+    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        nonlocal now
+        now += 5 * (STRETCH - 1)
+        return mx.zeros((ids.shape[0], 2))
+
+    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
+    monkeypatch.setattr(Zeros, "__call__", reading)
+    engine = engine_of(ledger_of(), shared=lambda: others_work)
+    for _ in range(20):
+        engine.submit(reading_of(KEPT))
+    # A step of the others takes a second, and a text is worth five of them.
+    for _ in range(13):
+        engine.step()
+        now += 1
+    assert engine.stats().batches == batches
 
 
 async def test_whatever_fails_after_a_batch_was_read_fails_its_requests_too():
