@@ -3,6 +3,8 @@
 In process, on the same weights and with the same BLAS. The other side does for each text what
 `mlx_embeddings.generate` does (its package can't be imported without mlx-vlm): tokenise it, run
 the model, take the normalised mean.
+
+Then what a chat keeps of its pace beside callers who embed long texts without end.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.main import make_pool
+from mlx_manager.mlx_server.services.inference import generate_completion
 
 WORDS = "the quick brown fox jumps over a lazy dog while engineers measure what they serve".split()
 LENGTHS = (3, 8, 20, 60, 150)
 """Words of a text; a real index has all of them mixed."""
 CLOSE = 1e-4
+CHAT, CALLERS, LONG = "mlx-manager/demo", 6, 240
+"""The model that chats, those who embed beside it, and the words of their texts."""
 
 
 def texts_of(count: int, number: int) -> list[str]:
@@ -57,6 +62,7 @@ class OneByOne:
 async def main() -> None:
     options = parser(__doc__, rounds=5, model="minilm")
     options.add_argument("--texts", type=int, default=64)
+    options.add_argument("--tokens", type=int, default=300, help="of the chat")
     asked = options.parse_args()
     folder = str(packaged()) if asked.model == "minilm" else asked.model
     thread = MLXThread()
@@ -68,7 +74,8 @@ async def main() -> None:
         loop = asyncio.get_running_loop()
 
         async def ours(texts: Sequence[str]) -> np.ndarray:
-            encoded = await lease.backend.embed(EmbeddingRequest(folder, tuple(texts)))
+            request = EmbeddingRequest(folder, tuple(texts))
+            encoded = await lease.backend.embed(request, lambda: None)
             return np.array([list(row) for row in encoded.rows])
 
         def run(work: Any) -> np.ndarray:
@@ -93,7 +100,38 @@ async def main() -> None:
                 refuse(f"the vectors differ by {difference:.1e}")
             return interleave({"ours": side(ours), "one by one": side(theirs)}, asked.rounds)
 
+        async def chat() -> float:
+            """Tokens a second."""
+            asks = {"max_tokens": asked.tokens, "ignore_eos": True, "temperature": 0}
+            start = time.perf_counter()
+            await generate_completion(CHAT, "Once upon a time", pool=pool, **asks)
+            return asked.tokens / (time.perf_counter() - start)
+
+        async def beside() -> tuple[float, float]:
+            """The same, and texts a second, while callers embed one text after the other."""
+            embedded = 0
+
+            async def caller(number: int) -> None:
+                nonlocal embedded
+                text = " ".join(random.Random(number).choices(WORDS, k=LONG))
+                while True:
+                    await ours([text])
+                    embedded += 1
+
+            callers = [asyncio.create_task(caller(number)) for number in range(CALLERS)]
+            start = time.perf_counter()
+            tokens = await chat()
+            for task in callers:
+                task.cancel()
+            await asyncio.gather(*callers, return_exceptions=True)
+            return tokens, embedded / (time.perf_counter() - start)
+
+        def compare_pace() -> dict[str, list[tuple[float, float]]]:
+            sides = {"alone": lambda _: (run(chat()), 0.0), "beside": lambda _: run(beside())}
+            return interleave(sides, asked.rounds)
+
         rates = await asyncio.to_thread(compare)
+        paces = await asyncio.to_thread(compare_pace)
     await pool.close()
     await asyncio.to_thread(thread.close)
     rows = [
@@ -102,6 +140,19 @@ async def main() -> None:
     ]
     rows.append(["ratio", str(ratio(rates["ours"], rates["one by one"])), ""])
     print_report("Embeddings", ["side", "texts/s", "spread"], rows)
+    alone, flooded = ([tokens for tokens, _ in paces[name]] for name in ("alone", "beside"))
+    texts = statistics.median(rate for _, rate in paces["beside"])
+    rows = [
+        ["alone", f"{statistics.median(alone):.0f}", "", ""],
+        [
+            f"beside {CALLERS} callers who embed",
+            f"{statistics.median(flooded):.0f}",
+            str(ratio(flooded, alone)),
+            f"{texts:.1f}",
+        ],
+    ]
+    columns = ["chat", "tokens/s", "of its pace alone", "texts/s"]
+    print_report(f"A chat beside texts of {LONG} words", columns, rows)
 
 
 def packaged() -> Path:
