@@ -85,12 +85,9 @@ def loading_encoder(
         OutOfMemory: they would fit if models in use were not.
     """
     load_fast_blas()
-    assert source.path is not None, "it is downloaded before it is loaded"
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
-        folder = ModelFolder.read(source.path)
-        check_supported(folder, source.id)
-        folder.check_weights()
+        folder = checked_encoder(source)
         kind = kind_of(folder)
         sentence = Sentence.read(folder)
         context = allowed_context(source.id, sentence.max_length, recipe)
@@ -123,6 +120,19 @@ def loading_encoder(
             nbytes,
             weights,
         )
+
+
+def checked_encoder(source: ModelSource) -> ModelFolder:
+    """
+    Raises:
+        ModelNotSupported: an architecture or a variation that is not known here.
+        ModelLoadFailed: a file is missing or broken.
+    """
+    assert source.path is not None, "it is downloaded before it is loaded"
+    folder = ModelFolder.read(source.path)
+    check_supported(folder, source.id)
+    folder.check_weights()
+    return folder
 
 
 @TokenizerErrors()

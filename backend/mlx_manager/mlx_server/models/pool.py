@@ -38,9 +38,19 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
-from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder, loading_encoder
+from mlx_manager.mlx_server.models.encoder_loading import (
+    LoadedEncoder,
+    checked_encoder,
+    loading_encoder,
+)
 from mlx_manager.mlx_server.models.kinds import wrong_kind
-from mlx_manager.mlx_server.models.loading import LoadedModel, explained, loading, weights_line
+from mlx_manager.mlx_server.models.loading import (
+    LoadedModel,
+    checked_folder,
+    explained,
+    loading,
+    weights_line,
+)
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
@@ -464,6 +474,8 @@ class ModelPoolManager:
     async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
+            if len(self._residents.all()) >= self._limits.max_models and self._idle():
+                await asyncio.to_thread(self._check_files, source)
             await self._thread.call(self._make_place_on_mlx)
             load = self._bring_on_mlx(source, recipe)
             steps = self._beside_on_mlx(load)
@@ -478,6 +490,15 @@ class ModelPoolManager:
                             pass
             finally:
                 await self._thread.call(steps.close)
+
+    def _check_files(self, source: ModelSource) -> None:
+        """No model goes for one that can't be loaded."""
+        with explained(source.id):
+            match source.kind:
+                case "embedding" | "reranker":
+                    checked_encoder(source)
+                case _:
+                    checked_folder(source, self._limits)
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""

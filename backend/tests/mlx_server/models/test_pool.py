@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from pools import GREEDY, answer, open_pool, states
 from pydantic import ValidationError
+from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
@@ -214,6 +215,19 @@ async def test_failed_load_gives_its_reason_and_memory_back_and_the_pool_lives(t
         assert mx.get_active_memory() - before < A_FEW_BYTES
         assert await answer(pool, "good")
         assert list(pool.figures()["engines"]) == ["good"]
+
+
+@pytest.mark.parametrize("kind", ["text", "embedding"])
+async def test_no_model_goes_for_one_whose_files_are_broken(tmp_path: Path, kind: str):
+    make_tiny_model(tmp_path / "good")
+    make = {"text": make_tiny_model, "embedding": make_tiny_encoder}[kind]
+    broken = make(tmp_path / "broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    async with open_pool(tmp_path, default="good", max_models=1) as pool:
+        await answer(pool, "good")
+        with pytest.raises(ModelLoadFailed, match=r"model.safetensors is truncated"):
+            await pool.get_model("broken")
+        assert (await pool.status("good")).state == "loaded"
 
 
 async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path):
