@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.core import Conversation, Text
@@ -12,6 +13,12 @@ from mlx_manager.mlx_server.schemas.openai import (
     ChatMessage,
     TemplateParameters,
     TokenizeRequest,
+)
+
+OF_TEXTS = ("add_special_tokens", "add_special")
+OF_CONVERSATIONS = (
+    *("tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
 )
 
 
@@ -43,13 +50,22 @@ def rendered(messages: list[ChatMessage], body: TemplateParameters) -> Conversat
 def tokenizing(body: TokenizeRequest) -> Tokenizing:
     """
     Raises:
-        InvalidParameter: none or several of `prompt`, `content` and `messages`.
+        InvalidParameter: none or several of `prompt`, `content` and `messages`; or something that
+            only the other kind of prompt can have.
     """
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise InvalidParameter("Send one of `prompt`, `content` and `messages`.", param="prompt")
     if body.messages is not None:
+        _refuse(body, OF_TEXTS, "a conversation, whose special tokens its template writes")
         return Tokenizing(rendered(body.messages, body), special=True)
+    _refuse(body, OF_CONVERSATIONS, "a text: send `messages`")
     asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
     special = given == ["prompt"] if asked is None else asked
     return Tokenizing(Text(body.prompt if body.prompt is not None else body.content or ""), special)
+
+
+def _refuse(body: TokenizeRequest, names: Iterable[str], prompt: str) -> None:
+    for name in names:
+        if getattr(body, name):
+            raise InvalidParameter(f"`{name}` has no effect on {prompt}.", param=name)

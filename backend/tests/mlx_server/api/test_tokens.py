@@ -79,6 +79,9 @@ async def test_a_client_may_make_prompts_itself(client: httpx.AsyncClient):
     [
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "a", "content": "b"}, "prompt"),
+        ("tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("tokenize", {"content": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ("tokenize", {"messages": HELLO, "add_special": True}, "add_special"),
         ("detokenize", {"tokens": [10**9]}, "tokens"),
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("apply-template", {"messages": []}, "messages"),
