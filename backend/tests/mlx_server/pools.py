@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
+
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.config import (
     CatalogSources,
@@ -26,6 +28,7 @@ from mlx_manager.mlx_server.utils.steps import Steps
 
 Prepare = Callable[[LoadedModel, MLXThread, EngineLimits, Ledger], Steps[TextBackend]]
 GREEDY = Sampling(temperature=0.0)
+A_FEW_BYTES = 1024
 
 
 class Clock:
@@ -95,3 +98,11 @@ async def answer(pool: ModelPoolManager, model: str, tokens: int = 8) -> str:
 
 async def states(pool: ModelPoolManager) -> dict[str, str]:
     return {status.id: status.state for status in await pool.models() if len(status.id) == 1}
+
+
+async def given_back(before: int) -> None:
+    """Wait until MLX holds no more than `before`: a thread that was told to compute beside others'
+    steps lets go of what it had only after it has said that it is done."""
+    async with asyncio.timeout(30):
+        while mx.get_active_memory() - before >= A_FEW_BYTES:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.001)

@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from engine.portable import Portable, plainly
-from pools import answer, open_pool, request, states
+from pools import answer, given_back, open_pool, request, states
 
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
 from mlx_manager.mlx_server.engine.choice import choosing
@@ -24,9 +24,6 @@ from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.utils.memory import clear_cache
 from mlx_manager.mlx_server.utils.steps import Done, Steps, advance, whereabouts
-
-A_FEW_BYTES = 1024
-
 
 on_kernels = partial(preparing, choice=partial(choosing, kernels=Portable, compile=plainly))
 """A backend as on a GPU."""
@@ -113,15 +110,6 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     ]
 
 
-async def given_back(before: int) -> None:
-    """Wait for the memory: a thread that was told to compute beside others' steps lets go of what
-    for only after it has said that it is done."""
-    gc.collect()
-    async with asyncio.timeout(30):
-        while mx.get_active_memory() - before >= A_FEW_BYTES:  # noqa: ASYNC110 nobody tells
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("place", ["_alone", "_building", "checking", "warming", "first_pages"])
 async def test_a_load_that_fails_between_two_pieces_leaves_nothing_behind(
     place: str, models_dir: Path
@@ -144,6 +132,7 @@ async def test_a_load_that_fails_between_two_pieces_leaves_nothing_behind(
         before = mx.get_active_memory()
         with pytest.raises(ModelLoadFailed, match="that was enough"):
             await pool.get_model("b")
+        gc.collect()
         await given_back(before)
         assert set(pool.ledger.figures()) == {"buffer_cache", "limit", "available"}
         assert (await states(pool))["b"] == "loadable"
