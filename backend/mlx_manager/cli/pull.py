@@ -138,10 +138,9 @@ def interruptible(report: Report) -> Iterator[Report]:
     def press(signum: int, frame: object) -> None:
         nonlocal pressed
         # Past Python's buffer, which another line may be on its way through.
-        begin = "\r\n" if sys.stderr.isatty() else ""
+        cursor, begin = (SHOW_CURSOR, "\r\n") if sys.stderr.isatty() else ("", "")
         if pressed:
-            shown = SHOW_CURSOR if sys.stderr.isatty() else ""
-            os.write(2, f"{shown}{begin}mlx-manager: {INTERRUPTED}\n".encode())
+            os.write(2, f"{cursor}{begin}mlx-manager: {INTERRUPTED}\n".encode())
             os._exit(ExitCode.INTERRUPTED)
         pressed = True
         os.write(2, f"{begin}Stopping ... (Ctrl-C once more: at once)\n".encode())

@@ -37,5 +37,5 @@ RepetitionPenalty = Annotated[Finite, Field(gt=0)]
 """Without an upper limit, as in vLLM and Transformers; SGLang's is 2."""
 
 MaxTokens = Annotated[int, Field(ge=1), AfterValidator(_counted)]
-MaxTokensOrNone = Annotated[int, Field(ge=0), AfterValidator(_counted)]
+MaxTokensOrZero = Annotated[int, Field(ge=0), AfterValidator(_counted)]
 """0 where a prompt may be echoed alone."""

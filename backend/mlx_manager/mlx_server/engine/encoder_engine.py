@@ -184,9 +184,11 @@ class EncoderEngine:
     def step(self) -> None:
         started = perf_counter()
         self._steps += 1
+        if started < self._resume and self._shared():
+            return
         if self._short:
             self._look_again()
-        if not self._waiting or (started < self._resume and self._shared()):
+        if not self._waiting:
             return
         self._batch = self._take(self._budget(started))
         longest = self._batch[-1].length
@@ -285,7 +287,7 @@ class EncoderEngine:
                     begin(row.reading)
                 return nbytes
             if len(self._batch) == 1:
-                self._put_off(self._batch.pop())
+                self._put_off()
                 return None
             keep = len(self._batch) - len(self._batch) // 2
             for row in self._batch[: len(self._batch) - keep]:
@@ -299,12 +301,14 @@ class EncoderEngine:
     def _beyond_kept(self, rows: int, longest: int) -> int:
         return max(0, self._model.working_bytes(rows, longest) - self._kept)
 
-    def _put_off(self, row: Row) -> None:
-        """Until others, which work, have left room; but not for ever. Shorter texts go on."""
+    def _put_off(self) -> None:
+        """The batch's one text waits until others, which work, have left room; but not for ever.
+        Shorter texts go on."""
+        [row] = self._batch
         if self._may_wait(row):
             self._short.append(row)
+            self._batch = []
             return
-        self._batch = [row]
         self.fail(
             OutOfMemory(
                 f"A text of {row.length} tokens takes {self._model.working_bytes(1, row.length):,} "

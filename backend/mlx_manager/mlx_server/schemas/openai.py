@@ -17,7 +17,7 @@ from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.limits import (
     MaxTokens,
-    MaxTokensOrNone,
+    MaxTokensOrZero,
     MinP,
     Penalty,
     RepetitionPenalty,
@@ -348,7 +348,7 @@ class CompletionRequest(GenerationParameters):
     """`POST /v1/completions`."""
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either")
-    max_tokens: MaxTokensOrNone | None = Field(
+    max_tokens: MaxTokensOrZero | None = Field(
         None, description="Most tokens generated; default 16"
     )
     echo: bool | None = Field(None, description="Put the prompt before the completion")
