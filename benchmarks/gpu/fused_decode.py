@@ -1,10 +1,11 @@
 """Decode steps of random-weight Llama shapes through the fused decoder and the CUDA kernels.
 
-    PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b]
+    PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b] [--apart]
 
 A step's tokens are read by the host while the next step runs, as a server does it. The bytes that a
 step must read (weights once, keys and values once) over a device-to-device copy's bandwidth give
-the floor that the last column is a part of.
+the floor that the last column is a part of. With `--apart` each load is measured by turns with what
+lies between two layers' attentions in one launch, and in four.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 from loads import LOADS, lengths_of
+from mlx import nn
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
-from mlx_manager.mlx_server.engine import fused
+from mlx_manager.mlx_server.engine import fused, products
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.products import ProductKernels
 
 PAGE = 16
 STEPS, WARM = 64, 12
@@ -107,21 +111,42 @@ def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
     return Timing(taken / count, make, queue, wait, mx.get_peak_memory() - used)
 
 
+class Apart(ProductKernels):
+    """Each product in a launch of its own."""
+
+    def chain(self, links):
+        return None
+
+
+def build_apart(dtype: mx.Dtype) -> ProductKernels | Unsupported:
+    built = products.build(dtype)
+    return built if isinstance(built, Unsupported) else Apart(dtype, built._device)
+
+
+def built(model: nn.Module, build: fused.BuildProducts) -> FusedDecoder:
+    decoder = FusedDecoder.build(model, PAGE, products=build)
+    mx.clear_cache()
+    if not isinstance(decoder, FusedDecoder):
+        raise SystemExit(decoder.reason)
+    return decoder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["1b", "8b"])
     parser.add_argument("--loads", nargs="*", default=[*LOADS, "1 x 8192"])
+    parser.add_argument("--apart", action="store_true", help="compare with launches of their own")
+    parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
     for name in options.shapes:
         model = make(name)
-        decoder = FusedDecoder.build(model, PAGE)
-        mx.clear_cache()
-        if not isinstance(decoder, FusedDecoder):
-            raise SystemExit(decoder.reason)
-        wrong = fused.check(decoder, model, PAGE)
+        decoders = {"": built(model, products.build)}
+        wrong = fused.check(decoders[""], model, PAGE)
         print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)
+        if options.apart:
+            decoders["apart"] = built(model, build_apart)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         for load in options.loads:
             lengths = lengths_of(load)
@@ -129,19 +154,18 @@ def main() -> None:
             of = SHAPES[name]
             token_bytes = 4 * of["num_key_value_heads"] * of["head_dim"] * of["num_hidden_layers"]
             floor = (weights + sum(lengths) * token_bytes) / COPY_BANDWIDTH
-            timing = time_steps(decoder, batch)
-            print(
-                f"{name} {load:15} "
-                f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
-                f"host {timing.make * 1e3:6.3f} + {timing.queue * 1e3:6.3f} ms, "
-                f"waits {timing.wait * 1e3:6.3f} ms "
-                f"extra {timing.extra_bytes / 2**30:5.2f} GiB floor {floor / timing.step:6.1%}",
-                flush=True,
-            )
-            del batch
-            mx.clear_cache()
-        del model, decoder
-        mx.clear_cache()
+            for number in range(options.rounds):
+                for way in list(decoders)[:: 1 if number % 2 else -1]:
+                    timing = time_steps(decoders[way], batch)
+                    print(
+                        f"{name} {load:15} {way:5} "
+                        f"{timing.step * 1e3:7.3f} ms/step {len(lengths) / timing.step:8.0f} tok/s "
+                        f"host {timing.make * 1e3:6.3f} + {timing.queue * 1e3:6.3f} ms, "
+                        f"waits {timing.wait * 1e3:6.3f} ms "
+                        f"extra {timing.extra_bytes / 2**30:5.2f} GiB "
+                        f"floor {floor / timing.step:6.1%}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

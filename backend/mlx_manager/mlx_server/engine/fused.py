@@ -6,9 +6,10 @@ windows). mlx-lm's modules spend some fifteen launches on each layer of it. Here
 norm, one product for q, k and v, attention (which normalises and rotates the heads, stores the new
 token in its page and attends), output product with the residual added, norm, one product for gate
 and up, activation, down product with the residual added. On an NVIDIA GPU and with few rows it is
-five, since norms and activation become part of the products (see `products`). With chunks of
-prompts in a step, attention is up to four launches: what it does first becomes one of its own, and
-rows and chunks are attended by different kernels.
+five, since norms and activation become part of the products (see `products`), and with very few
+it is two: attention, and all products from there to the next layer's. With chunks of prompts in a
+step, attention is up to four launches: what it does first becomes one of its own, and rows and
+chunks are attended by different kernels.
 
 `FusedDecoder.build` makes it from a loaded module, whose weights become views of the joined ones,
 so that nothing exists twice and the module goes on working. Whether the result is right is not
@@ -53,7 +54,9 @@ from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, Openi
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
-from mlx_manager.mlx_server.engine.products import Norm, ProductKernels
+from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.engine.products.chain import Chain
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
@@ -115,6 +118,10 @@ class Dense:
             return self.few.multiply(x, self.weight, bias=self.bias, residual=residual)
         out = mx.addmm(residual, x, self.transposed)
         return out if self.bias is None else out + self.bias
+
+    def link(self, norm: nn.RMSNorm | None) -> Link:
+        """The product with `norm(x)`, or with `x`, as a part of a chain."""
+        return Link(self.weight, self.bias, None if norm is None else _norm(norm))
 
     def _product(self, x: mx.array) -> mx.array:
         if self.bias is None:
@@ -322,6 +329,11 @@ class Anatomy:
             window=window,
         )
 
+    @property
+    def head_weights(self) -> tuple[mx.array, mx.array] | None:
+        """Of the norms of q and k."""
+        return self.head_norms and (self.head_norms[0].weight, self.head_norms[1].weight)
+
     def weights(self) -> list[mx.array]:
         """Of the projections."""
         projections = (*self.qkv, self.output, *self.gate_up, self.down)
@@ -509,6 +521,62 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """What a joint gives: all that it launches, the layer's result, (rows, width), and the heads of
+    the layer that follows, (rows, (heads + 2 * kv_heads) * dim)."""
+
+    launches: Sequence[mx.array]
+    result: mx.array
+    heads: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What lies between a layer's attention and that of the layer that follows, if one does.
+
+    chain: does it in one launch for few rows, if anything does.
+    """
+
+    block: Block
+    following: Block | None
+    chain: Chain | None
+
+    @staticmethod
+    def of(block: Block, following: Block | None) -> Joint:
+        linked = [
+            (block.output, None),
+            (block.gate_up, block.mlp_norm),
+            (block.down, None),
+            *([] if following is None else [(following.qkv, following.norm)]),
+        ]
+        links, few = [], None
+        for projection, norm in linked:
+            if not isinstance(projection, Dense) or projection.few is None:
+                return Joint(block, following, None)
+            links.append(projection.link(norm))
+            few = projection.few
+        return Joint(block, following, None if few is None else few.chain(links))
+
+    def __call__(self, hidden: mx.array, attended: mx.array) -> Joined:
+        """attended: (rows, heads * dim)."""
+        if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
+            chained = self.chain(attended, hidden)
+            return Joined(chained, chained[2], None if self.following is None else chained[3])
+        made = self.block.launches_after(hidden, attended)
+        if self.following is None:
+            return Joined(made, made[-1], None)
+        heads = self.following.heads(made[-1])
+        return Joined([*made, heads], made[-1], heads)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for joints whose launches are by the same kernels."""
+        if self.chain is None or self.following is None:
+            return (self.block.kind, self.chain is None)
+        return (self.block.kind, self.following.kind)
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """What the layers of a step share, and what is `before` the next, (rows,) int32.
 
@@ -558,7 +626,7 @@ class Opening:
 class Layer:
     """What a step needs of one layer. `rotation` numbers the decoder's kinds of rotation."""
 
-    block: Block
+    joint: Joint
     head_norms: tuple[mx.array, mx.array] | None
     rotation: int
     rotary: Rotary
@@ -566,25 +634,15 @@ class Layer:
     scale: float
     window: int | None
 
-    def __call__(
-        self,
-        hidden: mx.array,
-        shared: Shared,
-        pool: tuple[mx.array, mx.array],
-        step: Step,
-    ) -> mx.array:
-        return self.launches(hidden, shared, pool, step)[-1]
+    @property
+    def block(self) -> Block:
+        return self.joint.block
 
-    def launches(
-        self,
-        hidden: mx.array,
-        shared: Shared,
-        pool: tuple[mx.array, mx.array],
-        step: Step,
-    ) -> tuple[mx.array, ...]:
-        """The layer's result, after what it is made from."""
-        heads = self.block.heads(hidden)
-        attended = self.kernels.attend_fused(
+    def attend(
+        self, heads: mx.array, shared: Shared, pool: tuple[mx.array, mx.array], step: Step
+    ) -> mx.array:
+        """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
+        return self.kernels.attend_fused(
             heads,
             shared.rotations[self.rotation],
             self.head_norms,
@@ -596,12 +654,11 @@ class Layer:
             splits=step.splits[self.window],
             window=self.window,
         )
-        return heads, attended, *self.block.launches_after(hidden, attended)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers whose launches are of the same kernels."""
-        return (self.kernels.shape, self.window, self.scale, self.rotary, *self.block.kind)
+        return (self.kernels.shape, self.window, self.scale, self.rotary, *self.joint.kind)
 
     def ragged(
         self,
@@ -745,8 +802,11 @@ class FusedDecoder:
     ) -> Stepped:
         step = _step(cuts, tokens, before, table, pools, items)
         hidden, shared = self._open(tokens, before)
+        heads: mx.array | None = None
         for layer, pool in zip(self._layers, pools, strict=True):
-            hidden = layer(hidden, shared, pool, step)
+            own = layer.block.heads(hidden) if heads is None else heads
+            joined = layer.joint(hidden, layer.attend(own, shared, pool, step))
+            hidden, heads = joined.result, joined.heads
         return self._head(hidden), shared.following
 
     def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
@@ -757,8 +817,12 @@ class FusedDecoder:
         for layer, pool in zip(self._layers, step.pools, strict=True):
             if layer.kind not in kinds:
                 kinds.add(layer.kind)
-                found += layer.launches(found[-1], shared, pool, step)
-        return [*found, self._head(found[-1])]
+                heads = layer.block.heads(hidden)
+                attended = layer.attend(heads, shared, pool, step)
+                joined = layer.joint(hidden, attended)
+                found += [heads, attended, *joined.launches]
+                hidden = joined.result
+        return [*found, self._head(hidden)]
 
 
 def _cuts(step: Step) -> Cuts:
@@ -845,28 +909,32 @@ def _building(  # noqa: PLR0917
     openings: BuildOpening,
 ) -> Steps[FusedDecoder]:
     common = Common.of(model, page_size)
-    built = {shape: kernels(shape) for shape in {anatomy.shape for anatomy in common.layers}}
+    served = {}
+    for shape in {anatomy.shape for anatomy in common.layers}:
+        built = kernels(shape)
+        if isinstance(built, Unsupported):
+            raise NotFusable(built.reason)
+        served[shape] = built
     multiplier = products(common.layers[0].shape.dtype)
     few = None if isinstance(multiplier, Unsupported) else multiplier
-    layers = []
-    for anatomy, kind in zip(common.layers, common.kinds, strict=True):
-        of_shape = built[anatomy.shape]
-        if isinstance(of_shape, Unsupported):
-            raise NotFusable(of_shape.reason)
-        norms, block = anatomy.head_norms, Block.of(anatomy, few)
+    blocks = []
+    for anatomy in common.layers:
+        blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
         yield from computed(anatomy.weights())
-        layers.append(
-            Layer(
-                block=block,
-                head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
-                rotation=kind,
-                rotary=anatomy.rotary,
-                kernels=of_shape,
-                scale=anatomy.scale,
-                window=anatomy.window,
-            )
+    joints = map(Joint.of, blocks, [*blocks[1:], None])
+    layers = [
+        Layer(
+            joint=joint,
+            head_norms=anatomy.head_weights,
+            rotation=kind,
+            rotary=anatomy.rotary,
+            kernels=served[anatomy.shape],
+            scale=anatomy.scale,
+            window=anatomy.window,
         )
+        for anatomy, kind, joint in zip(common.layers, common.kinds, joints, strict=True)
+    ]
     return FusedDecoder(
         layers,
         Opening.of(common, openings),

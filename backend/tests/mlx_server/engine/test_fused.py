@@ -30,10 +30,13 @@ MINISTRAL = {
 
 
 class PortableProducts:
-    """`ProductKernels` in MLX operations."""
+    """`ProductKernels` in MLX operations. `chained`: of how many rows products are chained."""
 
     most_rows = 32
     most_gated_rows = 64
+
+    def __init__(self, chained: int = 0) -> None:
+        self.chained = chained
 
     def serves(self, weight) -> bool:
         return True
@@ -47,6 +50,26 @@ class PortableProducts:
     def gated(self, x, weight, *, norm=None, bias=None):
         gate, up = mx.split(self.multiply(x, weight, norm=norm, bias=bias), 2, axis=-1)
         return nn.silu(gate) * up
+
+    def chain(self, links):
+        return PortableChain(self, links) if self.chained else None
+
+
+class PortableChain:
+    """`Chain` in MLX operations."""
+
+    def __init__(self, products, links) -> None:
+        self.products, self.links = products, links
+        self.most_rows = products.chained
+
+    def __call__(self, attended, residual):
+        (output, gate_up, down, *following), of = self.links, self.products
+        assert all(link.norm is None for link in (output, down))
+        hidden = of.multiply(attended, output.weight, bias=output.bias, residual=residual)
+        gated = of.gated(hidden, gate_up.weight, norm=gate_up.norm, bias=gate_up.bias)
+        result = of.multiply(gated, down.weight, bias=down.bias, residual=hidden)
+        heads = [of.multiply(result, qkv.weight, norm=qkv.norm, bias=qkv.bias) for qkv in following]
+        return [hidden, gated, result, *heads]
 
 
 @pytest.fixture(params=MODELS, ids=list(MODELS))
@@ -65,9 +88,11 @@ def test_fused_steps_give_the_modules_logits(model):
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}])
-def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes):
+@pytest.mark.parametrize("chained", [0, 12])
+def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes, chained):
     model = make("llama", changes)
-    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts(), plainly)
+    of = PortableProducts(chained)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert fused.check(decoder, model, PAGE) is None
 
 
@@ -173,8 +198,9 @@ def test_launches_are_those_of_a_step_in_one_layer_of_each_kind():
         decoder = built(model)
         step = step_of(decoder, model, 40)
         launches = decoder.launches(step)
-        # Lengths, a rotation, the embedding, five a layer, the head.
-        assert len(launches) == 3 + 5 * kinds + 1
+        # Lengths, a rotation, the embedding, five a layer and the heads of the next, the head.
+        followed = min(kinds, len(model.model.layers) - 1)
+        assert len(launches) == 3 + 5 * kinds + followed + 1
         if len(model.model.layers) == 1:
             mx.eval(launches)
             assert mx.allclose(launches[-1], decoder.run(step)[0], atol=1e-5)

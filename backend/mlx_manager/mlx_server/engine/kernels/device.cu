@@ -121,6 +121,27 @@ __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu
 __device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
 
+// Counts one more, after all that the block has written before its last barrier; returns how many
+// there were.
+__device__ __forceinline__ int count_after_writes(int* counter) {
+  int before;
+  asm volatile("atom.release.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
+// Waits until other blocks have counted to `count`; after the next barrier the block sees what they
+// had written.
+__device__ __forceinline__ void await_count(const int* counter, int count) {
+  int seen;
+  do {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < count);
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+}
+
 // Writes 16 bytes of global memory at once: a plain store of values in hand may be taken apart.
 __device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); }
 

@@ -3,11 +3,14 @@
 Such a product takes as long as reading the matrix takes, and what stands around it (norm,
 activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
 the rest on the way; with many rows, reading the rows themselves in every block costs more than the
-launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0.
+launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0. With
+very few rows launches are what a step of a small model waits for: chain.cu has four products of the
+first kind in one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -21,19 +24,13 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     flag,
     real,
 )
+from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm, WarpForm
 
 # From so many rows on gates and ups are multiplied by warpgroups where there are any: 63 instead of
 # some 67 us for an 8B's with 32 rows (H200).
 FEWEST_IN_GROUPS = 17
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm of the rows before the product; `weight` is (inputs,)."""
-
-    weight: mx.array
-    epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,11 @@ class ProductKernels:
         self._dtype = dtype
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}
+        self._chains: dict[ChainVariant, Kernel] = {}
         self._none = mx.zeros((1,), dtype)
+        # Of a chain's blocks; its launches follow each other, and leave zeros.
+        self._counters = mx.zeros((4,), mx.int32)
+        mx.eval(self._none, self._counters)
 
     @staticmethod
     def serves(weight: mx.array) -> bool:
@@ -107,6 +108,14 @@ class ProductKernels:
         epsilon = None if norm is None else norm.epsilon
         variant = Variant(form, True, epsilon, bias is not None, residual=False)
         return self._run(variant, x, weight, norm, bias, None, outputs // 2)
+
+    def chain(self, links: Sequence[Link]) -> Chain:
+        """What lies between the attention of a layer and that of the next, in one launch.
+
+        links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
+            queries, keys and values. All of matrices that are served.
+        """
+        return Chain(links, self._chains, self._counters)
 
     def _run(  # noqa: PLR0917
         self,
@@ -153,12 +162,12 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
     if variant.gated:
         body = (
             f"kernels::{form.gated}<{constants}>"
-            f"(x, norm, weight, bias, out, {sizes % 'weight_shape[0] / 2'});"
+            f"(x, norm, weight, bias, out, {sizes % 'weight_shape[0] / 2'}{form.place});"
         )
     else:
         body = (
             f"kernels::multiply_rows<{constants}, {flag(variant.residual)}>"
-            f"(x, norm, weight, bias, residual, out, {sizes % 'weight_shape[0]'});"
+            f"(x, norm, weight, bias, residual, out, {sizes % 'weight_shape[0]'}{form.place});"
         )
     return KernelSource(
         name="product",

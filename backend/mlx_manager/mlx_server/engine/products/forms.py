@@ -22,7 +22,7 @@ MOST_STAGES = 4
 # Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
 STAGE_MEMORY = 168 * 1024
 
-_WARPS_SOURCE = Path(__file__).with_name("products.cu")
+WARPS_SOURCE = Path(__file__).with_name("products.cu")
 _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 
 
@@ -38,6 +38,7 @@ class WarpForm:
 
     most_rows: ClassVar[int] = 32
     gated: ClassVar[str] = "multiply_gated"
+    place: ClassVar[str] = ", blockIdx.x, kernels::Awaited()"
 
     @property
     def outputs(self) -> int:
@@ -59,7 +60,7 @@ class WarpForm:
         return f"{self.tiles}, {self.columns}, {self.warps}, {self.stages}"
 
     def header(self) -> str:
-        return source(DEVICE_SOURCE, _WARPS_SOURCE)
+        return source(DEVICE_SOURCE, WARPS_SOURCE)
 
     @staticmethod
     def choose(outputs: int, rows: int, device: CudaDevice, fewest: int = 1) -> WarpForm:
@@ -99,6 +100,7 @@ class GroupForm:
     stages: ClassVar[int] = 3
     most_rows: ClassVar[int] = 64
     gated: ClassVar[str] = "multiply_gated_by_groups"
+    place: ClassVar[str] = ""
 
     @property
     def outputs(self) -> int:

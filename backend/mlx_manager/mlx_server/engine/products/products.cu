@@ -13,6 +13,12 @@ namespace kernels {
 
 constexpr int kWidth = 64;
 
+// Rows that are there when the launch begins.
+struct Awaited {
+  static constexpr bool kNeeded = false;
+  __device__ __forceinline__ void operator()() const {}
+};
+
 template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
@@ -41,24 +47,40 @@ struct Product {
     return row * kWidth + (piece ^ (row % 2 * 4)) * 8;
   }
 
-  __device__ __forceinline__ void fetch(int i) {
-    if (i < count) {
-      const long k = (long)(warp + i * WARPS) * kWidth + lane % 8 * 8;
-      T* stage = stages + (i % STAGES) * STAGE;
+  // Of the columns of stage `i`: the first that this lane copies.
+  __device__ __forceinline__ long column(int i) const {
+    return (long)(warp + i * WARPS) * kWidth + lane % 8 * 8;
+  }
+
+  __device__ __forceinline__ void fetch_weights(int i) {
+    if (i >= count) return;
+    const long k = column(i);
+    T* stage = stages + (i % STAGES) * STAGE;
 #pragma unroll
-      for (int j = 0; j < OUTPUTS / 4; j++) {
-        const int row = j * 4 + lane / 8;
-        copy_async(stage + place(row, lane % 8), weight + weight_row(row) * inputs + k, 16);
-      }
+    for (int j = 0; j < OUTPUTS / 4; j++) {
+      const int row = j * 4 + lane / 8;
+      copy_async(stage + place(row, lane % 8), weight + weight_row(row) * inputs + k, 16);
+    }
+    if (NORM && lane < 8) copy_async_cached(stage + place(OUTPUTS + ROWS, lane), norm + k);
+  }
+
+  __device__ __forceinline__ void fetch_rows(int i) {
+    if (i < count) {
+      const long k = column(i);
+      T* stage = stages + (i % STAGES) * STAGE;
 #pragma unroll
       for (int j = 0; j < ROWS / 4; j++) {
         const int row = j * 4 + lane / 8;
         if (row < rows)
           copy_async_cached(stage + place(OUTPUTS + row, lane % 8), x + (long)row * inputs + k);
       }
-      if (NORM && lane < 8) copy_async_cached(stage + place(OUTPUTS + ROWS, lane), norm + k);
     }
     commit_copies();
+  }
+
+  __device__ __forceinline__ void fetch(int i) {
+    fetch_weights(i);
+    fetch_rows(i);
   }
 
   __device__ __forceinline__ static uint4 read(const T* stage, int row, int piece) {
@@ -106,8 +128,10 @@ struct Product {
     }
   }
 
-  // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then [WARPS][ROWS] sums of squares.
-  __device__ __forceinline__ float* run() {
+  // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then [WARPS][ROWS] sums of squares. `await_rows`
+  // returns once the rows are there; the first weights are under way by then.
+  template <typename AWAIT>
+  __device__ __forceinline__ float* run(AWAIT await_rows) {
     extern __shared__ __align__(16) unsigned char shared[];
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
@@ -121,8 +145,16 @@ struct Product {
 #pragma unroll
         for (int e = 0; e < 4; e++) output[t][n][e] = 0.f;
     }
+    if constexpr (AWAIT::kNeeded) {
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) fetch(i);
+      for (int i = 0; i < STAGES - 1; i++) fetch_weights(i);
+      await_rows();
+#pragma unroll
+      for (int i = 0; i < STAGES - 1; i++) fetch_rows(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < STAGES - 1; i++) fetch(i);
+    }
     for (int i = 0; i < count; i++) {
       wait_copies<STAGES - 2>();
       __syncwarp();
@@ -169,13 +201,15 @@ struct Product {
 };
 
 // out = norm(x) @ weight^T + bias + residual, whichever of them there are. `outputs` in all.
+// By block number `block` of as many as it takes.
 template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM, bool BIAS,
-          bool RESIDUAL>
+          bool RESIDUAL, typename AWAIT>
 __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T* weight,
                                               const T* bias, const T* residual, T* out, int rows,
-                                              int inputs, int outputs, float epsilon) {
+                                              int inputs, int outputs, float epsilon, int block,
+                                              AWAIT await_rows) {
   Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
-  const int first = blockIdx.x * product.OUTPUTS;
+  const int first = block * product.OUTPUTS;
   product.weight = weight;
   product.x = x;
   product.norm = norm;
@@ -183,7 +217,7 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T
   product.rows = rows;
   product.first = first;
   product.second = first + product.OUTPUTS / 2;
-  const float* merged = product.run();
+  const float* merged = product.run(await_rows);
   for (int i = threadIdx.x; i < rows * product.OUTPUTS; i += WARPS * 32) {
     const int row = i / product.OUTPUTS, at = i % product.OUTPUTS;
     float y = product.at(merged, row, at, epsilon);
@@ -195,13 +229,16 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T
 
 // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
 // bias.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM, bool BIAS>
+// By block number `block` of as many as it takes.
+template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM, bool BIAS,
+          typename AWAIT>
 __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const T* weight,
                                                const T* bias, T* out, int rows, int inputs,
-                                               int outputs, float epsilon) {
+                                               int outputs, float epsilon, int block,
+                                               AWAIT await_rows) {
   Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
   constexpr int EACH = TILES * 8;
-  const int first = blockIdx.x * EACH;
+  const int first = block * EACH;
   product.weight = weight;
   product.x = x;
   product.norm = norm;
@@ -209,7 +246,7 @@ __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const 
   product.rows = rows;
   product.first = first;
   product.second = outputs + first;
-  const float* merged = product.run();
+  const float* merged = product.run(await_rows);
   for (int i = threadIdx.x; i < rows * EACH; i += WARPS * 32) {
     const int row = i / EACH, at = i % EACH;
     float gate = product.at(merged, row, at, epsilon);

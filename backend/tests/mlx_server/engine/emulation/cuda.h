@@ -187,16 +187,42 @@ inline bool any_lane(bool x) {
 }
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
+inline int count_after_writes(int* counter) { return (*counter)++; }
+// Blocks take turns where one waits for another (`launch`).
+inline void await_count(const int* counter, int count) {
+  group::wait_until([=] { return *counter >= count; });
+}
 inline void write_global(uint4* p, uint4 x) { *p = x; }
 
 }  // namespace kernels
 
 #include "hopper.h"
 
+// A block that waits for others, while they run: all that is its own.
+struct Waiting {
+  Index place;
+  std::vector<group::Thread> threads;
+  std::vector<unsigned char> shared;
+  std::vector<std::deque<kernels::Copies>> committed;
+  std::vector<kernels::Copies> pending;
+
+  // Of the block that runs; to set it aside, and to have it back.
+  void exchange(int size) {
+    std::swap(place, blockIdx);
+    std::swap(threads, group::threads);
+    std::swap_ranges(shared.begin(), shared.end(), kernels::shared);
+    for (int i = 0; i < size; i++) {
+      std::swap(committed[i], kernels::committed[i]);
+      std::swap(pending[i], kernels::pending[i]);
+    }
+  }
+};
+
 template <typename Kernel>
 void launch(Index grid, Index block, Kernel kernel) {
   gridDim = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
   blockDim = block;
+  std::deque<Waiting> waiting;
   for (int y = 0; y < gridDim.y; y++)
     for (int x = 0; x < gridDim.x; x++) {
       blockIdx = {x, y, 0};
@@ -204,6 +230,24 @@ void launch(Index grid, Index block, Kernel kernel) {
       std::memset(kernels::shared, 0xff, sizeof kernels::shared);
       kernels::forget_copies();
       kernels::forget_products();
-      group::run(block.x, kernel);
+      group::begin(block.x, kernel);
+      group::go_on_until_stuck();
+      if (group::has_ended()) continue;
+      Waiting own{{}, {}, std::vector<unsigned char>(sizeof kernels::shared)};
+      own.committed.resize(block.x);
+      own.pending.resize(block.x);
+      waiting.push_back(std::move(own));
+      waiting.back().exchange(block.x);
     }
+  for (size_t idle = 0; !waiting.empty();) {
+    Waiting own = std::move(waiting.front());
+    waiting.pop_front();
+    own.exchange(block.x);
+    idle = group::go_on_until_stuck() ? 0 : idle + 1;
+    if (!group::has_ended()) {
+      if (idle > waiting.size()) group::give_up();
+      own.exchange(block.x);
+      waiting.push_back(std::move(own));
+    }
+  }
 }

@@ -86,7 +86,8 @@ inline bool all(int first, int count, Waits what) {
   return true;
 }
 
-inline void run(int size, std::function<void()> what) {
+// Begins a block: `go_on_until_stuck` has it run.
+inline void begin(int size, std::function<void()> what) {
   body = std::move(what);
   threads.resize(size);
   for (auto& thread : threads) {
@@ -99,9 +100,23 @@ inline void run(int size, std::function<void()> what) {
     thread.start.uc_link = nullptr;
     makecontext(&thread.start, entry, 0);
   }
-  resume(0, size);
-  while (!all(0, size, Waits::done)) {
-    bool moved = false;
+}
+
+inline void give_up() {
+  std::fprintf(stderr, "deadlock: not every thread reached the same barrier\n");
+  std::abort();
+}
+
+inline bool has_ended() { return all(0, threads.size(), Waits::done); }
+
+// Returns when the block has ended, or waits for what it can't bring about itself. Says whether
+// anything happened.
+inline bool go_on_until_stuck() {
+  int size = threads.size();
+  bool ever = !threads[0].started;
+  if (ever) resume(0, size);
+  for (bool moved = true; moved && !has_ended();) {
+    moved = false;
     for (int warp = 0; warp + kLanes <= size; warp += kLanes)
       while (all(warp, kLanes, Waits::warp)) {
         resume(warp, kLanes);
@@ -116,11 +131,15 @@ inline void run(int size, std::function<void()> what) {
       resume(0, size);
       moved = true;
     }
-    if (!moved && !all(0, size, Waits::done)) {
-      std::fprintf(stderr, "deadlock: not every thread reached the same barrier\n");
-      std::abort();
-    }
+    ever = ever || moved;
   }
+  return ever;
+}
+
+inline void run(int size, std::function<void()> what) {
+  begin(size, std::move(what));
+  go_on_until_stuck();
+  if (!has_ended()) give_up();
 }
 
 inline void warp_barrier() { wait(Waits::warp); }

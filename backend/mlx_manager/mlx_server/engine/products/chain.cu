@@ -1,0 +1,90 @@
+// What lies between the attentions of two layers, in one launch: four products, of which each takes
+// the rows that the one before gives.
+//
+//   hidden = residual + output(attended)
+//   gated = silu(gate) * up, both of norm(hidden)
+//   result = hidden + down(gated)
+//   heads = qkv(norm(result)), of the layer that follows, if one does
+//
+// Each block has a part of one product, in that order. It has the first of its weights under way
+// while the product before ends, and waits until all parts of that are counted. A block waits for
+// blocks of lower numbers alone, which the device begins before it (CUB's scans build on that, too):
+// so those waited for are running or done, whatever else the device does.
+
+namespace kernels {
+
+// Rows that `makers` earlier blocks of the launch make, which count themselves in `made`.
+struct After {
+  static constexpr bool kNeeded = true;
+  const int* made;
+  int makers;
+
+  __device__ __forceinline__ void operator()() const {
+    if (threadIdx.x == 0) await_count(made, makers);
+    __syncthreads();
+  }
+};
+
+// Counts this block in `made`, and says how many were before it; to the first thread alone.
+__device__ __forceinline__ int count_in(const int* made) {
+  __syncthreads();
+  return threadIdx.x == 0 ? count_after_writes(const_cast<int*>(made)) : -1;
+}
+
+// A product: its weight is (outputs, inputs), and `bias` and `norm` are there if it has them.
+template <typename T>
+struct Link {
+  const T *weight, *bias, *norm;
+  int outputs, inputs;
+  float epsilon;
+};
+
+// `made` counts the blocks that are done with each product, and is all 0 again at the end. `B0` to
+// `B3`: which products have biases. `COUNT`: 3, or 4 if a layer follows.
+template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool B0, bool B1, bool B2,
+          bool B3, int COUNT>
+__device__ __forceinline__ void chain_products(const T* attended, const T* residual,
+                                               const Link<T> (&links)[COUNT], const int* made,
+                                               T* hidden, T* gated, T* result, T* heads, int rows) {
+  constexpr int LINES = TILES * 16;
+  const Link<T>&output = links[0], &gate_up = links[1], &down = links[2];
+  const int of_output = output.outputs / LINES, of_gate_up = gate_up.outputs / LINES;
+  const int of_down = down.outputs / LINES;
+  int block = blockIdx.x;
+  int done = -1;
+  if (block < of_output) {
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, false, B0, true>(
+        attended, output.norm, output.weight, output.bias, residual, hidden, rows, output.inputs,
+        output.outputs, 0.f, block, Awaited());
+    count_in(made);
+    return;
+  }
+  block -= of_output;
+  if (block < of_gate_up) {
+    multiply_gated<T, TILES, COLUMNS, WARPS, STAGES, true, B1>(
+        hidden, gate_up.norm, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
+        gate_up.outputs / 2, gate_up.epsilon, block, After{made, of_output});
+    count_in(made + 1);
+    return;
+  }
+  block -= of_gate_up;
+  if (block < of_down) {
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, false, B2, true>(
+        gated, down.norm, down.weight, down.bias, hidden, result, rows, down.inputs, down.outputs,
+        0.f, block, After{made + 1, of_gate_up});
+    done = count_in(made + 2) - (of_down - 1);
+    if (COUNT == 4) return;
+  } else if constexpr (COUNT == 4) {
+    const Link<T>& qkv = links[3];
+    block -= of_down;
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, true, B3, false>(
+        result, qkv.norm, qkv.weight, qkv.bias, qkv.weight, heads, rows, qkv.inputs, qkv.outputs,
+        qkv.epsilon, block, After{made + 2, of_down});
+    done = count_in(made + 3) - (qkv.outputs / LINES - 1);
+  }
+  // Of the last product, the last block: nobody waits any more.
+  if (done == 0)
+    for (int i = 0; i < 4; i++) const_cast<int*>(made)[i] = 0;
+}
+
+}  // namespace kernels
