@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 Kind = Literal["text", "embedding", "reranker"]
 """What a model is for: to generate text, to turn texts into vectors, to score pairs of texts."""
@@ -77,7 +77,8 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 class Conversation:
     """A prompt that the model's chat template renders.
 
-    `template_args` are handed to the template as they are (`enable_thinking`, ...).
+    `template_args` are handed to the template as they are (`enable_thinking`, ...). `param`: the
+    request's field that the messages are from, for errors to name.
     """
 
     messages: tuple[Message, ...]
@@ -87,6 +88,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    param: str = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Text:
     With a `suffix`, what is to be written comes between the two.
     """
 
+    param: ClassVar[str] = "prompt"
+
     text: str
     suffix: str = ""
 
@@ -103,6 +107,8 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A prompt that is tokenised already; nothing is added to it."""
+
+    param: ClassVar[str] = "prompt"
 
     ids: tuple[int, ...]
 

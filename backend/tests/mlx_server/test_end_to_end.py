@@ -380,6 +380,26 @@ async def test_a_tool_that_cant_be_held_to_is_named_as_its_protocol_does(http: h
         assert error.get("param", param) == param
 
 
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+    ],
+)
+@pytest.mark.parametrize("words", [20_000, 2_000_000], ids=["by tokens", "at once"])
+async def test_a_prompt_that_is_too_long_is_named_as_its_protocol_does(
+    http: httpx.AsyncClient, path: str, param: str, words: int
+):
+    text = "no " * words
+    answer = await http.post(path, json={param: says(text) if param == "messages" else text})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert ("characters" in error["message"]) == (words == 2_000_000)
+
+
 async def test_an_unknown_field_is_named_in_a_header(http: httpx.AsyncClient):
     response = await http.post("/v1/chat/completions", json=greedy("Hello!", top_a=0.1))
     assert response.status_code == 200

@@ -142,7 +142,7 @@ class EncoderBackend:
                 pass
             case Conversation():
                 raise InvalidRequest(
-                    f"{self._loaded.id} has no chat template; send a text.", param="messages"
+                    f"{self._loaded.id} has no chat template; send a text.", param=prompt.param
                 )
         return Tokenized(list(ids), self._loaded.context_length, self._tokenizer)
 

@@ -234,11 +234,10 @@ class TextBackend:
         ids, output = self._tokenise(request.prompt)
         if not ids:
             raise InvalidRequest(
-                "The prompt is empty: it has no tokens to go on from.", param="prompt"
+                "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
             )
         self._check_length(request, len(ids))
-        param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        self._vocabulary.check_embedded(ids, self._loaded.vocabulary, param)
+        self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
         return Prepared(ids, *self._guidance.of(request, output))
 
     def _check_size(self, request: GenerationRequest) -> None:
@@ -254,7 +253,7 @@ class TextBackend:
             raise ContextLengthExceeded(
                 f"The prompt has {characters} characters, which can't fit in this model's context "
                 f"of {self._loaded.context_length} tokens.",
-                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
+                param=request.prompt.param,
             )
 
     def _check_length(self, request: GenerationRequest, length: int) -> None:
@@ -263,8 +262,8 @@ class TextBackend:
         if length + (1 if asked is None else min(asked, 1)) > context:
             raise ContextLengthExceeded(
                 f"The prompt has {length} tokens and this model's context is {context} tokens, "
-                "which leaves no room for an answer. Shorten the messages.",
-                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
+                "which leaves no room for an answer. Shorten it.",
+                param=request.prompt.param,
             )
 
     def _sequence(

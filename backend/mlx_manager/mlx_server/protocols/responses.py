@@ -237,6 +237,7 @@ def _conversation(body: ResponsesRequest, items: Sequence[Item]) -> Conversation
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_args=_template_args(body.reasoning),
+        param="input",
     )
 
 

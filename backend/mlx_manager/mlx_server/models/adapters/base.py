@@ -161,7 +161,7 @@ class DefaultAdapter:
         if not tokenizer.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions with a prompt.",
-                param="messages",
+                param=conversation.param,
             )
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
@@ -173,7 +173,8 @@ class DefaultAdapter:
             text = self.apply_chat_template(tokenizer, messages, prompted, **options)
         except RENDER_ERRORS as error:
             raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param="messages"
+                f"The model's chat template refuses these messages: {error}",
+                param=conversation.param,
             ) from error
         # JSON can escape half a character, in arguments and in tools; no tokenizer takes one.
         return encodable(text)

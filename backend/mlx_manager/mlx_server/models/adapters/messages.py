@@ -43,19 +43,20 @@ def template_messages(
     Raises:
         InvalidRequest: the template would leave some of them out.
     """
-    messages = _place_system(conversation.messages, traits)
+    param = conversation.param
+    messages = _place_system(conversation.messages, traits, param)
     if traits.tools == "in system" and conversation.tools and messages[0].role != "system":
         messages = [Message("system"), *messages]
     if any(message.role == "tool" for message in messages) and not traits.results:
-        raise _refused("messages of role 'tool'")
+        raise _refused("messages of role 'tool'", param)
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     if names:
-        messages = _place_calls(messages, traits, write_calls)
+        messages = _place_calls(messages, traits, write_calls, param)
     return [_entry(message, traits, names) for message in messages]
 
 
-def _refused(what: str) -> InvalidRequest:
-    return InvalidRequest(f"This model's chat template has no place for {what}.", param="messages")
+def _refused(what: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"This model's chat template has no place for {what}.", param=param)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -63,13 +64,13 @@ def _refused(what: str) -> InvalidRequest:
 # ---------------------------------------------------------------------------------------------
 
 
-def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+def _place_system(messages: Sequence[Message], traits: TemplateTraits, param: str) -> list[Message]:
     if traits.system == "anywhere" and traits.tools != "in system":
         return list(messages)
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
     rest = list(messages[leading:])
     if any(message.role == "system" for message in rest):
-        raise _refused("a system message after the first message of another role")
+        raise _refused("a system message after the first message of another role", param)
     if not leading:
         return rest
     system = "\n\n".join(message.content for message in messages[:leading])
@@ -86,14 +87,14 @@ def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[M
 
 
 def _place_calls(
-    messages: list[Message], traits: TemplateTraits, write_calls: WriteCalls | None
+    messages: list[Message], traits: TemplateTraits, write_calls: WriteCalls | None, param: str
 ) -> list[Message]:
     if traits.calls == "many":
         return messages
     if traits.calls == "one":
         return _one_call_each(messages)
     if write_calls is None:
-        raise _refused("tool calls")
+        raise _refused("tool calls", param)
     return [_with_calls_written(message, write_calls) for message in messages]
 
 
