@@ -38,6 +38,7 @@ class WarpForm:
 
     most_rows: ClassVar[int] = 32
     gated: ClassVar[str] = "multiply_gated"
+    # The block's, among those of its product, and that its rows are there: otherwise in chain.cu.
     place: ClassVar[str] = ", blockIdx.x, kernels::Awaited()"
 
     @property

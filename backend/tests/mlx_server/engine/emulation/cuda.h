@@ -223,8 +223,9 @@ void launch(Index grid, Index block, Kernel kernel) {
   gridDim = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
   blockDim = block;
   std::deque<Waiting> waiting;
-  for (int y = 0; y < gridDim.y; y++)
-    for (int x = 0; x < gridDim.x; x++) {
+  // The last first: a block that needs what others make shows whether it waits for them.
+  for (int y = gridDim.y - 1; y >= 0; y--)
+    for (int x = gridDim.x - 1; x >= 0; x--) {
       blockIdx = {x, y, 0};
       // Not a number in every format: what is read before it is written shows.
       std::memset(kernels::shared, 0xff, sizeof kernels::shared);
@@ -240,14 +241,14 @@ void launch(Index grid, Index block, Kernel kernel) {
       waiting.back().exchange(block.x);
     }
   for (size_t idle = 0; !waiting.empty();) {
-    Waiting own = std::move(waiting.front());
-    waiting.pop_front();
+    Waiting own = std::move(waiting.back());
+    waiting.pop_back();
     own.exchange(block.x);
     idle = group::go_on_until_stuck() ? 0 : idle + 1;
     if (!group::has_ended()) {
       if (idle > waiting.size()) group::give_up();
       own.exchange(block.x);
-      waiting.push_back(std::move(own));
+      waiting.push_front(std::move(own));
     }
   }
 }
