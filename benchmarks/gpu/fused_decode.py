@@ -119,8 +119,8 @@ class Apart(ProductKernels):
 
 
 def build_apart(dtype: mx.Dtype) -> ProductKernels | Unsupported:
-    built = products.build(dtype)
-    return built if isinstance(built, Unsupported) else Apart(dtype, built._device)
+    joined = products.build(dtype)
+    return joined if isinstance(joined, Unsupported) else Apart(dtype, joined._device)
 
 
 def built(model: nn.Module, build: fused.BuildProducts) -> FusedDecoder:
@@ -166,6 +166,10 @@ def main() -> None:
                         f"floor {floor / timing.step:6.1%}",
                         flush=True,
                     )
+            del batch
+            mx.clear_cache()
+        del model, decoders
+        mx.clear_cache()
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ class Dense:
         out = mx.addmm(residual, x, self.transposed)
         return out if self.bias is None else out + self.bias
 
-    def link(self, norm: nn.RMSNorm | None) -> Link:
-        """The product with `norm(x)`, or with `x`, as a part of a chain."""
+    def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
+        """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one."""
+        if self.few is None:
+            return None
         return Link(self.weight, self.bias, None if norm is None else _norm(norm))
 
     def _product(self, x: mx.array) -> mx.array:
@@ -142,6 +144,9 @@ class OneProduct(ABC):
 
     def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
         return residual + self._product(x)
+
+    def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
+        return None
 
     @abstractmethod
     def _product(self, x: mx.array) -> mx.array: ...
@@ -542,20 +547,15 @@ class Joint:
     chain: Chain | None
 
     @staticmethod
-    def of(block: Block, following: Block | None) -> Joint:
-        linked = [
-            (block.output, None),
-            (block.gate_up, block.mlp_norm),
-            (block.down, None),
-            *([] if following is None else [(following.qkv, following.norm)]),
-        ]
-        links, few = [], None
-        for projection, norm in linked:
-            if not isinstance(projection, Dense) or projection.few is None:
-                return Joint(block, following, None)
-            links.append(projection.link(norm))
-            few = projection.few
-        return Joint(block, following, None if few is None else few.chain(links))
+    def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
+        """few: what multiplies few rows, if anything does."""
+        links = [block.output.link(), block.gate_up.link(block.mlp_norm), block.down.link()]
+        if following is not None:
+            links.append(following.qkv.link(following.norm))
+        found = [link for link in links if link is not None]
+        if few is None or len(found) < len(links):
+            return Joint(block, following, None)
+        return Joint(block, following, few.chain(found))
 
     def __call__(self, hidden: mx.array, attended: mx.array) -> Joined:
         """attended: (rows, heads * dim)."""
@@ -571,9 +571,9 @@ class Joint:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for joints whose launches are by the same kernels."""
-        if self.chain is None or self.following is None:
-            return (self.block.kind, self.chain is None)
-        return (self.block.kind, self.following.kind)
+        if self.chain is None:
+            return self.block.kind
+        return (self.block.kind, None if self.following is None else self.following.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -922,7 +922,7 @@ def _building(  # noqa: PLR0917
         blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
         yield from computed(anatomy.weights())
-    joints = map(Joint.of, blocks, [*blocks[1:], None])
+    joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
         Layer(
             joint=joint,

@@ -24,7 +24,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     flag,
     real,
 )
-from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant
+from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm, WarpForm
 
@@ -115,7 +115,10 @@ class ProductKernels:
         links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
             queries, keys and values. All of matrices that are served.
         """
-        return Chain(links, self._chains, self._counters)
+        variant = ChainVariant.of(links)
+        if variant not in self._chains:
+            self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
+        return Chain(links, self._chains[variant], self._counters)
 
     def _run(  # noqa: PLR0917
         self,

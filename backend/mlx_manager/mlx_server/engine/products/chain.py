@@ -9,14 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES
-from mlx_manager.mlx_server.engine.kernels.kernel import (
-    Kernel,
-    KernelSource,
-    compiled_for_cuda,
-    flag,
-    real,
-    source,
-)
+from mlx_manager.mlx_server.engine.kernels.kernel import Kernel, KernelSource, flag, real, source
 from mlx_manager.mlx_server.engine.products.factors import Link
 from mlx_manager.mlx_server.engine.products.forms import WARPS_SOURCE, WarpForm
 
@@ -40,24 +33,26 @@ class ChainVariant:
     biases: tuple[bool, ...]
     epsilons: tuple[float, ...]
 
+    @staticmethod
+    def of(links: Sequence[Link]) -> ChainVariant:
+        return ChainVariant(
+            _FORM,
+            tuple(link.bias is not None for link in links),
+            tuple(link.norm.epsilon for link in links if link.norm is not None),
+        )
+
 
 class Chain:
     """The products from one layer's attention to the next one's; one launch."""
 
     most_rows = MOST_ROWS
 
-    def __init__(
-        self,
-        links: Sequence[Link],
-        kernels: dict[ChainVariant, Kernel],
-        counters: mx.array,
-    ) -> None:
+    def __init__(self, links: Sequence[Link], kernel: Kernel, counters: mx.array) -> None:
         """
         links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
-            queries, keys and values. kernels: those made so far. counters: (4,) int32, zeros.
+            queries, keys and values. kernel: of their variant. counters: (4,) int32, zeros.
         """
-        self._kernels = kernels
-        self._kernel: Kernel | None = None
+        self._kernel = kernel
         self._weights: list[mx.array] = []
         for link in links:
             # What a product lacks is not read.
@@ -67,11 +62,6 @@ class Chain:
         self._weights.append(counters)
         widths = [link.weight.shape[0] for link in links]
         self._outputs = [widths[0], widths[1] // 2, *widths[2:]]
-        self._variant = ChainVariant(
-            _FORM,
-            tuple(link.bias is not None for link in links),
-            tuple(link.norm.epsilon for link in links if link.norm is not None),
-        )
         threads = sum(width // _FORM.outputs for width in widths) * _FORM.threads
         self._launch = {"grid": (threads, 1, 1), "threadgroup": (_FORM.threads, 1, 1)}
 
@@ -81,16 +71,10 @@ class Chain:
 
         attended: (rows, inputs of the output). residual: (rows, width).
         """
-        rows, dtype = attended.shape[0], attended.dtype
-        if self._kernel is None:
-            self._kernel = self._kernels.get(self._variant)
-        if self._kernel is None:
-            self._kernel = compiled_for_cuda(chain_source(dtype, self._variant))
-            self._kernels[self._variant] = self._kernel
         return self._kernel(
             inputs=[attended, residual, *self._weights],
-            output_shapes=[(rows, outputs) for outputs in self._outputs],
-            output_dtypes=[dtype] * len(self._outputs),
+            output_shapes=[(attended.shape[0], outputs) for outputs in self._outputs],
+            output_dtypes=[attended.dtype] * len(self._outputs),
             **self._launch,
         )
 

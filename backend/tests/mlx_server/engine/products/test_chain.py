@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.products.halves import bits, rounded
 
+from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
+from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import ChainVariant, chain_source
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.engine.products.forms import WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -37,14 +42,6 @@ CASES = [
     Case("biases", 13, WarpForm(2, 2, 2, 4), biased=True, dtype=F16),
     Case("more-warps-than-columns", 8, WarpForm(1, 1, 8, 3)),
 ]
-
-
-def rounded(values, dtype):
-    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
-
-
-def bits(values, dtype):
-    return np.array(mx.array(values).astype(dtype).view(mx.uint16))
 
 
 def normed(x, weight):
@@ -99,3 +96,38 @@ def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(library, index
         got = np.array(mx.array(out).view(dtype).astype(mx.float32))
         assert np.linalg.norm(got - expected) <= 2e-2 * np.linalg.norm(expected)
     assert not counters.any()
+
+
+def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypatch):
+    made, given = [], []
+
+    def compiled(source):
+        made.append(source)
+        return lambda **options: given.append(options)
+
+    monkeypatch.setattr(products, "compiled_for_cuda", compiled)
+    norms = [Norm(mx.ones((WIDTH,)), EPSILON) for _ in range(2)]
+    output, gate_up = (
+        Link(mx.zeros((WIDTH, ATTENDED))),
+        Link(mx.zeros((768, WIDTH)), None, norms[0]),
+    )
+    down = Link(mx.zeros((WIDTH, INNER)))
+    qkv = Link(mx.zeros((HEADS, WIDTH)), mx.zeros((HEADS,)), norms[1])
+    kernels = ProductKernels(BF16, CudaDevice(132, 227 * 1024, 228 * 1024))
+    links = [output, gate_up, down, qkv]
+    attended, residual = mx.zeros((3, ATTENDED), BF16), mx.zeros((3, WIDTH), BF16)
+    for chain in (kernels.chain(links), kernels.chain(links), kernels.chain(links[:3])):
+        chain(attended, residual)
+    assert len(made) == 2
+    named = dict(zip(made[0].inputs, given[1]["inputs"], strict=True))
+    assert named["attended"] is attended
+    assert named["residual"] is residual
+    assert named["gate_up"] is gate_up.weight
+    assert named["gate_up_norm"] is norms[0].weight
+    assert named["qkv_bias"] is qkv.bias
+    assert named["qkv_norm"] is norms[1].weight
+    assert given[1]["output_shapes"] == [(3, WIDTH), (3, INNER), (3, WIDTH), (3, HEADS)]
+    threads = given[1]["threadgroup"][0]
+    assert given[1]["grid"][0] == (2 * WIDTH + 768 + HEADS) // 16 * threads
+    assert len(given[2]["inputs"]) == len(made[1].inputs)
+    assert given[2]["output_shapes"] == [(3, WIDTH), (3, INNER), (3, WIDTH)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.products.halves import bits, rounded
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
@@ -51,14 +52,6 @@ CASES = [
     Case("in-groups-long", GroupForm(2, 64), 64, inputs=640, gated=True, norm=True),
     Case("many-turns", WarpForm(1, 1, 2, 2), 2, inputs=1024, residual=True),
 ]
-
-
-def rounded(values, dtype):
-    return np.array(mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32))
-
-
-def bits(values, dtype):
-    return np.array(mx.array(values).astype(dtype).view(mx.uint16))
 
 
 def expected(case, x, norm, weight, bias, residual):
