@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.engine.grammar import Grammars
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape, OutputFormat
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -106,7 +107,7 @@ class Guidance:
     def _budget(self, request: GenerationRequest, output: OutputFormat) -> ThinkingBudget | None:
         if request.thinking_budget is None or not output.thinking_end:
             return None
-        end = self._tokenizer.encode(output.thinking_end, add_special_tokens=False)
+        end = token_ids(self._tokenizer, output.thinking_end)
         return ThinkingBudget(request.thinking_budget, tuple(end))
 
 

@@ -41,6 +41,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidRequest,
 )
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
@@ -186,7 +187,7 @@ class TextBackend:
             InvalidRequest: the prompt can't be rendered, or has unknown token ids.
         """
         if isinstance(prompt, Text) and not special:
-            ids = self._loaded.tokenizer.encode(prompt.text, add_special_tokens=False)
+            ids = token_ids(self._loaded.tokenizer, prompt.text)
         else:
             ids, _ = self._tokenise(prompt)
         return Tokenized(ids, self._loaded.context_length, self._texts)

@@ -38,7 +38,7 @@ from mlx_manager.mlx_server.models.adapters.template import (
     probe,
 )
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
-from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
 from mlx_manager.mlx_server.utils.text import encodable
 
 Tokenizer = Any
@@ -137,7 +137,7 @@ class DefaultAdapter:
 
     def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
         """The token with which the template itself ends an answer."""
-        ids = tokenizer.encode(traits.turn_end.lstrip(), add_special_tokens=False)
+        ids = token_ids(tokenizer, traits.turn_end.lstrip())
         return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
     # -- Prompts -------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class DefaultAdapter:
         return {"tools": template_tools(conversation.tools)}
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        ids = token_ids(tokenizer, text)
         prefix = _prefix(tokenizer)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
@@ -205,7 +205,7 @@ class DefaultAdapter:
             )
 
         def part(name: str, said: str) -> list[int | None]:
-            return [ids[name], *tokenizer.encode(said, add_special_tokens=False)]
+            return [ids[name], *token_ids(tokenizer, said)]
 
         parts = [part(tokens.prefix, text), part(tokens.suffix, suffix)]
         if tokens.suffix_first:
@@ -296,7 +296,7 @@ def _as_ids(value: Any) -> list[int]:
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer itself puts before any text: its BOS, mostly."""
-    bare: list[int] = tokenizer.encode("a", add_special_tokens=False)
+    bare = token_ids(tokenizer, "a")
     full: list[int] = tokenizer.encode("a", add_special_tokens=True)
     starts = range(len(full) - len(bare) + 1)
     return full[: next((i for i in starts if full[i : i + len(bare)] == bare), 0)]

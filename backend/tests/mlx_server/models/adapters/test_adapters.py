@@ -10,6 +10,7 @@ from engine.outputs import OFFERED, of_mlx, parse
 from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
+from transformers import tokenization_utils_base
 
 from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
@@ -140,6 +141,18 @@ def test_raw_prompts_get_exactly_one_bos(tmp_path: Path) -> None:
         assert (ids[0], ids.count(bos)) == (bos, 1)
     assert adapter.encode_text("", tokenizer) == [bos]
     assert adapter.output_format(tokenizer, None, [bos]) == PLAIN
+
+
+def test_a_prompt_that_is_too_long_is_for_the_server_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", told.append)
+    tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), None)
+    tokenizer.model_max_length = 4
+    adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
+    assert len(adapter.encode_text("a b " * 20, tokenizer)) > 4
+    assert told == []
 
 
 def test_a_tokenizer_without_bos_gets_none(tmp_path: Path) -> None:
