@@ -73,8 +73,6 @@ BESIDES: Mapping[str, str] = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; 4000 unless set",
     "MLX_MAX_OPS_PER_BUFFER": "There: most operations in a recording; 1000 unless set, and "
     "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one",
-    "MLX_CUDA_USE_CUDNN_SDPA": "There: 1 has cuDNN attend where no kernel of ours does, which is "
-    "faster and prepares itself for each new length (40 ms and more); 0 unless set",
     "MLX_PTX_CACHE_DIR": "There: the folder of MLX's own compiled kernels; "
     "`~/.cache/mlx-manager/kernels` unless set",
     "HF_HOME": "Where Hugging Face's cache is",

@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.engine.draws.check import Problem  # noqa: E402
 from mlx_manager.mlx_server.engine.draws.kernel import Form, cuda_source  # noqa: E402
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported, compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably  # noqa: E402
-from mlx_manager.mlx_server.utils.graphs import set_defaults  # noqa: E402
+from mlx_manager.mlx_server.utils.graphs import record_whole_steps  # noqa: E402
 from workload import Row  # noqa: E402
 
 ROWS = (1, 32, 64, 128)
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--memory", type=float, default=48, help="GB")
     options = parser.parse_args()
-    set_defaults()
+    record_whole_steps()
     if "draws" in options.parts:
         time_draws([Form(*map(int, form.split("x"))) for form in options.forms])
     if "agreement" in options.parts:

@@ -24,7 +24,7 @@ from weakref import ref
 
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
-from mlx_manager.mlx_server.utils.graphs import keep_kernels, set_defaults
+from mlx_manager.mlx_server.utils.graphs import keep_kernels, record_whole_steps
 from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class MLXThread:
 
     def start(self) -> None:
         keep_freed_memory()
-        set_defaults()
+        record_whole_steps()
         keep_kernels()
         answer_mlx()
         self._thread.start()

@@ -1,5 +1,5 @@
-"""How MLX's CUDA build records steps, attends, and keeps its kernels, which it reads from the
-environment at its first use."""
+"""How MLX's CUDA build records steps and keeps its kernels, which it reads from the environment at
+its first use."""
 
 from __future__ import annotations
 
@@ -22,20 +22,15 @@ SETTINGS = {
     "MLX_MAX_OPS_PER_BUFFER": "1000",
     "MLX_MAX_MB_PER_BUFFER": "1000000",
 }
-CUDNN_ATTENTION = "MLX_CUDA_USE_CUDNN_SDPA"
-"""Whether MLX's own attention is cuDNN's, by default 1. That prepares itself for each pair of query
-and key counts, 40 ms on the thread that steps and half a second at times (H200): for the passes
-that a load checks others by, and for every new length of an encoder's texts. Without it they take
-milliseconds; what kernels of ours attend is the same."""
 KERNELS = "MLX_PTX_CACHE_DIR"
 
 # Of the CUDA driver API: attributes of a device.
 _MAJOR, _MINOR = 75, 76
 
 
-def set_defaults() -> None:
+def record_whole_steps() -> None:
     """Set what the owner has not set. Before MLX computes anything; without effect elsewhere."""
-    for name, value in {**SETTINGS, CUDNN_ATTENTION: "0"}.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
 

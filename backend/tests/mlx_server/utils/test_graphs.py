@@ -6,19 +6,13 @@ from importlib.metadata import version
 import pytest
 
 from mlx_manager.mlx_server.utils import driver, graphs
-from mlx_manager.mlx_server.utils.graphs import (
-    CUDNN_ATTENTION,
-    KERNELS,
-    SETTINGS,
-    keep_kernels,
-    set_defaults,
-)
+from mlx_manager.mlx_server.utils.graphs import KERNELS, SETTINGS, keep_kernels, record_whole_steps
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch, tmp_path):
     """An environment in which nothing is set; what is set is undone."""
-    for name in (*SETTINGS, CUDNN_ATTENTION, KERNELS):
+    for name in (*SETTINGS, KERNELS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -31,19 +25,12 @@ def hopper(monkeypatch):
 
 def test_what_the_owner_has_set_stays(monkeypatch, hopper):
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "7")
-    monkeypatch.setenv(CUDNN_ATTENTION, "1")
     monkeypatch.setenv(KERNELS, "/somewhere")
-    set_defaults()
+    record_whole_steps()
     keep_kernels()
     assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
     assert os.environ["MLX_CUDA_GRAPH_CACHE_SIZE"] == "4000"
-    assert os.environ[CUDNN_ATTENTION] == "1"
     assert os.environ[KERNELS] == "/somewhere"
-
-
-def test_lengths_that_are_new_are_attended_without_preparation():
-    set_defaults()
-    assert os.environ[CUDNN_ATTENTION] == "0"
 
 
 def test_kernels_are_kept_for_each_release_and_kind_of_gpu_and_the_user_alone(hopper, tmp_path):

@@ -56,8 +56,6 @@ SLICE_TOKENS = 192
 # A chunk's queries are attended in blocks whose scores are at most so many. MLX's CPU backend holds
 # them all at once, and 512 queries of 32 heads over 32 000 keys would be 2 GB.
 SCORES = 1 << 21
-# So does its CUDA backend, which gains nothing by products as small as those.
-SCORES_ON_CUDA = 1 << 26
 # More queries than this in a block only compute more that is masked away.
 BLOCK = 128
 # Spans of so few queries are attended a query at a time: tiles of them would leave most of a GPU
@@ -542,13 +540,11 @@ def _attend_chunk(
     count, seen = queries.shape[2], keys.shape[2]
     causal = isinstance(group.mask, str) and sinks is None and seen >= 2 * count
     by_powers = causal and pays(queries, queries.shape[1] * count * seen)
-    heads = queries.shape[1]
     block = count
     if mx.default_device() == mx.cpu:
+        heads = queries.shape[1]
         block = min(BLOCK, max(1, SCORES // (heads * seen)))
         block = min(block, block_of(heads, seen)) if by_powers else block
-    elif mx.cuda.is_available():
-        block = max(1, SCORES_ON_CUDA // (heads * seen))
     parts = []
     for start in range(0, count, block):
         stop = min(start + block, count)
