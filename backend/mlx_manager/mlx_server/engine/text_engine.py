@@ -186,6 +186,7 @@ class TextEngine:
         self._ledger = ledger
         self._line = f"pages:{name}"
         self._snapshot_line = f"snapshots:{name}"
+        self._lacking_for_snapshot = 0
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._outbox = Outbox()
@@ -366,8 +367,10 @@ class TextEngine:
         self._meter.host.add(self._clock() - began - self._waited)
         if self._under_way is None:
             self._last_read = None
-            if not self._scheduler.has_work and not mx.cuda.is_available():
-                clear_cache()
+            if not self._scheduler.has_work:
+                self._make_room_for_snapshots()
+                if not mx.cuda.is_available():
+                    clear_cache()
 
     def _only_begins(self, step: Step | None) -> bool:
         """Whether all that a step draws are first tokens, and no other prompts wait: to put the
@@ -534,10 +537,20 @@ class TextEngine:
         self._record_snapshots()
         while not self._ledger.spare(snapshot.nbytes):
             if self._pool.detach_oldest() is None:
+                self._lacking_for_snapshot = snapshot.nbytes
                 return
             self._record_snapshots()
         self._pool.attach(page, snapshot)
         self._record_snapshots()
+
+    def _make_room_for_snapshots(self) -> None:
+        """Give pages up where they have taken the room of snapshots, as a crowd does. The cached
+        ones are of no use then. Only while there are no rows: a step that has been put together
+        would hold the stores as they were."""
+        nbytes, self._lacking_for_snapshot = self._lacking_for_snapshot, 0
+        if nbytes and not self._pool.attachments:
+            self._pool.drop_cached()
+            self._shrink(-(-MOST_SNAPSHOTS * nbytes // self.page_bytes))
 
     def _record_snapshots(self) -> None:
         kept = [s.nbytes for s in self._pool.attachments if isinstance(s, Snapshot)]
@@ -714,14 +727,17 @@ class TextEngine:
         """Give up cached pages, and the free ones at the end of the stores."""
         if self._growing:
             # These pages are counted on already: giving them up would only copy the stores twice.
-            while self._pool.detach_oldest() is not None:
-                pass
+            while isinstance(given_up := self._pool.detach_oldest(), Snapshot):
+                self._lacking_for_snapshot = given_up.nbytes
             self._record_snapshots()
             return
         self._pool.drop_cached()
         self._record_snapshots()
-        removed = self._pool.shrink()
-        if removed:
+        self._shrink()
+
+    def _shrink(self, most: int | None = None) -> None:
+        """Remove free pages at the end of the stores, `most` at most."""
+        if self._pool.shrink(most):
             self._resize(self._pool.size)
             self._ledger.record(self._line, self._pool.size * self.page_bytes)
 

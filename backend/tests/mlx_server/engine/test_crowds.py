@@ -468,6 +468,24 @@ async def test_prompts_go_on_being_kept_when_pages_have_taken_all_the_memory(
         assert rig.ledger.available() < rig.engine.page_bytes
 
 
+async def test_prompts_are_kept_again_after_a_crowd_that_took_all_the_memory(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "hybrid", "qwen3_next")
+    async with HandRig(folder, memory=680_000) as rig:
+        crowd = [rig.submit(prompt(120, n + 20), 30) for n in range(12)]
+        rig.run()
+        assert all([(await row.finished()).reason == "length" for row in crowd])
+        assert "snapshots:tiny" not in rig.ledger.figures()
+        cached = []
+        for n in (1, 1, 2, 2, 1):
+            row = rig.submit(prompt(200, n), 2)
+            rig.run()
+            cached.append((await row.finished()).usage.cached_tokens)
+            assert right(rig, row)
+        assert cached == [0, 192, 0, 192, 192]
+
+
 async def test_the_state_of_a_conversation_in_use_outlives_those_of_others(hybrid: Path) -> None:
     async with HandRig(hybrid) as rig:
         cached = []

@@ -169,11 +169,12 @@ class PagePool:
             heapq.heappush(self._free, self._evict())
         return dropped
 
-    def shrink(self) -> int:
-        """Remove the free pages at the end; returns how many there were."""
+    def shrink(self, most: int | None = None) -> int:
+        """Remove the free pages at the end, `most` at most; returns how many that were."""
         free = set(self._free)
         size = self.size
-        while size and size - 1 in free:
+        least = 0 if most is None else max(0, size - most)
+        while size > least and size - 1 in free:
             size -= 1
         removed = self.size - size
         if removed:

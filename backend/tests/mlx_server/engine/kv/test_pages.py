@@ -130,15 +130,16 @@ class Crowd(RuleBasedStateMachine):
             self._forget(page)
             self.free.add(page)
 
-    @rule()
-    def shrink(self) -> None:
+    @rule(most=st.none() | st.integers(0, 4))
+    def shrink(self, most: int | None) -> None:
         before = self.pool.size
-        removed = self.pool.shrink()
+        removed = self.pool.shrink(most)
         assert self.pool.size == before - removed
         gone = set(range(self.pool.size, before))
         assert gone <= self.free
         self.free -= gone
-        assert not self.pool.size or self.pool.size - 1 not in self.free
+        assert removed == most or not self.pool.size or self.pool.size - 1 not in self.free
+        assert most is None or removed <= most
 
     @precondition(lambda self: self.live)
     @rule()
