@@ -548,7 +548,8 @@ class TextEngine:
         ones are of no use then. Only while there are no rows: a step that has been put together
         would hold the stores as they were."""
         nbytes, self._lacking_for_snapshot = self._lacking_for_snapshot, 0
-        if nbytes and not self._pool.attachments:
+        # Layers that are all recurrent have pages of no bytes.
+        if nbytes and self.page_bytes and not self._pool.attachments:
             self._pool.drop_cached()
             self._shrink(-(-MOST_SNAPSHOTS * nbytes // self.page_bytes))
 

@@ -486,6 +486,21 @@ async def test_prompts_are_kept_again_after_a_crowd_that_took_all_the_memory(
         assert cached == [0, 192, 0, 192, 192]
 
 
+async def test_states_that_never_find_room_do_no_harm_where_pages_have_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with HandRig(make_tiny_model(tmp_path / "recurrent", "mamba2"), memory=1_000) as rig:
+        assert rig.engine.page_bytes == 0
+        failures: list[Exception] = []
+        monkeypatch.setattr(rig.engine, "fail", failures.append)
+        for _ in range(2):
+            row = rig.submit(prompt(70), 3)
+            rig.run()
+            assert (await row.finished()).usage.cached_tokens == 0
+            assert right(rig, row)
+        assert failures == []
+
+
 async def test_the_state_of_a_conversation_in_use_outlives_those_of_others(hybrid: Path) -> None:
     async with HandRig(hybrid) as rig:
         cached = []
