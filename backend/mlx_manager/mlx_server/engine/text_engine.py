@@ -550,8 +550,7 @@ class TextEngine:
         nbytes, self._lacking_for_snapshot = self._lacking_for_snapshot, 0
         # Layers that are all recurrent have pages of no bytes.
         if nbytes and self.page_bytes and not self._pool.attachments:
-            self._pool.drop_cached()
-            self._shrink(-(-MOST_SNAPSHOTS * nbytes // self.page_bytes))
+            self._give_up_pages(-(-MOST_SNAPSHOTS * nbytes // self.page_bytes))
 
     def _record_snapshots(self) -> None:
         kept = [s.nbytes for s in self._pool.attachments if isinstance(s, Snapshot)]
@@ -732,12 +731,13 @@ class TextEngine:
                 self._lacking_for_snapshot = given_up.nbytes
             self._record_snapshots()
             return
+        self._give_up_pages()
+
+    def _give_up_pages(self, most: int | None = None) -> None:
+        """Forget cached pages, and remove those at the end of the stores that are free then, `most`
+        at most."""
         self._pool.drop_cached()
         self._record_snapshots()
-        self._shrink()
-
-    def _shrink(self, most: int | None = None) -> None:
-        """Remove free pages at the end of the stores, `most` at most."""
         if self._pool.shrink(most):
             self._resize(self._pool.size)
             self._ledger.record(self._line, self._pool.size * self.page_bytes)
