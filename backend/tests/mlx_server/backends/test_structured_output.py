@@ -230,7 +230,7 @@ async def test_a_grammar_that_is_too_ambiguous_fails_and_no_neighbour_with_it(de
     beside, program, failure = await asyncio.gather(
         demo.choice("Hello!", **asked),
         demo.choice("x", guided_grammar=PROGRAM, temperature=0.9, seed=1, max_tokens=200),
-        demo.stream("x", guided_grammar=ambiguous, max_tokens=400),
+        demo.stream("x", guided_grammar=ambiguous, temperature=0.0, max_tokens=400),
         return_exceptions=True,
     )
     assert beside == alone
