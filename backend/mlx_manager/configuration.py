@@ -70,6 +70,8 @@ KINDS: Mapping[str, str] = {
 BESIDES: Mapping[str, str] = {
     "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
     "OPENBLAS_NUM_THREADS": "Threads of a Linux CPU's products; default: the cores less two",
+    "TOKENIZERS_PARALLELISM": "There: `true` makes tokens of several texts at once; `false` "
+    "unless set",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; 4000 unless set",
     "MLX_MAX_OPS_PER_BUFFER": "There: most operations in a recording; 1000 unless set, and "
     "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one",

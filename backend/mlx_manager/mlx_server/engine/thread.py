@@ -133,10 +133,13 @@ class MLXThread:
         return 0.0 if progress is None else self._clock() - progress
 
     def start(self) -> None:
-        keep_freed_memory()
         record_whole_steps()
         keep_kernels()
         answer_mlx()
+        import mlx.core as mx
+
+        if mx.default_device() == mx.cpu:
+            keep_freed_memory()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

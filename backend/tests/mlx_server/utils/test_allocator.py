@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import mmap
+import os
+import platform
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.utils.allocator import gives_back, make_blank
+from mlx_manager.mlx_server.utils.allocator import (
+    PARALLEL_TOKENIZERS,
+    gives_back,
+    keep_freed_memory,
+    make_blank,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep what they gave")
 PAGE = mmap.PAGESIZE
@@ -28,3 +35,16 @@ def test_just_what_is_named_becomes_zeros(begin: int, size: int) -> None:
     with memoryview(memory) as whole, whole[begin : begin + size] as part:
         make_blank(part)
     assert memory[:] == b"x" * begin + bytes(size) + b"x" * (6 * PAGE - begin - size)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+@pytest.mark.parametrize(("said", "then"), [(None, "false"), ("true", "true")])
+def test_texts_become_tokens_in_turn_unless_the_owner_says_otherwise(
+    said: str | None, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set first: that is what is undone afterwards.
+    monkeypatch.setenv(PARALLEL_TOKENIZERS, said or "")
+    if said is None:
+        del os.environ[PARALLEL_TOKENIZERS]
+    assert keep_freed_memory()
+    assert os.environ[PARALLEL_TOKENIZERS] == then
