@@ -24,8 +24,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from multiprocessing import get_context
@@ -164,6 +165,23 @@ async def stream(pool: ModelPool, model: str, number: int, moments: list[float])
                 moments.append(time.perf_counter())
 
 
+@asynccontextmanager
+async def streaming(pool: ModelPool, model: str, count: int) -> AsyncIterator[list[list[float]]]:
+    """As many streams, and the moments of each one's pieces; they end with the block."""
+    moments: list[list[float]] = [[] for _ in range(count)]
+    running = [
+        asyncio.create_task(stream(pool, model, number, times))
+        for number, times in enumerate(moments)
+    ]
+    yield moments
+    for task in running:
+        if task.done():
+            task.result()
+            raise SystemExit("no figures: a stream ended before what it was to be beside")
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
 def gaps(moments: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
     """Of all streams, those that any part of the time from `begin` to `end` lies in."""
     return [b - a for times in moments for a, b in pairwise(times) if b > begin and a < end]
@@ -186,31 +204,21 @@ async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int
     async with open_pool(settings) as pool:
         async with pool.lease(settings.model):
             pass
-        moments: list[list[float]] = [[] for _ in range(streams)]
-        running = [
-            asyncio.create_task(stream(pool, settings.model, number, times))
-            for number, times in enumerate(moments)
-        ]
-        await asyncio.sleep(WARM)
-        pieces = Pieces()
-        pool_log = logging.getLogger("mlx_manager.mlx_server.models.pool")
-        pool_log.setLevel(logging.DEBUG)
-        pool_log.addHandler(pieces)
-        rested = time.perf_counter()
-        await asyncio.sleep(REST)
-        begin = time.perf_counter()
-        async with pool.lease(arriving) as lease:
-            end = time.perf_counter()
-            arrived = lease.backend.stats().forward
-        async with pool.lease(settings.model) as lease:
-            forwards = lease.backend.stats().forward, arrived
-        await asyncio.sleep(WARM)
-        for task in running:
-            if task.done():
-                task.result()
-                raise SystemExit("no figures: a stream ended before the load did")
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with streaming(pool, settings.model, streams) as moments:
+            await asyncio.sleep(WARM)
+            pieces = Pieces()
+            pool_log = logging.getLogger("mlx_manager.mlx_server.models.pool")
+            pool_log.setLevel(logging.DEBUG)
+            pool_log.addHandler(pieces)
+            rested = time.perf_counter()
+            await asyncio.sleep(REST)
+            begin = time.perf_counter()
+            async with pool.lease(arriving) as lease:
+                end = time.perf_counter()
+                arrived = lease.backend.stats().forward
+            async with pool.lease(settings.model) as lease:
+                forwards = lease.backend.stats().forward, arrived
+            await asyncio.sleep(WARM)
     idle, during = gaps(moments, rested, begin - 1e-9), gaps(moments, begin, end)
     return Run(idle, during, end - begin, forwards, sorted(pieces.found, reverse=True))
 

@@ -278,7 +278,7 @@ def make_pool(
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     with open_files.as_many_as_before():
-        from mlx_manager.mlx_server.backends.embedding import EncoderBackend
+        from mlx_manager.mlx_server.backends.embedding import EncoderBackend, preparing_encoder
         from mlx_manager.mlx_server.backends.text import TextBackend, preparing
         from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
         from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -293,8 +293,7 @@ def make_pool(
     ) -> Steps[TextBackend | EncoderBackend]:
         match loaded:
             case LoadedEncoder():
-                yield None
-                return EncoderBackend(loaded, thread, settings.engine, ledger)
+                return (yield from preparing_encoder(loaded, thread, settings.engine, ledger))
             case _:
                 return (yield from preparing(loaded, thread, settings.engine, ledger))
 

@@ -37,6 +37,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.sentence import Activation
 from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.steps import Steps
 
 Vector = NDArray[np.float32]
 SMALLEST = 1e-12
@@ -55,6 +56,21 @@ class Tokenized:
         """Each token's text, as the vocabulary has it."""
         found: list[str] = self._tokenizer.convert_ids_to_tokens(self.ids)
         return found
+
+
+def preparing_encoder(
+    loaded: LoadedEncoder, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+) -> Steps[EncoderBackend]:
+    """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
+    backend = EncoderBackend(loaded, thread, limits, ledger)
+    ready = False
+    try:
+        yield from backend.beginning()
+        ready = True
+    finally:
+        if not ready:
+            backend.close()
+    return backend
 
 
 class EncoderBackend:
@@ -78,6 +94,10 @@ class EncoderBackend:
             shared=lambda: thread.others_work(self._engine),
         )
         thread.attach(self._engine)
+
+    def beginning(self) -> Steps[None]:
+        """Have compiled what reading takes. On the MLX thread."""
+        return self._engine.beginning()
 
     def close(self) -> None:
         """Fail what is being read. On the MLX thread."""

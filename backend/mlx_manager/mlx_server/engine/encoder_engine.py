@@ -4,7 +4,8 @@ A batch takes the text that has waited longest and its neighbours by length, so 
 computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
 takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace;
 but a text is never cut in two, so one that alone takes longer stops them for as long, and they go
-on alone until that is made up for.
+on alone until that is made up for. Where any batch takes as long as that, as on a GPU, whose host
+has each operation to launch, others go with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from time import perf_counter
 from typing import Protocol
 
@@ -21,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.engine.cost import Cost
+from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.pace import STRETCH
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
@@ -29,6 +33,7 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
 )
 from mlx_manager.mlx_server.utils.memory import Ledger, working_line
+from mlx_manager.mlx_server.utils.steps import Steps
 
 Vectors = list[NDArray[np.float32]]
 
@@ -36,7 +41,15 @@ ALONE = 0.1
 """Seconds of a batch when nothing else runs: what a chat that arrives may wait for."""
 FIRST, MOST = 512, 32_768
 """Tokens, padding included, of the first batch and of any."""
-SMOOTHING = 0.3
+WITH_IT = 1.0
+"""Of what a batch takes whatever is in it, so much may go into its tokens at any time."""
+TOKENS = 64
+"""They are counted in these, to be of the order of one."""
+BOLDNESS = 4
+"""A batch has so many times the tokens of any before, at most."""
+BEGUN_WITH = (1, 65)
+"""Tokens of the texts that are read before any caller's: what they take is compiled then, and what
+takes other code with more than 64."""
 KEPT = 512
 """Tokens of a text that can always be read, whatever else the memory is used for."""
 PATIENCE = 60.0
@@ -50,6 +63,10 @@ class Model(Protocol):
 
     @property
     def padding(self) -> int: ...
+
+    def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
+        """The rows and tokens that a batch of so many is filled up to."""
+        ...
 
     def working_bytes(self, rows: int, longest: int) -> int:
         """The memory of a batch of so many rows, the longest of so many tokens."""
@@ -127,8 +144,9 @@ class EncoderEngine:
         shared: Callable[[], bool],
     ) -> None:
         self._model = model
+        self._longest = longest
         self._line = working_line(name)
-        self._kept = model.working_bytes(1, min(longest, KEPT))
+        self._kept = model.working_bytes(*model.filled_up(1, min(longest, KEPT)))
         if not ledger.reserve(self._line, self._kept):
             raise OutOfMemory(
                 f"To read a text {name} takes {self._kept:,} bytes, and {ledger.available():,} of "
@@ -143,11 +161,20 @@ class EncoderEngine:
         self._readings: list[Reading] = []
         self._batch: list[Row] = []
         self._serial = 0
-        self._token_cost: float | None = None
+        self._cost = Cost(2)
+        self._tried = 0
         self._ended = 0.0
         # Before that, who else has work goes on alone.
         self._resume = 0.0
         self._steps = self._batches = self._rows = self._tokens = self._padded = 0
+
+    def beginning(self) -> Steps[None]:
+        """Have compiled what reading takes, before anybody waits for it."""
+        for tokens in BEGUN_WITH:
+            ids = np.full(self._model.filled_up(1, min(tokens, self._longest)), self._model.padding)
+            read = mx.array(ids, mx.int32)
+            lengths = mx.ones(len(ids), mx.int32)
+            yield from computed([self._model(read, mx.zeros_like(read), lengths)])
 
     def submit(self, reading: Reading) -> None:
         begun = sum(reading.begun for reading in self._readings)
@@ -245,12 +272,15 @@ class EncoderEngine:
 
         The time between two batches is what the others' steps took.
         """
-        if self._token_cost is None:
+        if not self._cost.known:
             return FIRST
         allowed = ALONE
         if self._shared():
             allowed = min(ALONE, (STRETCH - 1) * (now - self._ended))
-        return min(int(allowed / self._token_cost), MOST)
+        tokens, batch = self._cost.prices
+        left = max(allowed - batch, WITH_IT * batch)
+        most = min(MOST, BOLDNESS * self._tried)
+        return int(min(TOKENS * left / tokens, most)) if tokens else most
 
     def _take(self, budget: int) -> list[Row]:
         """The oldest row and its neighbours by length, shorter ones first; taken off the queue."""
@@ -261,19 +291,23 @@ class EncoderEngine:
         while (
             first > 0
             and self._waiting[first - 1].length >= shortest
-            and (last - first + 1) * oldest.length <= budget
+            and self._size(last - first + 1, oldest.length) <= budget
         ):
             first -= 1
         longest = self._waiting[first].length / PADDED
         while (
             last < len(self._waiting)
             and self._waiting[last].length <= longest
-            and (last - first + 1) * self._waiting[last].length <= budget
+            and self._size(last - first + 1, self._waiting[last].length) <= budget
         ):
             last += 1
         batch = self._waiting[first:last]
         del self._waiting[first:last]
         return batch
+
+    def _size(self, rows: int, longest: int) -> int:
+        """Tokens of a batch, padding included."""
+        return prod(self._model.filled_up(rows, longest))
 
     def _grant(self, longest: int) -> int | None:
         """Bytes for the batch beyond those kept; it shrinks until the ledger has them. None: not
@@ -299,7 +333,8 @@ class EncoderEngine:
         return nbytes <= self._ledger.attainable() and self._ledger.reserve(self._line, nbytes)
 
     def _beyond_kept(self, rows: int, longest: int) -> int:
-        return max(0, self._model.working_bytes(rows, longest) - self._kept)
+        filled = self._model.filled_up(rows, longest)
+        return max(0, self._model.working_bytes(*filled) - self._kept)
 
     def _put_off(self) -> None:
         """The batch's one text waits until others, which work, have left room; but not for ever.
@@ -311,8 +346,9 @@ class EncoderEngine:
             return
         self.fail(
             OutOfMemory(
-                f"A text of {row.length} tokens takes {self._model.working_bytes(1, row.length):,} "
-                f"bytes to read, and {self._kept + max(self._ledger.attainable(), 0):,} can be had."
+                f"A text of {row.length} tokens takes "
+                f"{self._kept + self._beyond_kept(1, row.length):,} bytes to read, and "
+                f"{self._kept + max(self._ledger.attainable(), 0):,} can be had."
             )
         )
 
@@ -330,16 +366,18 @@ class EncoderEngine:
                 insort(self._waiting, row)
 
     def _read(self, batch: list[Row], longest: int) -> NDArray[np.float32]:
-        ids = np.full((len(batch), longest), self._model.padding, np.int32)
+        ids = np.full(self._model.filled_up(len(batch), longest), self._model.padding, np.int32)
         segments = np.zeros_like(ids)
+        # Of at least a token: the mean of none is none.
+        lengths = np.ones(len(ids), np.int32)
         for place, row in enumerate(batch):
             ids[place, : row.length] = row.reading.rows[row.index]
             second = row.reading.seconds[row.index]
             if second is not None:
                 segments[place, second : row.length] = 1
-        lengths = np.array([row.length for row in batch], np.int32)
+            lengths[place] = row.length
         vectors = self._model(mx.array(ids), mx.array(segments), mx.array(lengths))
-        return np.array(vectors.astype(mx.float32))
+        return np.array(vectors.astype(mx.float32))[: len(batch)]
 
     def _deliver(self, batch: list[Row], vectors: NDArray[np.float32]) -> None:
         for row, vector in zip(batch, vectors, strict=True):
@@ -352,13 +390,13 @@ class EncoderEngine:
 
     def _count(self, batch: list[Row], longest: int, seconds: float) -> None:
         tokens = sum(row.length for row in batch)
+        size = self._size(len(batch), longest)
         self._batches += 1
         self._rows += len(batch)
         self._tokens += tokens
-        self._padded += len(batch) * longest - tokens
-        cost = seconds / (len(batch) * longest)
-        old = self._token_cost
-        self._token_cost = cost if old is None else old + SMOOTHING * (cost - old)
+        self._padded += size - tokens
+        self._cost.learn((size / TOKENS, 1.0), seconds)
+        self._tried = max(self._tried, size, FIRST)
 
 
 def begin(reading: Reading) -> None:

@@ -32,6 +32,8 @@ from mlx_manager.mlx_server.errors import (
     WrongModelKind,
 )
 from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.models import encoder
+from mlx_manager.mlx_server.models.encoder import Encoder
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,6 +137,25 @@ async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolMan
     at_once = await asyncio.gather(*(ask(pool, name, text) for text in texts))
     assert np.abs(together - alone).max() < 2e-5
     assert np.abs(np.concatenate([matrix(one) for one in at_once]) - alone).max() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["modernbert", "qwen3", "rank-modernbert"])
+async def test_a_text_gives_the_same_in_a_batch_that_is_filled_up(
+    pool: ModelPoolManager, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    async def answered() -> np.ndarray[Any, Any]:
+        texts = ("hello world", "hello there", "hello, you")
+        return matrix(await (rank if name.startswith("rank") else embed)(pool, name, *texts))
+
+    alone, shapes = await answered(), []
+
+    def filled_up(self: Encoder, rows: int, longest: int) -> tuple[int, int]:
+        shapes.append(encoder.next_shape(rows, longest))
+        return shapes[-1]
+
+    monkeypatch.setattr(Encoder, "filled_up", filled_up)
+    assert np.abs(await answered() - alone).max() < 1e-5
+    assert (4, 64) in shapes
 
 
 async def test_minilm_gives_its_published_references_vectors():

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine import encoder_engine
-from mlx_manager.mlx_server.engine.encoder_engine import KEPT, EncoderEngine, Reading
+from mlx_manager.mlx_server.engine.encoder_engine import (
+    BOLDNESS,
+    FIRST,
+    KEPT,
+    MOST,
+    EncoderEngine,
+    Reading,
+)
 from mlx_manager.mlx_server.engine.pace import STRETCH
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief
+from mlx_manager.mlx_server.utils.steps import finish
 
 LONGEST = 2000
 FREE = 100
@@ -25,6 +34,9 @@ class Zeros:
 
     padding = 0
 
+    def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
+        return rows, longest
+
     def working_bytes(self, rows: int, longest: int) -> int:
         return rows * longest
 
@@ -32,12 +44,29 @@ class Zeros:
         return mx.zeros((ids.shape[0], 2))
 
 
+class FilledUp(Zeros):
+    """Says of each row how many tokens it has, and notes the shapes that it is given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
+        return 1 << (rows - 1).bit_length(), -(-longest // 8) * 8
+
+    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        self.shapes.append(ids.shape)
+        return mx.stack([lengths, (ids != self.padding).sum(axis=1)], axis=1)
+
+
 def ledger_of(nbytes: int = KEPT + FREE) -> Ledger:
     return Ledger(nbytes, cache_bytes=lambda: 0)
 
 
-def engine_of(ledger: Ledger, shared: Callable[[], bool] = lambda: False) -> EncoderEngine:
-    return EncoderEngine("m", Zeros(), LONGEST, EngineLimits(), ledger=ledger, shared=shared)
+def engine_of(
+    ledger: Ledger, shared: Callable[[], bool] = lambda: False, model: Zeros | None = None
+) -> EncoderEngine:
+    model = model or Zeros()
+    return EncoderEngine("m", model, LONGEST, EngineLimits(), ledger=ledger, shared=shared)
 
 
 def reading_of(*lengths: int, tell: Callable[[], None] = lambda: None) -> Reading:
@@ -176,14 +205,93 @@ async def test_others_have_the_time_back_that_a_text_took_beyond_their_pace(
     assert engine.stats().batches == batches
 
 
-async def test_whatever_fails_after_a_batch_was_read_fails_its_requests_too():
+async def test_a_batch_is_filled_up_to_the_shape_that_the_model_knows():
+    model = FilledUp()
+    engine = engine_of(ledger_of(10 * KEPT), model=model)
+    reading = reading_of(12, 14, 13)
+    engine.submit(reading)
+    assert await answer(engine, reading) == [[12, 12], [14, 14], [13, 13]]
+    assert model.shapes == [(4, 16)]
+    stats = engine.stats()
+    assert (stats.rows, stats.tokens, stats.padding) == (3, 39, 4 * 16 - 39)
+
+
+async def test_what_fills_a_batch_up_is_part_of_its_size():
+    model = FilledUp()
+    engine = engine_of(ledger_of(10 * FIRST), model=model)
+    # 33 would be filled up to 64, more tokens than a first batch may have.
+    reading = reading_of(*[16] * 33)
+    engine.submit(reading)
+    engine.step()
+    assert model.shapes == [(FIRST // 16, 16)]
+
+
+async def test_others_go_with_a_text_that_takes_as_long_by_itself(monkeypatch: pytest.MonkeyPatch):
+    now = 1000.0
+    rows: list[int] = []
+
+    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        nonlocal now
+        rows.append(ids.shape[0])
+        now += 0.01 + 1e-6 * ids.size
+        return mx.zeros((ids.shape[0], 2))
+
+    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
+    monkeypatch.setattr(Zeros, "__call__", reading)
+    engine = engine_of(ledger_of(100 * KEPT), shared=lambda: True)
+    for length in range(60, 300, 10):
+        engine.submit(reading_of(length))
+    while engine.has_work():
+        engine.step()
+        now += 0.001
+    engine.submit(reading_of(*[256] * 8))
+    rows.clear()
+    while engine.has_work():
+        engine.step()
+        now += 0.001
+    assert rows == [8]
+
+
+async def test_a_batch_is_not_many_times_as_large_as_any_before(monkeypatch: pytest.MonkeyPatch):
+    # As far as can be seen tokens cost nothing.
+    now = 1000.0
+    sizes: list[int] = []
+
+    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        nonlocal now
+        sizes.append(ids.size)
+        now += 0.01
+        return mx.zeros((ids.shape[0], 2))
+
+    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
+    monkeypatch.setattr(Zeros, "__call__", reading)
+    engine = engine_of(ledger_of(1000 * KEPT))
+    engine.submit(reading_of(*[64] * 2000))
+    while engine.has_work():
+        engine.step()
+    assert sizes[0] == FIRST
+    assert all(after <= BOLDNESS * before for before, after in pairwise(sizes))
+    assert max(sizes) == MOST
+
+
+async def test_what_reading_takes_is_compiled_before_anybody_waits_for_it():
+    model = FilledUp()
+    engine = engine_of(ledger_of(), model=model)
+    finish(engine.beginning())
+    assert model.shapes == [(1, 8), (1, 72)]
+    assert engine.stats().batches == 0
+
+
+async def test_whatever_fails_after_a_batch_was_read_fails_its_requests_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(Zeros, "__call__", lambda *_: mx.zeros((1, 2)))
     engine = engine_of(ledger_of())
-    # A text of no tokens, which no cost of a token can be learnt from.
-    reading = reading_of(0)
+    reading = reading_of(1, 1)
     engine.submit(reading)
     try:
         engine.step()
-    except ZeroDivisionError as error:
+    except ValueError as error:
         engine.fail(error)
     async with asyncio.timeout(10):
         with pytest.raises(GenerationFailed):
