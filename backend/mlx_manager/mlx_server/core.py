@@ -125,7 +125,7 @@ class Sampling:
     `repetition_penalty` is sign-aware and multiplicative (CTRL, arXiv:1909.05858) over prompt and
     output; `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
     The same `seed` gives the same tokens whoever shares the batch; None draws a fresh one.
-    `silent` names the fields that the request left open, for the model's settings to fill.
+    `silent` names the fields that the request left open, for the model's owner and makers to fill.
     """
 
     temperature: float = 1.0
@@ -146,9 +146,9 @@ class Sampling:
         return Sampling(**given, silent=SAMPLING_DEFAULTS - given.keys())
 
     def filled(self, defaults: Mapping[str, float]) -> Sampling:
-        """With `defaults` where the request is silent."""
+        """With `defaults` where the request is silent, which it is not of them any more."""
         wanted: dict[str, Any] = {n: value for n, value in defaults.items() if n in self.silent}
-        return replace(self, **wanted)
+        return replace(self, **wanted, silent=self.silent - wanted.keys())
 
 
 SAMPLING_DEFAULTS = frozenset(

@@ -162,6 +162,9 @@ class TextBackend:
             ContextLengthExceeded: the prompt leaves no room for an answer.
             Overloaded: the queue is full.
         """
+        # The owner's word, if there is one, has been taken before the model was loaded.
+        drawn_by = request.sampling.filled(self._loaded.sampling.given())
+        request = replace(request, sampling=drawn_by)
         # Rendering and tokenising a long conversation takes long enough to hold others up.
         prepared = await asyncio.to_thread(self._prepare, request)
         if request.max_tokens == 0 and request.logprobs is None:

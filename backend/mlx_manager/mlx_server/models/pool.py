@@ -197,8 +197,11 @@ class ModelPoolManager:
         return self.resolve(model_id) in self._residents
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
-        """What the owner has set for a model where a request is silent."""
-        return self._policy.sampling(model_id)
+        """What is drawn by where a request is silent: what the owner has set, and for a model that
+        is loaded what its makers say."""
+        resident = self._residents.get(model_id)
+        makers = {} if resident is None else resident.sampling
+        return {**makers, **self._policy.sampling(model_id)}
 
     def _check_kind(self, model_id: str, kind: Kind | None, wanted: Kind | None) -> None:
         if wanted is not None and kind not in (wanted, None):

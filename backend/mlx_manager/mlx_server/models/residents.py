@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,6 +64,11 @@ class Resident:
     uses: int = field(default=0, init=False)
     used_at: float = field(default=0.0, init=False)
 
+    @property
+    def sampling(self) -> Mapping[str, float]:
+        """What its makers have it drawn by."""
+        return self.loaded.sampling.given() if isinstance(self.loaded, LoadedModel) else {}
+
 
 class Residents:
     """Loaded models by id. Every method may be called from any thread."""
@@ -83,6 +88,11 @@ class Residents:
     def __contains__(self, model_id: str) -> bool:
         with self._lock:
             return model_id in self._models
+
+    def get(self, model_id: str) -> Resident | None:
+        """The model, which may go at any time; None if it is not here."""
+        with self._lock:
+            return self._models.get(model_id)
 
     def lease(self, model_id: str) -> Resident | None:
         """The model, which stays until it is given back; None if it is not here."""

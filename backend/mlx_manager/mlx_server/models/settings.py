@@ -17,6 +17,7 @@ It is parsed once into frozen pieces; nothing reads it but `read_models_file`.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import tomllib
@@ -37,7 +38,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from mlx_manager.mlx_server.errors import InvalidSettings
+from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS
+from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed
 from mlx_manager.mlx_server.limits import (
     MinP,
     Penalty,
@@ -46,6 +48,9 @@ from mlx_manager.mlx_server.limits import (
     TopK,
     TopP,
 )
+from mlx_manager.mlx_server.models.folder import read_json
+
+log = logging.getLogger(__name__)
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
@@ -106,6 +111,28 @@ class SamplingDefaults:
 
     def given(self) -> Mapping[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_SAMPLING = TypeAdapter(SamplingDefaults)
+
+
+def makers_sampling(folder: Path) -> SamplingDefaults:
+    """What the model's makers have it drawn by: generation_config.json, as vLLM reads it, that is
+    without `do_sample`. What can't be is left out, and the log says so."""
+    file = folder / "generation_config.json"
+    try:
+        stated = read_json(file) if file.is_file() else {}
+    except ModelLoadFailed as error:
+        log.warning("%s It is not used.", error)
+        return SamplingDefaults()
+    found: dict[str, float] = {}
+    for name in SAMPLING_DEFAULTS & {name for name, value in stated.items() if value is not None}:
+        try:
+            found |= _SAMPLING.validate_python({name: stated[name]}).given()
+        except ValidationError as error:
+            wrong = error.errors()[0]["msg"]
+            log.warning("%s: %s %r is not used: %s", file, name, stated[name], wrong)
+    return SamplingDefaults(**found)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

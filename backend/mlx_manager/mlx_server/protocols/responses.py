@@ -7,7 +7,7 @@ import binascii
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -114,12 +114,12 @@ OURS = "mlx-manager:"
 class ResponseHead:
     """What is known of a response before it begins: all but its output.
 
-    defaults: how the model draws where the body is silent, if its owner has said.
+    defaults: tells how the model draws where the body is silent, which is known when it is loaded.
     """
 
     model: str
     body: ResponsesRequest
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    defaults: Callable[[], Mapping[str, float]] = dict
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -129,7 +129,7 @@ class ResponseHead:
     def sampling(self) -> Sampling:
         body = self.body
         asked = Sampling.asked(temperature=body.temperature, top_p=body.top_p)
-        return asked.filled(self.defaults)
+        return asked.filled(self.defaults())
 
 
 def new_id(prefix: str) -> str:

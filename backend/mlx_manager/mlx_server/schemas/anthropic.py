@@ -201,7 +201,9 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
         None, description="Up to 16 strings that end the answer, not part of it"
     )
-    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy; default: the model's, or 1"
+    )
     top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
     metadata: Any = Field(None, description="No effect")

@@ -218,7 +218,9 @@ class GenerationParameters(Timed):
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`")
     n: int | None = Field(None, ge=1, le=128, description="Answers to each prompt")
 
-    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy; default: the model's, or 1"
+    )
     top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
     min_p: MinP | None = Field(

@@ -245,7 +245,9 @@ class ResponsesRequest(Timed):
     max_output_tokens: MaxTokens | None = Field(
         None, description="Most tokens generated, reasoning included; default: the context"
     )
-    temperature: Temperature | None = Field(None, description="0 is greedy; default 1")
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy; default: the model's, or 1"
+    )
     top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     tools: list[ResponsesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(

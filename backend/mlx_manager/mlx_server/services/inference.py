@@ -110,7 +110,8 @@ class ModelPool(Protocol):
         ...
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
-        """What the owner has set for a model where a request is silent."""
+        """What is drawn by where a request is silent: what the owner has set, and for a model that
+        is loaded what its makers say."""
         ...
 
     async def models(self) -> Sequence[ModelStatus]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -266,6 +268,32 @@ async def test_the_models_own_sampling_fills_what_a_request_leaves_open(
         assert await text(temperature=2, seed=1) == greedy
 
 
+@pytest.mark.parametrize("first", ["unloaded", "loaded"])
+async def test_what_the_makers_draw_by_fills_what_request_and_owner_leave_open(
+    first: str, tmp_path: Path
+):
+    for name in ("made", "owned"):
+        folder = make_tiny_model(tmp_path / "models" / name)
+        made = {"do_sample": True, "temperature": 2.0, "top_k": 1, "top_p": None}
+        (folder / "generation_config.json").write_text(json.dumps(made))
+    file = write(tmp_path, "[models.owned]\nsampling = { top_k = 0 }")
+    async with open_pool(tmp_path / "models", default="made", models_file=file) as pool:
+
+        async def text(model: str, **fields: object) -> str:
+            body = await generate_completion(model, "hello", pool=pool, max_tokens=12, **fields)
+            assert isinstance(body, dict)
+            return body["choices"][0]["text"]
+
+        if first == "loaded":
+            await asyncio.gather(text("made"), text("owned"))
+        # A single candidate is the greedy one, however hot.
+        assert await text("made", seed=1) == await text("made", temperature=0)
+        assert await text("made", seed=1, top_k=0) != await text("made", temperature=0)
+        assert await text("owned", seed=1) == await text("owned", seed=1, temperature=2, top_k=0)
+        assert pool.sampling("made") == {"temperature": 2.0, "top_k": 1}
+        assert pool.sampling("owned") == {"temperature": 2.0, "top_k": 0}
+
+
 async def test_prompts_kept_for_reuse_are_forgotten(models_dir: Path):
     async with open_pool(models_dir) as pool:
         await answer(pool, "a", tokens=64)
@@ -307,4 +335,6 @@ def test_sampling_knows_what_was_left_open():
     assert asked == Sampling(temperature=0.5, seed=3)
     filled = asked.filled({"temperature": 0.1, "top_p": 0.9, "min_p": 0.1})
     assert filled == Sampling(temperature=0.5, top_p=0.9, min_p=0.1, seed=3)
+    # Who comes first has the word.
+    assert filled.filled({"top_p": 0.1, "top_k": 5}) == replace(filled, top_k=5)
     assert Sampling().filled({"temperature": 0.1}) == Sampling()

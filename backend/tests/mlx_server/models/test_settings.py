@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.models.settings import (
     ModelsFile,
     Recipe,
     SamplingDefaults,
+    makers_sampling,
     read_models_file,
 )
 
@@ -182,3 +183,31 @@ def test_any_table_is_read_or_refused_with_its_reason(tables: dict[str, str]):
     lines = "\n".join(f"{key} = {value}" for key, value in tables.items())
     with tempfile.TemporaryDirectory() as folder, suppress(InvalidSettings):
         assert list(read(Path(folder), f"[models.a]\n{lines}\n").models) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "said"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]}', {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, ""),
+        ('{"repetition_penalty": 1.05, "min_p": null, "max_new_tokens": 9}', {"repetition_penalty": 1.05}, ""),
+        ('{"temperature": "hot", "top_p": 0.8}', {"top_p": 0.8}, "temperature 'hot' is not used"),
+        ('{"temperature": 3}', {}, "temperature 3 is not used: Input should be less than or equal to 2"),
+        ("[]", {}, "generation_config.json is not a JSON object. It is not used."),
+        ("{", {}, "It is not used."),
+    ],
+)  # fmt: skip
+def test_what_the_makers_draw_by_is_read_as_far_as_it_can_be(
+    text: str,
+    expected: dict[str, float],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert makers_sampling(tmp_path).given() == expected
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
+
+
+def test_makers_may_say_nothing(tmp_path: Path):
+    assert makers_sampling(tmp_path) == SamplingDefaults()

@@ -428,7 +428,7 @@ def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
 
 def test_a_response_shows_how_its_model_draws_where_the_request_is_silent():
     body = ResponsesRequest(input="hi", top_p=0.5)
-    head = ResponseHead("m", body, {"temperature": 0.2, "top_p": 0.9})
+    head = ResponseHead("m", body, lambda: {"temperature": 0.2, "top_p": 0.9})
     shown = responses.ResponseStream(head).response()
     assert (shown["temperature"], shown["top_p"]) == (0.2, 0.5)
     assert responses.request(head, []).sampling == Sampling(temperature=0.2, top_p=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -35,7 +36,7 @@ async def create_response(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, ResponsesRequest, server.settings.api)
     model = server.pool.resolve(body.model)
-    head = responses.ResponseHead(model, body, server.pool.sampling(model))
+    head = responses.ResponseHead(model, body, partial(server.pool.sampling, model))
     earlier, owner = body.previous_response_id, caller_of(request)
     history = [] if earlier is None else await server.responses.history(earlier, owner)
     asked = responses.request(head, history)
