@@ -277,6 +277,7 @@ class ModelPoolManager:
             outdated=self._policy.is_outdated(resident),
             memory=self._memory(resident.id),
             kind=loaded.kind,
+            sampling=self.sampling(resident.id) if loaded.kind == "text" else {},
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:

@@ -20,7 +20,8 @@ class ModelStatus:
 
     ttl: seconds without use after which it goes, and idle: how many of them have passed; None
     while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
-    its settings have changed since it was loaded; it is loaded anew once it is idle.
+    its settings have changed since it was loaded; it is loaded anew once it is idle. sampling: what
+    a model that is loaded is drawn by where a request is silent, beyond the protocols' defaults.
     """
 
     id: str
@@ -41,6 +42,7 @@ class ModelStatus:
     outdated: bool = False
     memory: Mapping[str, int] = field(default_factory=dict)
     kind: Kind | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

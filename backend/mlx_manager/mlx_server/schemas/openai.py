@@ -547,6 +547,7 @@ class ModelCard(Wire):
     kind: what it is for; absent while nothing of it is here. origin: where it was found.
     bytes: of its weights, measured once it is loaded.
     weights, engine: of a loaded model only; `engine` counts its rows and KV pages.
+    sampling: what it is drawn by where a request is silent, if not by OpenAI's defaults.
     """
 
     id: str
@@ -560,6 +561,7 @@ class ModelCard(Wire):
     context_length: int
     bytes: int
     weights: ModelWeights | None = None
+    sampling: dict[str, int | float] | None = None
     engine: dict[str, Any] | None = None
 
 

@@ -64,6 +64,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         context_length=status.context_length,
         bytes=status.nbytes,
         weights=weights_of(status),
+        sampling=dict(status.sampling) or None,
         engine=None if figures is None else engine_card(figures),
     )
 
