@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf, prod
 from time import perf_counter
 
@@ -28,8 +29,13 @@ SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
+ROUNDS = 2
+"""In which every form has its turn, since what else the machine does outlasts a form's turn."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
+AT_ONCE = 0.001
+"""Seconds of products that are timed together, as a step has many: to wake the thread that computes
+may take 0.1 ms, ten times a small product."""
 
 
 def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tuple[Form, str]]:
@@ -41,20 +47,31 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
     if layer is None:
         return forms[0], "there is no product to time"
     narrow = activation_dtype(model)
-    times: dict[Form, list[float]] = {}
     # The likely winner first, so that the slow forms are found hopeless.
-    for form in sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True):
-        dtype = mx.float32 if form.wide else narrow
-        sample = converted(sample_of(layer, device), form)
-        times[form] = [(yield from seconds([sample], ROWS[0], dtype))]
-        if times[form][0] <= HOPELESS * min(taken[0] for taken in times.values()):
-            for rows in ROWS[1:]:
-                times[form].append((yield from seconds([sample], rows, dtype)))
-    best = min(times, key=lambda form: prod(times[form]) if len(times[form]) > 1 else inf)
+    likely = sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True)
+    samples = {form: converted(sample_of(layer, device), form) for form in likely}
+    times: dict[Form, dict[int, float]] = {form: {} for form in likely}
+    for _ in range(ROUNDS):
+        for form, sample in samples.items():
+            dtype = mx.float32 if form.wide else narrow
+            for rows in ROWS:
+                if rows != ROWS[0] and is_hopeless(form, times):
+                    break
+                taken = yield from seconds([sample], rows, dtype)
+                times[form][rows] = min(taken, times[form].get(rows, inf))
+    best = min(times, key=lambda form: prod(times[form].get(rows, inf) for rows in ROWS))
     figures = ", ".join(
-        f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in times[form])}" for form in times
+        f"{form.name} {' / '.join(f'{1e3 * taken:.2g}' for taken in taken_by.values())}"
+        for form, taken_by in times.items()
     )
     return best, f"ms for a product of {' / '.join(map(str, ROWS))} rows: {figures}"
+
+
+def is_hopeless(form: Form, times: Mapping[Form, Mapping[int, float]]) -> bool:
+    """By its time with one row, beside those of the forms that have been timed."""
+    alone = ROWS[0]
+    best = min(taken[alone] for taken in times.values() if taken)
+    return times[form][alone] > HOPELESS * best
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:
@@ -102,11 +119,22 @@ def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[fl
     yield from computed([*arguments, *weights])
     # The first is not counted: it may compile a kernel, or wake threads.
     yield from computed([layer(*arguments) for layer in layers])
+
+    def products(times: int) -> None:
+        mx.eval([layer(*arguments) for _ in range(times) for layer in layers])
+
+    alone = yield from least_seconds(partial(products, 1))
+    times = int(AT_ONCE / alone)
+    return (yield from least_seconds(partial(products, times))) / times if times > 1 else alone
+
+
+def least_seconds(work: Callable[[], object]) -> Steps[float]:
+    """Of several times that `work` is done, with pauses."""
     taken: list[float] = []
     turn = 0
     while len(taken) < SAMPLES or sum(taken) < ENOUGH:
         start = perf_counter()
-        mx.eval([layer(*arguments) for layer in layers])
+        work()
         taken.append(perf_counter() - start)
         if sum(taken[turn:]) > TURN:
             turn = len(taken)

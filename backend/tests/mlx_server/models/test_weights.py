@@ -7,16 +7,11 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.models.timing import (
-    fastest,
-    sample_of,
-    typical_layer,
-)
 from mlx_manager.mlx_server.models.weights import (
     Form,
     activation_dtype,
@@ -26,7 +21,6 @@ from mlx_manager.mlx_server.models.weights import (
     forms_of,
     shortlist,
 )
-from mlx_manager.mlx_server.utils.steps import finish
 
 FOUR_BIT = {"group_size": 32, "bits": 4}
 TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
@@ -182,32 +176,3 @@ def test_stored_form_needs_no_further_room_and_dense_models_have_nothing_to_dequ
     dense = [Form("stored", 100), Form("float32", 200, wide=True)]
     assert shortlist(dense, "dequantize", 500)[0] == dense
     assert shortlist(dense, "auto", -50)[0] == dense[:1]
-
-
-def test_choice_is_one_of_the_forms_and_says_what_was_measured(tmp_path: Path):
-    model = model_of(tmp_path / "m", "llama", mx.float16, FOUR_BIT)
-    forms = forms_of(model, "cpu")
-    form, reason = finish(fastest(model, forms, "cpu"))
-    assert form in forms
-    assert reason.startswith("ms for a product of 1 / 16 rows: ")
-    assert all(form.name in reason for form in forms)
-    assert isinstance(model.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
-
-
-def test_typical_layer_is_of_the_kind_that_most_weights_belong_to(tmp_path: Path):
-    model = model_of(tmp_path / "m", "qwen3_moe", mx.float32, None)
-    layer = typical_layer(model)
-    assert isinstance(layer, SwitchLinear)
-    sample = sample_of(layer, "cpu")
-    assert sample.weight.shape == layer.weight.shape
-    assert typical_layer(nn.Module()) is None
-    assert finish(fastest(nn.Module(), FORMS, "cpu"))[0] is FORMS[0]
-
-
-def test_sample_of_a_large_layer_is_small_on_a_cpu():
-    layer = nn.QuantizedLinear(4096, 4096, bias=True)
-    sample = sample_of(layer, "cpu")
-    assert sample.weight.shape == (256, 512)
-    assert sample.bias.shape == (256,)
-    assert sample(mx.ones((2, 4096))).shape == (2, 256)
-    assert layer.weight.shape == sample_of(layer, "cuda").weight.shape == (4096, 512)
