@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,13 +64,10 @@ def preparing_encoder(
 ) -> Steps[EncoderBackend]:
     """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
     backend = EncoderBackend(loaded, thread, limits, ledger)
-    ready = False
-    try:
+    with ExitStack() as undo:
+        undo.callback(backend.close)
         yield from backend.beginning()
-        ready = True
-    finally:
-        if not ready:
-            backend.close()
+        undo.pop_all()
     return backend
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,13 +87,10 @@ def preparing(
     forward = yield from choice(loaded.model, limits.page_size)
     yield None
     backend = TextBackend(loaded, thread, limits, ledger, forward)
-    ready = False
-    try:
+    with ExitStack() as undo:
+        undo.callback(backend.close)
         yield from backend.first_pages()
-        ready = True
-    finally:
-        if not ready:
-            backend.close()
+        undo.pop_all()
     return backend
 
 
@@ -163,8 +161,7 @@ class TextBackend:
             Overloaded: the queue is full.
         """
         # The owner's word, if there is one, has been taken before the model was loaded.
-        drawn_by = request.sampling.filled(self._loaded.sampling.given())
-        request = replace(request, sampling=drawn_by)
+        request = replace(request, sampling=request.sampling.filled(self._loaded.sampling))
         # Rendering and tokenising a long conversation takes long enough to hold others up.
         prepared = await asyncio.to_thread(self._prepare, request)
         if request.max_tokens == 0 and request.logprobs is None:

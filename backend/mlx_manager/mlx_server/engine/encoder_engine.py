@@ -69,7 +69,7 @@ class Model(Protocol):
         ...
 
     def working_bytes(self, rows: int, longest: int) -> int:
-        """The memory of a batch of so many rows, the longest of so many tokens."""
+        """The memory of a batch of so many rows, the longest of so many tokens, filled up."""
         ...
 
     def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
@@ -146,7 +146,7 @@ class EncoderEngine:
         self._model = model
         self._longest = longest
         self._line = working_line(name)
-        self._kept = model.working_bytes(*model.filled_up(1, min(longest, KEPT)))
+        self._kept = model.working_bytes(1, min(longest, KEPT))
         if not ledger.reserve(self._line, self._kept):
             raise OutOfMemory(
                 f"To read a text {name} takes {self._kept:,} bytes, and {ledger.available():,} of "
@@ -333,8 +333,7 @@ class EncoderEngine:
         return nbytes <= self._ledger.attainable() and self._ledger.reserve(self._line, nbytes)
 
     def _beyond_kept(self, rows: int, longest: int) -> int:
-        filled = self._model.filled_up(rows, longest)
-        return max(0, self._model.working_bytes(*filled) - self._kept)
+        return max(0, self._model.working_bytes(rows, longest) - self._kept)
 
     def _put_off(self) -> None:
         """The batch's one text waits until others, which work, have left room; but not for ever.
@@ -346,9 +345,8 @@ class EncoderEngine:
             return
         self.fail(
             OutOfMemory(
-                f"A text of {row.length} tokens takes "
-                f"{self._kept + self._beyond_kept(1, row.length):,} bytes to read, and "
-                f"{self._kept + max(self._ledger.attainable(), 0):,} can be had."
+                f"A text of {row.length} tokens takes {self._model.working_bytes(1, row.length):,} "
+                f"bytes to read, and {self._kept + max(self._ledger.attainable(), 0):,} can be had."
             )
         )
 

@@ -69,17 +69,16 @@ class Encoder(nn.Module):  # type: ignore[misc]
         if head is not None:
             self.head = head
         self._name, self._pooling, self._scores = name, pooling, head is not None
+        device = default_device()
+        # MLX's fused attention.
+        self._fused = device != "cpu" and name in ("modernbert", "qwen3")
+        self._few_shapes = self._fused and device == "cuda"
         self._padding = int(config.get("pad_token_id") or 0)
 
     @property
     def padding(self) -> int:
         """The id of what fills up short rows."""
         return self._padding
-
-    @property
-    def _fused(self) -> bool:
-        """Whether the architecture takes MLX's fused attention."""
-        return self._name in ("modernbert", "qwen3")
 
     @property
     def needs_pooler(self) -> bool:
@@ -101,9 +100,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
         """The shape of a batch. There are few where each one that is new stops the streams beside
         it, for 40 ms and up to a second: cuDNN, MLX's fused attention on NVIDIA, prepares itself.
         """
-        if default_device() != "cuda" or not self._fused:
-            return rows, longest
-        return next_shape(rows, longest)
+        return next_shape(rows, longest) if self._few_shapes else (rows, longest)
 
     def working_bytes(self, rows: int, longest: int) -> int:
         """An estimate of what a batch holds at its worst moment.
@@ -115,8 +112,8 @@ class Encoder(nn.Module):  # type: ignore[misc]
         config = self.body.config
         gated = 2 if self._name in ("modernbert", "qwen3") else 1
         widest = max(3 * config.hidden_size, gated * config.intermediate_size)
-        one = default_device() != "cpu" and self._fused
-        scores = longest * longest * (1 if one else config.num_attention_heads)
+        rows, longest = self.filled_up(rows, longest)
+        scores = longest * longest * (1 if self._fused else config.num_attention_heads)
         nbytes: int = 4 * rows * (6 * longest * widest + 4 * scores)
         return nbytes
 

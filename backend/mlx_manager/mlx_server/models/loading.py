@@ -38,12 +38,7 @@ from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.layout import lay_out
 from mlx_manager.mlx_server.models.reading import noting, read
-from mlx_manager.mlx_server.models.settings import (
-    AS_IT_IS,
-    Recipe,
-    SamplingDefaults,
-    makers_sampling,
-)
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
 from mlx_manager.mlx_server.models.timing import fastest
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
@@ -73,9 +68,8 @@ SOME_TOKENS = 500
 class LoadedModel:
     """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured.
 
-    sampling: what its makers have it drawn by where nobody says. longest_token: characters of it.
-    vocabulary: rows of its embedding; the tokenizer may have
-    fewer tokens, or more.
+    longest_token: characters of it. vocabulary: rows of its embedding; the tokenizer may have
+    fewer tokens, or more. sampling: what its makers have it drawn by where nobody else says.
     """
 
     id: str
@@ -90,7 +84,7 @@ class LoadedModel:
     vocabulary: int
     nbytes: int
     weights: WeightsForm
-    sampling: SamplingDefaults
+    sampling: Mapping[str, float]
     kind: Literal["text"] = "text"
 
 

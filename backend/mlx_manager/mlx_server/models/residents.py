@@ -67,7 +67,7 @@ class Resident:
     @property
     def sampling(self) -> Mapping[str, float]:
         """What its makers have it drawn by."""
-        return self.loaded.sampling.given() if isinstance(self.loaded, LoadedModel) else {}
+        return self.loaded.sampling if isinstance(self.loaded, LoadedModel) else {}
 
 
 class Residents:

@@ -116,7 +116,7 @@ class SamplingDefaults:
 _SAMPLING = TypeAdapter(SamplingDefaults)
 
 
-def makers_sampling(folder: Path) -> SamplingDefaults:
+def makers_sampling(folder: Path) -> Mapping[str, float]:
     """What the model's makers have it drawn by: generation_config.json, as vLLM reads it, that is
     without `do_sample`. What can't be is left out, and the log says so."""
     file = folder / "generation_config.json"
@@ -124,7 +124,7 @@ def makers_sampling(folder: Path) -> SamplingDefaults:
         stated = read_json(file) if file.is_file() else {}
     except ModelLoadFailed as error:
         log.warning("%s It is not used.", error)
-        return SamplingDefaults()
+        return {}
     found: dict[str, float] = {}
     for name in SAMPLING_DEFAULTS & {name for name, value in stated.items() if value is not None}:
         try:
@@ -132,7 +132,7 @@ def makers_sampling(folder: Path) -> SamplingDefaults:
         except ValidationError as error:
             wrong = error.errors()[0]["msg"]
             log.warning("%s: %s %r is not used: %s", file, name, stated[name], wrong)
-    return SamplingDefaults(**found)  # type: ignore[arg-type]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,7 +242,7 @@ class Inference:
         return self.follow(own[:1], leasing, lambda lease, _: fitting(lease.backend, own))
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """With what the owner has set where they are silent, in the caller's name."""
+        """With what is drawn by where they are silent, in the caller's name."""
         defaults = self.pool.sampling(requests[0].model)
         return [
             replace(

@@ -204,10 +204,10 @@ def test_what_the_makers_draw_by_is_read_as_far_as_it_can_be(
     caplog: pytest.LogCaptureFixture,
 ):
     (tmp_path / "generation_config.json").write_text(text)
-    assert makers_sampling(tmp_path).given() == expected
+    assert makers_sampling(tmp_path) == expected
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
 
 
 def test_makers_may_say_nothing(tmp_path: Path):
-    assert makers_sampling(tmp_path) == SamplingDefaults()
+    assert makers_sampling(tmp_path) == {}
