@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -509,10 +508,9 @@ def vocabulary_of(model: nn.Module) -> int:
 
 def _widths(model: nn.Module) -> list[int]:
     """Of each product, how many numbers it makes of a token."""
-    weights = [a for name, a in tree_flatten(model.parameters()) if name.endswith("weight")]
-    # Those that lie in blocks have no parameter of that name.
-    weights += [m.weight for _, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return [array.shape[-2] for array in weights if array.ndim > 1]
+    # The modules are asked: what lies in blocks is no parameter of that name.
+    weights = [getattr(module, "weight", None) for _, module in model.named_modules()]
+    return [w.shape[-2] for w in weights if isinstance(w, mx.array) and w.ndim > 1]
 
 
 def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) -> int:

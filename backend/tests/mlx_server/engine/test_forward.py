@@ -10,13 +10,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from engine.common_decoders import make
 from engine.rig import Rig, Row, prompt, regret
+from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.forward import AloneForward
+from mlx_manager.mlx_server.engine.forward import AloneForward, working_bytes
 from mlx_manager.mlx_server.errors import ModelNotSupported
+from mlx_manager.mlx_server.models.blocked import BlockedLinear
 
 FUSED, RAGGED, SEPARATE, ALONE = "fused", "ragged", "separate", "alone"
 KINDS = {
@@ -237,3 +240,20 @@ def test_a_model_that_is_served_on_pages_still_runs_over_mlx_lms_own_caches() ->
     assert choose(model, PAGE).kind == FUSED
     assert mx.allclose(model(tokens, cache=make_prompt_cache(model)), before, atol=1e-5)
     assert mx.allclose(model(tokens), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["dense", "quantised", "in blocks"])
+def test_a_gpus_step_is_taken_to_hold_what_each_product_makes_of_its_tokens(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 256}
+    model = make("llama", sizes)
+    if form == "quantised":
+        nn.quantize(model, group_size=32, bits=4)
+    elif form == "in blocks":
+        for layer in model.model.layers:
+            layer.mlp.up_proj = BlockedLinear(layer.mlp.up_proj)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    # Queries and outputs, keys and values of half as many heads, gates and ups, the way down.
+    made = 3 * (2 * 128 + 2 * 64 + 2 * 192 + 128)
+    assert working_bytes(model, AloneForward(model), 10, 7) == 16 * 7 * 256 + 4 * 10 * made
