@@ -22,12 +22,12 @@ from mlx_manager.mlx_server.engine.forward import (
     kept_in,
 )
 from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, attention_shapes, checking
-from mlx_manager.mlx_server.engine.fused_forward import FusedForward
+from mlx_manager.mlx_server.engine.fused_forward import FEW, FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import carrier
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
-from mlx_manager.mlx_server.engine.kv.attention import FEW_QUERIES, Reading, Span
+from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.sampling import every_way
@@ -180,8 +180,8 @@ def _fused(
 
 def _texts(page_size: int) -> list[tuple[list[int], int]]:
     """Two sequences to compare by, each with the length of its prompt: one long enough for kernels
-    of chunks, and one not."""
-    prompts = (page_size + FEW_QUERIES + 5, page_size // 2 + 3)
+    of chunks and of many rows, and one not."""
+    prompts = (page_size + FEW[-1] + 5, page_size // 2 + 3)
     return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
 
 

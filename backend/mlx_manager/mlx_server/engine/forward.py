@@ -87,12 +87,14 @@ class RaggedStep:
     """All tokens of a step one after another, those of running rows first.
 
     tokens: (tokens,) uint32, in the order of the plan's spans, then padding. wanted: (n,) int32,
-    the tokens that logits are wanted for; None for all of them.
+    the tokens that logits are wanted for; None for all of them. silent: there are none, and
+    `wanted` is a token that stands for them.
     """
 
     tokens: mx.array
     plan: StepPlan
     wanted: mx.array | None
+    silent: bool
 
     @classmethod
     def of(
@@ -120,7 +122,7 @@ class RaggedStep:
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         all_wanted = len(rows) == end + padding
         wanted = None if all_wanted else send(np.array(rows or [0], np.int32))
-        return cls(tokens, StepPlan(spans, page_size, padding), wanted)
+        return cls(tokens, StepPlan(spans, page_size, padding), wanted, silent=not rows)
 
 
 Prefixes = Literal["pages", "snapshot", "none"]
@@ -177,8 +179,8 @@ class Forward(Protocol):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         """Logits (rows + what chunks give, vocabulary), rows first; not evaluated.
 
-        Without chunks, rows that mean nothing may follow; where there are none to give, at most
-        one. The step has been done when these and `state` have been evaluated.
+        Without chunks, rows that mean nothing may follow; where there are none to give, a row of
+        whatever comes last. The step has been done when these and `state` have been evaluated.
         """
         ...
 

@@ -110,7 +110,8 @@ class Dense:
         """`silu(gate) * up`, the halves of the product with `norm(x)`."""
         if self.few is not None and x.shape[0] <= self.few.most_gated_rows:
             return self.few.gated(x, self.weight, norm=_norm(norm), bias=self.bias)
-        return _gate(self._product(norm(x)))
+        both = self._product(norm(x))
+        return _gate(both) if self.few is None else self.few.gate(both)
 
     def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
         """`residual` plus the product with `x`."""
@@ -773,7 +774,7 @@ class FusedDecoder:
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> tuple[mx.array, Pieces]:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
-        the pieces that are to be queued before them.
+        the pieces that are to be queued before them. Of a silent step (1, hidden size).
 
         `stores` are the layers' pages, written in place.
         """
@@ -784,7 +785,8 @@ class FusedDecoder:
             hidden = layer.ragged(hidden, rotations, store, step.plan)
             if number % LAYERS_AT_A_TIME == 0:
                 pieces.add(hidden)
-        return self._head(hidden if step.wanted is None else hidden[step.wanted]), pieces
+        last = hidden if step.wanted is None else hidden[step.wanted]
+        return last if step.silent else self._head(last), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
         """See `Forward`."""

@@ -23,8 +23,8 @@ from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 # A waiting prompt gains this many tokens of priority with each step, so that a long one is
 # overtaken by shorter ones for a while, and not for ever.
 AGEING = 8
-# How many waiting prompts are looked at in one step.
-LOOK = 16
+# How many waiting prompts are looked at in one step: a GPU's is to be full of short ones.
+LOOK = 128
 # A row has only just begun while it has drawn at most so many tokens; more where steps are so short
 # that pages are given ahead, and a burst's prompts take many of them.
 JUST_BEGUN = 2

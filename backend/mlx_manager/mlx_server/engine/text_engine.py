@@ -418,8 +418,10 @@ class TextEngine:
         if undrawn is None:
             return None
         crew, logits, scores = undrawn.crew, undrawn.logits, undrawn.scores
-        if crew.plain:
+        if not crew.rows:
             # With nothing to draw, something must still be waited for.
+            tokens = logits[:1, 0].astype(mx.uint32)
+        elif crew.plain:
             tokens = best(logits)
         else:
             tokens = sample(logits, crew.asked, [row.drawn for row in crew.rows])

@@ -13,9 +13,13 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.engine import fused
+from mlx_manager.mlx_server.engine.forward import Chunk, RaggedStep
 from mlx_manager.mlx_server.engine.fused import FusedDecoder
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 
 PAGE = 16
 MINISTRAL = {
@@ -48,7 +52,10 @@ class PortableProducts:
         return y if residual is None else y + residual
 
     def gated(self, x, weight, *, norm=None, bias=None):
-        gate, up = mx.split(self.multiply(x, weight, norm=norm, bias=bias), 2, axis=-1)
+        return self.gate(self.multiply(x, weight, norm=norm, bias=bias))
+
+    def gate(self, both):
+        gate, up = mx.split(both, 2, axis=-1)
         return nn.silu(gate) * up
 
     def chain(self, links):
@@ -94,6 +101,21 @@ def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes, chained):
     of = PortableProducts(chained)
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert fused.check(decoder, model, PAGE) is None
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_only_a_prompts_end_is_multiplied_by_the_vocabulary(final, monkeypatch):
+    decoder = built(make("llama", {}))
+    multiplied, head = [], decoder._head
+    monkeypatch.setattr(decoder, "_head", lambda x: multiplied.append(x.shape[0]) or head(x))
+    shape = LayerShape(2, 16, 16, mx.float32)
+    stores = [LayerStore(shape, PAGE) for _ in range(3)]
+    for store in stores:
+        store.resize(4)
+    chunk = Chunk(0, Span(PageTable([0, 1]), PAGE, PAGE), [5] * PAGE, final)
+    logits, _ = decoder.run_ragged(RaggedStep.of(None, [chunk], PAGE), stores)
+    assert logits.shape[0] == 1
+    assert multiplied == ([1] if final else [])
 
 
 def test_quantised_projections_are_fused_too():

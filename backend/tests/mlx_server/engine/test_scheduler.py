@@ -262,6 +262,13 @@ def distinct(length: int, salt: int) -> list[int]:
     return [1000 + salt, *range(length - 1)]
 
 
+def test_a_step_is_full_of_short_prompts() -> None:
+    world = World(most=1000, max_rows=100)
+    for i in range(100):
+        world.submit([i, i, i], limit=2)
+    assert len(world.step().prefills) == 100
+
+
 def test_the_shortest_prompt_goes_first() -> None:
     world = World(most=100)
     prompts = [world.submit(distinct(n, n)) for n in (30, 8, 20)]

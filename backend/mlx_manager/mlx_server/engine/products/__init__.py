@@ -5,17 +5,23 @@ activation, residual) costs launches. These kernels read the matrix once at the 
 the rest on the way; with many rows, reading the rows themselves in every block costs more than the
 launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0. With
 very few rows launches are what a step of a small model waits for: chain.cu has four products of the
-first kind in one.
+first kind in one. Many rows MLX multiplies; what stands behind its gates and ups is in gates.cu.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, CudaDevice, device_for
+from mlx_manager.mlx_server.engine.kernels.cuda import (
+    DEVICE_SOURCE,
+    TYPES,
+    CudaDevice,
+    device_for,
+)
 from mlx_manager.mlx_server.engine.kernels.kernel import (
     Kernel,
     KernelSource,
@@ -23,6 +29,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     compiled_for_cuda,
     flag,
     real,
+    source,
 )
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.engine.products.factors import Link, Norm
@@ -31,6 +38,10 @@ from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm,
 # From so many rows on gates and ups are multiplied by warpgroups where there are any: 63 instead of
 # some 67 us for an 8B's with 32 rows (H200).
 FEWEST_IN_GROUPS = 17
+_GATES_SOURCE = Path(__file__).with_name("gates.cu")
+_GATES_THREADS = 256
+# Elements that a thread takes.
+_PIECE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,7 @@ class ProductKernels:
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}
         self._chains: dict[ChainVariant, Kernel] = {}
+        self._gate = compiled_for_cuda(gate_source(dtype))
         self._none = mx.zeros((1,), dtype)
         # Of a chain's blocks; its launches follow each other, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
@@ -108,6 +120,20 @@ class ProductKernels:
         epsilon = None if norm is None else norm.epsilon
         variant = Variant(form, True, epsilon, bias is not None, residual=False)
         return self._run(variant, x, weight, norm, bias, None, outputs // 2)
+
+    def gate(self, both: mx.array) -> mx.array:
+        """`silu(gate) * up`, (rows, width), the halves of `both`, (rows, 2 * width). For products
+        of more rows than `gated` takes, with matrices that are served."""
+        rows, width = both.shape[0], both.shape[1] // 2
+        threads = rows * width // _PIECE
+        (out,) = self._gate(
+            inputs=[both],
+            grid=(threads + -threads % _GATES_THREADS, 1, 1),
+            threadgroup=(_GATES_THREADS, 1, 1),
+            output_shapes=[(rows, width)],
+            output_dtypes=[self._dtype],
+        )
+        return out
 
     def chain(self, links: Sequence[Link]) -> Chain:
         """What lies between the attention of a layer and that of the next, in one launch.
@@ -179,4 +205,15 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
         inputs=("x", "norm", "weight", "bias", "residual"),
         outputs=("out",),
         shared_memory=form.shared_memory,
+    )
+
+
+def gate_source(dtype: mx.Dtype) -> KernelSource:
+    place = "blockIdx.x * blockDim.x + threadIdx.x"
+    return KernelSource(
+        name="gate",
+        header=source(DEVICE_SOURCE, _GATES_SOURCE),
+        body=f"kernels::gate_rows(both, out, both_shape[0], both_shape[1] / 2, {place});",
+        inputs=("both",),
+        outputs=("out",),
     )

@@ -82,6 +82,34 @@ def entry(case):
     return source, (case.dtype,) * 5, (case.dtype,)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (65, 320), (130, 64)])
+def test_gates_of_many_rows_are_the_reference(gates, dtype, rows, width):
+    # With gates that are large in either direction.
+    both = rounded(np.random.default_rng(rows).normal(size=(rows, 2 * width)) * 30, dtype)
+    out = bits(np.full((rows, width), np.nan, np.float32), dtype)
+    blocks = -(-rows * width // 8 // 256)
+    gates.call(int(dtype is F16), [bits(both, dtype)], [out], (blocks * 256, 1, 1), (256, 1, 1))
+    gate, up = np.split(both, 2, axis=1)
+    with np.errstate(over="ignore"):
+        wanted = gate / (1 + np.exp(-gate)) * up
+    got = np.array(mx.array(out).view(dtype).astype(mx.float32))
+    np.testing.assert_allclose(got, rounded(wanted, dtype), rtol=1e-2, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def gates(compile_cuda):
+    return compile_cuda([gate_entry(dtype) for dtype in (BF16, F16)])
+
+
+def gate_entry(dtype):
+    return products.gate_source(dtype), (dtype,), (dtype,)
+
+
+def test_nvidia_s_compiler_takes_gates(nvidia_accepts):
+    nvidia_accepts([gate_entry(BF16), gate_entry(F16)])
+
+
 @pytest.mark.parametrize("case", [CASES[2], CASES[9]], ids=lambda case: case.name)
 def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
     nvidia_accepts([entry(case)])
