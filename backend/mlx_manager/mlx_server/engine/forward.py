@@ -207,8 +207,8 @@ class Forward(Protocol):
         ...
 
     def tokens_at_once(self, tokens: int) -> int:
-        """Of how many tokens all layers' results are in a GPU's memory together, in a step of so
-        many."""
+        """Of how many tokens all layers' results are in a GPU's memory together, while steps of so
+        many follow each other."""
         ...
 
     def snapshot(self, key: int) -> Snapshot | None:

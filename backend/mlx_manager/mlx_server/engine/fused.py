@@ -74,6 +74,8 @@ LAYERS_AT_A_TIME = 8
 # tokens than this the host stays at most so many pieces ahead.
 TOKENS_AHEAD = 1024
 PIECES_AHEAD = 1
+# Of steps that are queued whole, what is there at once (measured: 1.4 of an 8B's of 512 tokens).
+STEPS_AHEAD = 1.5
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
 MOST_COMPILED = 64
 
@@ -789,9 +791,10 @@ class FusedDecoder:
         return last if step.silent else self._head(last), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
-        """See `Forward`."""
-        part = (PIECES_AHEAD + 1) * LAYERS_AT_A_TIME / len(self._layers)
-        return max(min(tokens, TOKENS_AHEAD), int(tokens * min(part, 1.0)))
+        """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
+        part = (PIECES_AHEAD + 2) * LAYERS_AT_A_TIME / len(self._layers)
+        whole = min(tokens, TOKENS_AHEAD)
+        return int(max(STEPS_AHEAD * whole, min(part, STEPS_AHEAD) * tokens))
 
     def _run(  # noqa: PLR0917
         self,

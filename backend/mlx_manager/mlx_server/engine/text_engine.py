@@ -826,7 +826,7 @@ def with_chunk(
     """
     # What choosing the forward has left behind.
     clear_cache()
-    most = ledger.available() // 4
+    most = ledger.available() // 3
     tokens = chunk_of(limits)
     scored = max(limits.page_size, MOST_SCORED // vocabulary_of(model))
 

@@ -118,6 +118,15 @@ def test_only_a_prompts_end_is_multiplied_by_the_vocabulary(final, monkeypatch):
     assert multiplied == ([1] if final else [])
 
 
+@pytest.mark.parametrize(
+    ("layers", "tokens", "at_once"),
+    [(32, 512, 768), (32, 1024, 1536), (32, 2048, 1536), (32, 4096, 3072), (16, 2048, 3072)],
+)
+def test_a_step_and_the_next_ones_beginning_are_in_memory_together(layers, tokens, at_once):
+    decoder = built(make("llama", {"num_hidden_layers": layers}))
+    assert decoder.tokens_at_once(tokens) == at_once
+
+
 def test_quantised_projections_are_fused_too():
     model = make("llama", {"attention_bias": True})
     nn.quantize(model, group_size=32, bits=4)
