@@ -110,10 +110,11 @@ class Dense:
 
     def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         """`silu(gate) * up`, the halves of the product with `norm(x)`."""
-        if self.few is not None and x.shape[0] <= self.few.most_gated_rows:
-            return self.few.gated(x, self.weight, norm=_norm(norm), bias=self.bias)
-        both = self._product(norm(x))
-        return _gate(both) if self.few is None else self.few.gate(both)
+        if self.few is None:
+            return _gate(self._product(norm(x)))
+        if x.shape[0] > self.few.most_gated_rows:
+            return self.few.gate(self._product(norm(x)))
+        return self.few.gated(x, self.weight, norm=_norm(norm), bias=self.bias)
 
     def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
         """`residual` plus the product with `x`."""

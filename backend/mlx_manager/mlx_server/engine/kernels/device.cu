@@ -150,4 +150,8 @@ __device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); 
 
 namespace kernels {
 constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ float silu_times(float gate, float up) {
+  return gate / (1.f + power_of_two(-gate * kLog2e)) * up;
 }
+}  // namespace kernels

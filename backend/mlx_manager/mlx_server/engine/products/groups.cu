@@ -203,8 +203,7 @@ __device__ __forceinline__ void multiply_gated_by_groups(
       up.y += ups.y;
     }
     *reinterpret_cast<unsigned*>(out + (long)row * outputs + first + at) =
-        pack(gate.x / (1.f + power_of_two(-gate.x * kLog2e)) * up.x,
-             gate.y / (1.f + power_of_two(-gate.y * kLog2e)) * up.y, out);
+        pack(silu_times(gate.x, up.x), silu_times(gate.y, up.y), out);
   }
 }
 

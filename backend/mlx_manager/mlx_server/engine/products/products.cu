@@ -255,7 +255,7 @@ __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const 
       gate += float(bias[first + at]);
       up += float(bias[outputs + first + at]);
     }
-    out[(long)row * outputs + first + at] = T(gate / (1.f + power_of_two(-gate * kLog2e)) * up);
+    out[(long)row * outputs + first + at] = T(silu_times(gate, up));
   }
 }
 
