@@ -16,12 +16,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "backend" / "mlx_manager" / "demo_model"
@@ -60,6 +63,12 @@ def interleave(
         for name in list(sides) if number % 2 == 0 else list(reversed(sides)):
             results[name].append(sides[name](number))
     return results
+
+
+def apart(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """What `work` returns, called in a process of its own, which has nothing compiled or cached."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
+        return worker.submit(work, *arguments, **named).result()
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:

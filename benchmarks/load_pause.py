@@ -25,11 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +39,7 @@ from folders import written
 from synthetic import SHAPES
 
 from checks import check_engine
-from harness import find_model, parser, percentile, print_report, ratio, write_random_llama
+from harness import apart, find_model, parser, percentile, print_report, ratio, write_random_llama
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import GenerationRequest, Sampling, StopRules, Text, TextDelta
 from mlx_manager.mlx_server.main import open_pool
@@ -224,7 +222,6 @@ async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int
 
 
 def one_round(models: Models, streams: int) -> Run:
-    """In a process of its own."""
     settings = MLXServerSettings(
         model=str(models.streaming), available_models=(str(models.arriving),), hf_cache=False
     )
@@ -232,18 +229,16 @@ def one_round(models: Models, streams: int) -> Run:
 
 
 def rounds_of(models: Models, streams: int, count: int) -> list[Run]:
-    workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
     runs = []
-    with workers:
-        for number in range(1, count + 1):
-            runs.append(workers.submit(one_round, models, streams).result())
-            longest, step = max(runs[-1].during), statistics.median(runs[-1].idle)
-            print(
-                f"round {number} of {count}: a load of {runs[-1].load:.1f} s, the longest gap "
-                f"{1e3 * longest:.0f} ms, a step {1e3 * step:.1f} ms",
-                file=sys.stderr,
-                flush=True,
-            )
+    for number in range(1, count + 1):
+        runs.append(apart(one_round, models, streams))
+        longest, step = max(runs[-1].during), statistics.median(runs[-1].idle)
+        print(
+            f"round {number} of {count}: a load of {runs[-1].load:.1f} s, the longest gap "
+            f"{1e3 * longest:.0f} ms, a step {1e3 * step:.1f} ms",
+            file=sys.stderr,
+            flush=True,
+        )
     return runs
 
 

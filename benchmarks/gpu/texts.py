@@ -20,10 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ from folders import written
 from mlx.utils import tree_flatten, tree_map
 from synthetic import SHAPES, VOCABULARY, write_tokenizer
 
-from harness import interleave, parser, percentile, print_report
+from harness import apart, interleave, parser, percentile, print_report
 from load_pause import WARM, gaps, streaming
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest
@@ -162,12 +160,6 @@ def one_round(beside: Beside, side: str, number: int) -> Run:
     return asyncio.run(embedded_beside(beside, requests_of(beside.requests, number)))
 
 
-def apart(side: Callable[[int], Run], number: int) -> Run:
-    """In a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
-        return worker.submit(side, number).result()
-
-
 def line(name: str, runs: Sequence[Run], time_of: int) -> list[str]:
     took = [t for run in runs for t in run.took[time_of]]
     waited = [gap for run in runs for gap in run.gaps[time_of]]
@@ -193,7 +185,7 @@ def main() -> None:
             embedding = written_encoder(kind, Path(scratch) / kind)
             mx.clear_cache()
             beside = Beside(str(model), str(embedding), chosen.streams, chosen.requests)
-            sides = {side: partial(apart, partial(one_round, beside, side)) for side in SIDES}
+            sides = {side: partial(apart, one_round, beside, side) for side in SIDES}
             # Once before that: what is new to the machine is compiled, for seconds.
             sides["filled up"](0)
             runs = interleave(sides, chosen.rounds, cold=True)

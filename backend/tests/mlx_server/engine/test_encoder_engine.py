@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
+from math import prod
 
 import mlx.core as mx
 import pytest
@@ -56,6 +57,21 @@ class FilledUp(Zeros):
     def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
         self.shapes.append(ids.shape)
         return mx.stack([lengths, (ids != self.padding).sum(axis=1)], axis=1)
+
+
+class Clocked(Zeros):
+    """Takes `seconds` of so many tokens, by a clock of its own, and notes how many they were."""
+
+    def __init__(self, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._seconds = seconds
+        self.now = 1000.0
+        self.shapes: list[tuple[int, ...]] = []
+        monkeypatch.setattr(encoder_engine, "perf_counter", lambda: self.now)
+
+    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+        self.shapes.append(ids.shape)
+        self.now += self._seconds(ids.size)
+        return super().__call__(ids, segments, lengths)
 
 
 def ledger_of(nbytes: int = KEPT + FREE) -> Ledger:
@@ -186,22 +202,14 @@ def test_an_engine_that_is_closed_gives_its_memory_back():
 async def test_others_have_the_time_back_that_a_text_took_beyond_their_pace(
     others_work: bool, batches: int, monkeypatch: pytest.MonkeyPatch
 ):
-    now = 1000.0
-
-    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
-        nonlocal now
-        now += 5 * (STRETCH - 1)
-        return mx.zeros((ids.shape[0], 2))
-
-    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
-    monkeypatch.setattr(Zeros, "__call__", reading)
-    engine = engine_of(ledger_of(), shared=lambda: others_work)
+    model = Clocked(lambda _: 5 * (STRETCH - 1), monkeypatch)
+    engine = engine_of(ledger_of(), shared=lambda: others_work, model=model)
     for _ in range(20):
         engine.submit(reading_of(KEPT))
     # A step of the others takes a second, and a text is worth five of them.
     for _ in range(13):
         engine.step()
-        now += 1
+        model.now += 1
     assert engine.stats().batches == batches
 
 
@@ -227,48 +235,29 @@ async def test_what_fills_a_batch_up_is_part_of_its_size():
 
 
 async def test_others_go_with_a_text_that_takes_as_long_by_itself(monkeypatch: pytest.MonkeyPatch):
-    now = 1000.0
-    rows: list[int] = []
-
-    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
-        nonlocal now
-        rows.append(ids.shape[0])
-        now += 0.01 + 1e-6 * ids.size
-        return mx.zeros((ids.shape[0], 2))
-
-    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
-    monkeypatch.setattr(Zeros, "__call__", reading)
-    engine = engine_of(ledger_of(100 * KEPT), shared=lambda: True)
+    model = Clocked(lambda tokens: 0.01 + 1e-6 * tokens, monkeypatch)
+    engine = engine_of(ledger_of(100 * KEPT), shared=lambda: True, model=model)
     for length in range(60, 300, 10):
         engine.submit(reading_of(length))
     while engine.has_work():
         engine.step()
-        now += 0.001
+        model.now += 0.001
     engine.submit(reading_of(*[256] * 8))
-    rows.clear()
+    model.shapes.clear()
     while engine.has_work():
         engine.step()
-        now += 0.001
-    assert rows == [8]
+        model.now += 0.001
+    assert [rows for rows, _ in model.shapes] == [8]
 
 
 async def test_a_batch_is_not_many_times_as_large_as_any_before(monkeypatch: pytest.MonkeyPatch):
     # As far as can be seen tokens cost nothing.
-    now = 1000.0
-    sizes: list[int] = []
-
-    def reading(model: Zeros, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
-        nonlocal now
-        sizes.append(ids.size)
-        now += 0.01
-        return mx.zeros((ids.shape[0], 2))
-
-    monkeypatch.setattr(encoder_engine, "perf_counter", lambda: now)
-    monkeypatch.setattr(Zeros, "__call__", reading)
-    engine = engine_of(ledger_of(1000 * KEPT))
+    model = Clocked(lambda _: 0.01, monkeypatch)
+    engine = engine_of(ledger_of(1000 * KEPT), model=model)
     engine.submit(reading_of(*[64] * 2000))
     while engine.has_work():
         engine.step()
+    sizes = [prod(shape) for shape in model.shapes]
     assert sizes[0] == FIRST
     assert all(after <= BOLDNESS * before for before, after in pairwise(sizes))
     assert max(sizes) == MOST
