@@ -357,7 +357,8 @@ def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, m
     """
     logits = logits.astype(mx.float32)
     logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logs, tokens[:, None].astype(mx.int32), axis=-1)[:, 0]
+    # Numbered as `ids` are: what gathers by another dtype is another kernel, 5 s of NVRTC's.
+    chosen = mx.take_along_axis(logs, tokens[:, None].astype(mx.uint32), axis=-1)[:, 0]
     first = logs.shape[-1] - best
     ids = mx.argpartition(logs, min(first, logs.shape[-1] - 1), axis=-1)[:, first:]
     return chosen, ids, mx.take_along_axis(logs, ids, axis=-1)

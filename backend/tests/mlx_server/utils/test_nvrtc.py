@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,28 @@ def test_mlx_s_own_kernels_pass(jit, shelf, monkeypatch):
     assert jit.one(PLAIN).failed == 0
     assert not shelf.exists()
     assert compiler.programs == 0
+
+
+@pytest.mark.parametrize(("release", "threads"), [((13, 0), 1), ((12, 9), 0)])
+def test_mlx_s_own_kernels_are_compiled_by_all_cores(jit, shelf, monkeypatch, release, threads):
+    monkeypatch.setattr(nvrtc, "MLX_HEADERS", b"as no text begins")
+    plain = jit.one(PLAIN)
+    compiler = answered(jit, shelf)
+    monkeypatch.setattr(Compiler, "_release", release)
+    call, wanted = compiler._call, []
+
+    def noting(name, *arguments):
+        if name == "nvrtcCompileProgram":
+            _, count, options = arguments
+            at = options if isinstance(options, int) else ctypes.addressof(options)
+            pointers = (ctypes.c_char_p * count).from_address(at)
+            wanted.extend(pointers)
+        return call(name, *arguments)
+
+    monkeypatch.setattr(compiler, "_call", noting)
+    ours = jit.one(PLAIN)
+    assert instructions(ours.code, ours.said) == instructions(plain.code, plain.said)
+    assert wanted.count(nvrtc.ALL_CORES) == threads
 
 
 def test_ptx_is_left_to_mlx(jit, shelf):
