@@ -1,9 +1,11 @@
-"""What running streams notice when a second model is loaded beside theirs.
+"""What running streams notice when a second model is loaded beside theirs, and asked for JSON.
 
 Streams of one model generate in a pool as the server has it; then a model is asked for that is not
-loaded. The gaps are those between the pieces of text that a stream's reader gets: before the load,
-and from its first moment to its last. A gap that spans a border counts as the load's. Each round is
-a process of its own.
+loaded, and, once it is, for an answer in JSON. The gaps are those between the pieces of text that a
+stream's reader gets: before the load, from its first moment to its last, and while the answer in
+JSON comes. A gap that spans a border counts as the load's. Each round has two processes: one in
+which streams have been there from the beginning, and one that has had a quiet time before, in which
+the server makes ahead what Python's lock is held for (and again before the answer in JSON).
 
     python benchmarks/load_pause.py
     python benchmarks/load_pause.py --shapes 1b 8b --rounds 3      (on a GPU; tiny tiny anywhere)
@@ -27,9 +29,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise, product
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -41,14 +43,25 @@ from synthetic import SHAPES
 from checks import check_engine
 from harness import apart, find_model, parser, percentile, print_report, ratio, write_random_llama
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.core import GenerationRequest, Sampling, StopRules, Text, TextDelta
+from mlx_manager.mlx_server.core import (
+    GenerationRequest,
+    JsonObject,
+    Sampling,
+    StopRules,
+    Text,
+    TextDelta,
+)
 from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 LAYERS = 16
 LONGEST_PIECES = 12
 WARM, REST = 0.5, 1.0
 """Seconds until the streams have settled, and for which they are watched undisturbed."""
+ANSWER = 8
+"""Tokens of the answer in JSON."""
+BEFORE = {False: "streams from the beginning", True: "quiet before"}
 
 
 class Piece(NamedTuple):
@@ -60,13 +73,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds: the streams' gaps before and during the load, and how long it took.
+    """Seconds: the streams' gaps before and during the load and the answer in JSON, and how long
+    the load took.
 
     forwards: how the two models are run. pieces: those of the load that took longest.
     """
 
     idle: list[float]
     during: list[float]
+    answering: list[float]
     load: float
     forwards: tuple[str, str]
     pieces: list[Piece]
@@ -198,10 +213,28 @@ class Pieces(logging.Handler):
                 self.found.append(Piece(milliseconds, place))
 
 
-async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int) -> Run:
-    async with open_pool(settings) as pool:
+async def answer_in_json(pool: ModelPool, model: str) -> None:
+    request = GenerationRequest(
+        model,
+        Text("In JSON:"),
+        Sampling(temperature=0.0),
+        max_tokens=ANSWER,
+        constraint=JsonObject(),
+    )
+    async with pool.lease(model) as lease:
+        async for _ in lease.backend.generate(request):
+            pass
+
+
+async def loaded_beside(
+    settings: MLXServerSettings, arriving: str, streams: int, quiet: bool
+) -> Run:
+    async with open_pool(settings) as opened:
+        pool = cast(ModelPoolManager, opened)
         async with pool.lease(settings.model):
             pass
+        if quiet:
+            await pool.make_ahead()
         async with streaming(pool, settings.model, streams) as moments:
             await asyncio.sleep(WARM)
             pieces = Pieces()
@@ -217,25 +250,40 @@ async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int
             async with pool.lease(settings.model) as lease:
                 forwards = lease.backend.stats().forward, arrived
             await asyncio.sleep(WARM)
-    idle, during = gaps(moments, rested, begin - 1e-9), gaps(moments, begin, end)
-    return Run(idle, during, end - begin, forwards, sorted(pieces.found, reverse=True))
+            if quiet:
+                await pool.make_ahead()
+                await asyncio.sleep(WARM)
+            asked = time.perf_counter()
+            await answer_in_json(pool, arriving)
+            answered = time.perf_counter()
+            await asyncio.sleep(WARM)
+    return Run(
+        gaps(moments, rested, begin - 1e-9),
+        gaps(moments, begin, end),
+        gaps(moments, asked, answered),
+        end - begin,
+        forwards,
+        sorted(pieces.found, reverse=True),
+    )
 
 
-def one_round(models: Models, streams: int) -> Run:
+def one_round(models: Models, streams: int, quiet: bool) -> Run:
     settings = MLXServerSettings(
         model=str(models.streaming), available_models=(str(models.arriving),), hf_cache=False
     )
-    return asyncio.run(loaded_beside(settings, str(models.arriving), streams))
+    return asyncio.run(loaded_beside(settings, str(models.arriving), streams, quiet))
 
 
-def rounds_of(models: Models, streams: int, count: int) -> list[Run]:
-    runs = []
-    for number in range(1, count + 1):
-        runs.append(apart(one_round, models, streams))
-        longest, step = max(runs[-1].during), statistics.median(runs[-1].idle)
+def rounds_of(models: Models, streams: int, count: int) -> dict[bool, list[Run]]:
+    """By whether it had been quiet before."""
+    runs: dict[bool, list[Run]] = {False: [], True: []}
+    for number, quiet in product(range(1, count + 1), runs):
+        run = apart(one_round, models, streams, quiet)
+        runs[quiet].append(run)
         print(
-            f"round {number} of {count}: a load of {runs[-1].load:.1f} s, the longest gap "
-            f"{1e3 * longest:.0f} ms, a step {1e3 * step:.1f} ms",
+            f"round {number} of {count}, {BEFORE[quiet]}: a load of {run.load:.1f} s, the longest "
+            f"gaps {1e3 * max(run.during):.0f} and {1e3 * max(run.answering):.0f} ms, "
+            f"a step {1e3 * statistics.median(run.idle):.1f} ms",
             file=sys.stderr,
             flush=True,
         )
@@ -258,9 +306,12 @@ def line(name: str, runs: Sequence[Run], values: Sequence[Sequence[float]]) -> l
     ]
 
 
-def during(what: str, runs: Sequence[Run]) -> list[str]:
+def during(what: str, runs: Sequence[Run]) -> list[list[str]]:
     took = statistics.median(run.load for run in runs)
-    return line(f"during the load of {took:.1f} s{what}", runs, [run.during for run in runs])
+    return [
+        line(f"during the load of {took:.1f} s, {what}", runs, [run.during for run in runs]),
+        line(f"during its answer in JSON, {what}", runs, [run.answering for run in runs]),
+    ]
 
 
 def main() -> None:
@@ -288,21 +339,34 @@ def main() -> None:
             os.environ.pop("MLX_PTX_CACHE_DIR", None)
             models = synthetic(chosen, folder)
         runs = rounds_of(models, chosen.streams, chosen.rounds)
-    loads = [during("", runs)]
-    if chosen.shapes is not None and len(runs) > 1:
-        loads = [during(", first round", runs[:1]), during(", the others", runs[1:])]
+    every = [run for some in runs.values() for run in some]
+    loads = [during(BEFORE[quiet], some) for quiet, some in runs.items()]
+    if chosen.shapes is not None and chosen.rounds > 1:
+        # What is new to the machine is compiled in the very first.
+        first, *others = runs[False]
+        loads[:1] = [
+            during(f"{BEFORE[False]}, first round", [first]),
+            during(f"{BEFORE[False]}, the others", others),
+        ]
     print_report(
         models.title,
         ["gaps, ms: median of the rounds (largest)", "gaps a round", "median", "p99", "max"],
-        [line("before", runs, [run.idle for run in runs]), *loads],
+        [line("before", every, [run.idle for run in every]), *chain.from_iterable(loads)],
     )
-    worst = ratio([max(run.during) for run in runs], [statistics.median(run.idle) for run in runs])
-    print(f"\nThe longest gap of a load is {worst} a step.")
-    print(f"The models are run so: {' and '.join(runs[0].forwards)}.")
-    for number, run in enumerate(runs, 1):
-        print(f"\nPieces of round {number} on the MLX thread over 20 ms: {len(run.pieces)}")
-        for milliseconds, place in run.pieces[:LONGEST_PIECES]:
-            print(f"{milliseconds:8.0f} ms  {place}")
+    print()
+    for quiet, some in runs.items():
+        steps = [statistics.median(run.idle) for run in some]
+        worst = ratio([max(run.during) for run in some], steps)
+        print(f"The longest gap of a load, {BEFORE[quiet]}, is {worst} a step.")
+    print(f"The models are run so: {' and '.join(every[0].forwards)}.")
+    for quiet, some in runs.items():
+        for number, run in enumerate(some, 1):
+            print(
+                f"\nPieces of round {number}, {BEFORE[quiet]}, on the MLX thread over 20 ms: "
+                f"{len(run.pieces)}"
+            )
+            for milliseconds, place in run.pieces[:LONGEST_PIECES]:
+                print(f"{milliseconds:8.0f} ms  {place}")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,9 @@ class EncoderBackend:
     def stats(self) -> EncoderStats:
         return self._engine.stats()
 
+    def make_ahead(self) -> None:
+        """It has all that it needs."""
+
     def drop_prefixes(self) -> None:
         """None are kept."""
 

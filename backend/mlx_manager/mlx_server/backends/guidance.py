@@ -27,6 +27,14 @@ class Guidance:
         self._end_ids = tuple(end_ids)
         self._grammars = Grammars(tokenizer, self._end_ids)
 
+    def make_ahead(self) -> None:
+        """What all guides share.
+
+        Raises:
+            UnsupportedParameter: this model has none.
+        """
+        self._grammars.make_ahead()
+
     def of(
         self, request: GenerationRequest, output: OutputFormat
     ) -> tuple[OutputFormat, Guide | None]:

@@ -140,6 +140,14 @@ class TextBackend:
         """Make pages before the first request; on the MLX thread."""
         return self._engine.first_pages()
 
+    def make_ahead(self) -> None:
+        """What the first request for JSON needs: up to a second with Python's lock held.
+
+        Raises:
+            UnsupportedParameter: this model's answers can't be constrained.
+        """
+        self._guidance.make_ahead()
+
     def drop_prefixes(self) -> None:
         """Forget the prompts that are kept for reuse. On the MLX thread."""
         self._engine.drop_prefixes()

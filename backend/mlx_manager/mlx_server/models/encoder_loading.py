@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
@@ -21,7 +21,6 @@ from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
-    TokenizerErrors,
     allowed_context,
     explained,
     granted,
@@ -37,6 +36,7 @@ from mlx_manager.mlx_server.models.sentence import (
     rank_activation,
 )
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
+from mlx_manager.mlx_server.models.tokenizers import Tokenizers
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
@@ -74,7 +74,11 @@ class LoadedEncoder:
 
 
 def loading_encoder(
-    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
+    source: ModelSource,
+    limits: PoolLimits,
+    ledger: Ledger,
+    recipe: Recipe = AS_IT_IS,
+    tokenizers: Tokenizers | None = None,
 ) -> Steps[LoadedEncoder]:
     """Load an encoder a piece at a time; see `loading.loading`.
 
@@ -99,7 +103,9 @@ def loading_encoder(
         found = dict(stored(folder))
         model = build(folder, kind, sentence, source.id, found)
         yield None
-        tokenizer = yield from beside(partial(read_tokenizer, folder.path, limits))
+        read_tokenizer = (tokenizers or Tokenizers()).encoder
+        trust = limits.trust_remote_code
+        tokenizer = yield from beside(partial(read_tokenizer, folder.path, trust_remote_code=trust))
         yield from read(model, found, folder.weight_files)
         found.clear()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
@@ -133,13 +139,6 @@ def checked_encoder(source: ModelSource) -> ModelFolder:
     check_supported(folder, source.id)
     folder.check_weights()
     return folder
-
-
-@TokenizerErrors()
-def read_tokenizer(folder: Path, limits: PoolLimits) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
-        folder, trust_remote_code=limits.trust_remote_code
-    )
 
 
 def build(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -40,6 +40,7 @@ from mlx_manager.mlx_server.models.layout import lay_out
 from mlx_manager.mlx_server.models.reading import noting, read
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
 from mlx_manager.mlx_server.models.timing import fastest
+from mlx_manager.mlx_server.models.tokenizers import Tokenizers
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
@@ -101,9 +102,15 @@ def load(
 
 
 def loading(
-    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
+    source: ModelSource,
+    limits: PoolLimits,
+    ledger: Ledger,
+    recipe: Recipe = AS_IT_IS,
+    tokenizers: Tokenizers | None = None,
 ) -> Steps[LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
+
+    tokenizers: where its own may have been made before.
 
     The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
 
@@ -128,7 +135,9 @@ def loading(
             trust_remote_code=limits.trust_remote_code,
         )
         yield None
-        tokenizer = yield from beside(partial(read_tokenizer, folder.path, config, limits))
+        read_tokenizer = (tokenizers or Tokenizers()).text
+        trust = limits.trust_remote_code
+        tokenizer = yield from beside(partial(read_tokenizer, folder.path, trust_remote_code=trust))
         longest = yield from longest_token(tokenizer)
         adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
         yield from read(model, found, folder.weight_files)
@@ -198,42 +207,6 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
         )
     folder.check_weights()
     return folder
-
-
-class TokenizerErrors(ContextDecorator):
-    """The library tokenizers raises a bare `Exception` over a tokenizer.json that it can't read,
-    such as a newer release's; here it is a ValueError that names the file."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is Exception:
-            release = version("tokenizers")
-            raise ValueError(
-                f"tokenizers {release} can't read its tokenizer.json: {error}"
-            ) from error
-
-
-@TokenizerErrors()
-def read_tokenizer(folder: Path, config: Mapping[str, Any], limits: PoolLimits) -> TokenizerWrapper:
-    return load_tokenizer(
-        folder,
-        {"trust_remote_code": limits.trust_remote_code, **processors_template(folder)},
-        eos_token_ids=config.get("eos_token_id"),
-    )
-
-
-def processors_template(folder: Path) -> Mapping[str, Any]:
-    """The chat template of chat_template.json, where models that also see used to have their only
-    one and which transformers reads for those alone."""
-    file, settings = folder / "chat_template.json", folder / "tokenizer_config.json"
-    if not file.is_file() or (folder / "chat_template.jinja").is_file():
-        return {}
-    if settings.is_file() and "chat_template" in read_json(settings):
-        return {}
-    return {"chat_template": read_json(file).get("chat_template")}
 
 
 def embedded(config: Mapping[str, Any]) -> int | None:

@@ -56,6 +56,7 @@ from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Resi
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.models.streams import on_stream, side_stream
+from mlx_manager.mlx_server.models.tokenizers import Tokenizers
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
@@ -70,6 +71,8 @@ from mlx_manager.mlx_server.utils.steps import BROKEN, Aside, Done, Steps, advan
 T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a load waits for models in use to be given back."""
+QUIET = 2.0
+"""Seconds without a request after which something is made ahead; most of it takes less than one."""
 SLOW_PIECE = 0.02
 """Seconds of a load in one go, on the MLX thread, that the log tells of: others waited for it."""
 log = logging.getLogger(__name__)
@@ -126,6 +129,8 @@ class ModelPoolManager:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._loading = asyncio.Lock()
         self._returns = Returns()
+        self._tokenizers = Tokenizers(limits.max_models)
+        self._looked_at: set[str] = set()
         # Of the MLX thread, hence made there.
         self._beside: mx.Stream | None = None
         set_memory_limit(self.ledger.limit)
@@ -331,12 +336,21 @@ class ModelPoolManager:
         return await self._thread.call(partial(self._clear_prefixes_on_mlx, name))
 
     async def tend(self) -> None:
-        """Preload what is to be, and unload what has been idle for too long, until cancelled."""
+        """Preload what is to be, unload what has been idle for too long, and make ahead, while
+        nobody is answered, what would hold streams up; until cancelled."""
         await self._tell_unknown()
         self._preload()
+        complete_at = -1
         while True:
             seen = self._returns.count
-            await self._returns.wait(seen, await self.expire())
+            rest = await self.expire()
+            if complete_at == seen or not self._is_quiet():
+                await self._returns.wait(seen, rest)
+                continue
+            await self._returns.wait(seen, QUIET if rest is None else min(rest, QUIET))
+            still = self._returns.count == seen and self._is_quiet()
+            if still and not await self._make_one_ahead():
+                complete_at = seen
 
     async def expire(self) -> float | None:
         """Unload what has been idle for too long, or must be loaded anew.
@@ -348,6 +362,48 @@ class ModelPoolManager:
             await self._thread.call(partial(self._evict_on_mlx, policy.is_over))
         rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
         return None if rest == NEVER else max(0.0, rest)
+
+    async def make_ahead(self) -> None:
+        """All at once what `tend` has made while nobody is answered."""
+        while await self._make_one_ahead():
+            pass
+
+    async def _make_one_ahead(self) -> bool:
+        """Something that Python's lock is held for, up to a second: of a model in memory what its
+        first request for JSON needs, then tokenizers of models on disk. False: nothing is left."""
+        for resident in self._residents.all():
+            if not resident.complete:
+                resident.complete = True
+                await self._tried(resident.id, resident.backend.make_ahead)
+                return True
+        # Their own code is run for who asks for them.
+        if self._limits.trust_remote_code or self._tokenizers.full:
+            return False
+        for source in await asyncio.to_thread(self.catalog.models):
+            new = source.id not in self._looked_at and source.id not in self._residents
+            useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
+            if new and useful and source.path is not None:
+                self._looked_at.add(source.id)
+                await self._tried(source.id, partial(self._read_tokenizer, source, source.path))
+                return True
+        return False
+
+    async def _tried(self, model_id: str, make: Callable[[], None]) -> None:
+        """Who asks for it hears what is wrong."""
+        try:
+            await asyncio.to_thread(make)
+        except (MLXManagerError, *BROKEN) as error:
+            log.debug("%s: not made ahead: %s", model_id, error)
+
+    def _read_tokenizer(self, source: ModelSource, folder: Path) -> None:
+        match source.kind:
+            case "text":
+                self._tokenizers.text(folder, trust_remote_code=False)
+            case "embedding" | "reranker":
+                self._tokenizers.encoder(folder, trust_remote_code=False)
+
+    def _is_quiet(self) -> bool:
+        return not self._loads and len(self._idle()) == len(self._residents.all())
 
     def _idle(self) -> list[Resident]:
         residents = self._residents
@@ -524,9 +580,9 @@ class ModelPoolManager:
     ) -> Steps[LoadedModel | LoadedEncoder]:
         match source.kind:
             case "embedding" | "reranker":
-                return loading_encoder(source, self._limits, self.ledger, recipe)
+                return loading_encoder(source, self._limits, self.ledger, recipe, self._tokenizers)
             case _:
-                return loading(source, self._limits, self.ledger, recipe)
+                return loading(source, self._limits, self.ledger, recipe, self._tokenizers)
 
     def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
         if self._beside is None:

@@ -37,6 +37,10 @@ class ModelBackend(Protocol):
         """Figures of its engine, a dataclass."""
         ...
 
+    def make_ahead(self) -> None:
+        """Make what a request may need and would hold every stream up for. Any thread may ask."""
+        ...
+
     def drop_prefixes(self) -> None:
         """Forget the prompts that are kept for reuse. On the MLX thread."""
         ...
@@ -51,6 +55,7 @@ class Resident:
     """A loaded model, where it came from and what it was made by.
 
     backend: a `ModelBackend` that answers what `loaded.kind` says; who leases it names that kind.
+    complete: whether its backend was told to make ahead what it can.
     The rest belongs to `Residents`: `uses` counts everybody's uses up to its last one, which was
     at `used_at` by the clock.
     """
@@ -60,6 +65,7 @@ class Resident:
     backend: Any
     source: ModelSource
     recipe: Recipe
+    complete: bool = field(default=False, init=False)
     leases: int = field(default=0, init=False)
     uses: int = field(default=0, init=False)
     used_at: float = field(default=0.0, init=False)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from pools import GREEDY, answer, given_back, open_pool, states
+from llguidance import LLTokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from pools import GREEDY, answer, given_back, open_pool, request, states
 from pydantic import ValidationError
 from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
@@ -19,7 +25,14 @@ from mlx_manager.mlx_server.config import (
     MLXServerSettings,
     PoolLimits,
 )
-from mlx_manager.mlx_server.core import Finished, GenerationRequest, StopRules, Tokens
+from mlx_manager.mlx_server.core import (
+    Finished,
+    GenerationRequest,
+    JsonObject,
+    StopRules,
+    Tokens,
+)
+from mlx_manager.mlx_server.engine import grammar
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -29,8 +42,11 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
+from mlx_manager.mlx_server.models import pool as pool_module
+from mlx_manager.mlx_server.models import tokenizers
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager, in_daemon_thread
+from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.steps import Steps
@@ -254,6 +270,113 @@ async def test_running_stream_goes_on_while_another_model_loads(models_dir: Path
         running = asyncio.create_task(answer(pool, "a", tokens=64))
         await pool.get_model("b")
         assert await running == alone
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the tokenizer of each folder, by its name, was read."""
+    count: Counter[str] = Counter()
+
+    def noting(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
+        count[folder.name] += 1
+        return read_tokenizer(folder, trust_remote_code)
+
+    monkeypatch.setattr(tokenizers, "read_tokenizer", noting)
+    monkeypatch.setattr(pool_module, "QUIET", 0.01)
+    return count
+
+
+@asynccontextmanager
+async def tended(pool: ModelPoolManager) -> AsyncIterator[None]:
+    task = asyncio.create_task(pool.tend())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_that_comes_back_finds_its_tokenizer(models_dir: Path, read: Counter[str]):
+    async with open_pool(models_dir) as pool:
+        first = await answer(pool, "a")
+        await pool.unload("a")
+        assert await answer(pool, "a") == first
+        assert read == {"a": 1}
+
+
+async def test_tokenizers_are_read_ahead_while_nobody_is_answered(
+    models_dir: Path, read: Counter[str]
+):
+    async with open_pool(models_dir) as pool, tended(pool):
+        await until(lambda: read.total() == 3)
+        await answer(pool, "b")
+        assert read == {"a": 1, "b": 1, "c": 1}
+
+
+async def test_nothing_is_made_ahead_while_somebody_is_answered(
+    models_dir: Path, read: Counter[str]
+):
+    async with open_pool(models_dir) as pool, pool.lease("b"), tended(pool):
+        await until(lambda: pool.is_loaded("default"))
+        await asyncio.sleep(0.2)
+        assert read == {"a": 1, "b": 1}
+
+
+async def test_no_more_tokenizers_are_read_ahead_than_models_may_be_loaded(
+    models_dir: Path, read: Counter[str]
+):
+    async with open_pool(models_dir, max_models=2) as pool:
+        await pool.get_model("c")
+        await pool.make_ahead()
+        assert read == {"a": 1, "c": 1}
+
+
+async def test_of_models_that_may_bring_code_nothing_is_read_ahead(
+    models_dir: Path, read: Counter[str]
+):
+    async with open_pool(models_dir, trust_remote_code=True) as pool:
+        await pool.make_ahead()
+        assert not read
+
+
+async def test_a_tokenizer_that_can_t_be_read_ahead_is_told_to_who_asks_for_it(tmp_path: Path):
+    good, broken = (make_tiny_model(tmp_path / name) for name in ("good", "broken"))
+    assert good.exists()
+    (broken / "tokenizer.json").write_text("{}")
+    async with open_pool(tmp_path, default="good") as pool:
+        await pool.make_ahead()
+        assert await answer(pool, "good")
+        with pytest.raises(ModelLoadFailed, match="broken can't be loaded"):
+            await pool.get_model("broken")
+
+
+async def test_what_the_first_request_for_json_needs_is_made_ahead(
+    models_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+    from_tokenizer = grammar.from_tokenizer
+
+    def noting(*arguments: Any, **more: Any) -> LLTokenizer:
+        made.append("vocabulary")
+        return from_tokenizer(*arguments, **more)
+
+    monkeypatch.setattr(grammar, "from_tokenizer", noting)
+    async with open_pool(models_dir) as pool:
+        await pool.get_model("a")
+        await pool.make_ahead()
+        assert made == ["vocabulary"]
+        async with pool.lease("a") as lease:
+            asked = replace(request("a"), constraint=JsonObject())
+            async for _ in lease.backend.generate(asked):
+                pass
+        await pool.make_ahead()
+    assert made == ["vocabulary"]
 
 
 async def test_requester_who_gives_up_does_not_stop_the_load_for_others(models_dir: Path):

@@ -1,0 +1,118 @@
+"""Models' tokenizers: read from their folders, and kept when the models go.
+
+To make one of 128 000 tokens takes 0.3 to 1 s. For most of that Python's lock is held, by several
+calls in a row of up to 0.3 s, and every stream stands still; no library makes one otherwise. So as
+many are kept as models may be loaded, the most recently used ones, some 60 MB each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import ContextDecorator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_config, load_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mlx_manager.mlx_server.models.folder import WEIGHTS, read_json
+
+T = TypeVar("T")
+Stamp = tuple[tuple[str, int, int], ...]
+TEMPLATES = "additional_chat_templates"
+"""The folder of a model's other templates."""
+
+
+class Tokenizers:
+    """Reads tokenizers, and keeps `most` of them. Any thread may ask.
+
+    Models of one folder share theirs. A folder whose files have changed is read again.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most
+        self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether one more would make another go."""
+        return len(self._kept) >= self._most
+
+    def text(self, folder: Path, *, trust_remote_code: bool) -> TokenizerWrapper:
+        """A text model's.
+
+        Raises:
+            ValueError, OSError, ...: what the libraries raise over files that they can't read.
+        """
+        return self._of(folder, partial(read_tokenizer, folder, trust_remote_code))
+
+    def encoder(self, folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+        """An embedding model's or reranker's; raises what `text` does."""
+        return self._of(folder, partial(read_encoders, folder, trust_remote_code))
+
+    def _of(self, folder: Path, read: partial[T]) -> T:
+        key = (read.func, *read.args, stamp(folder))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = read()
+            self._kept.move_to_end(key)
+            made: T = self._kept[key]
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        return made
+
+
+def stamp(folder: Path) -> Stamp:
+    """Of a folder's files, weights aside: name, bytes, and when it was written (ns)."""
+    files = [file for place in (folder, folder / TEMPLATES) for file in place.glob("*")]
+    found = [(file, file.stat()) for file in files if file.is_file() and not file.match(WEIGHTS)]
+    return tuple(sorted((str(file), of.st_size, of.st_mtime_ns) for file, of in found))
+
+
+class TokenizerErrors(ContextDecorator):
+    """The library tokenizers raises a bare `Exception` over a tokenizer.json that it can't read,
+    such as a newer release's; here it is a ValueError that names the file."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is Exception:
+            release = version("tokenizers")
+            raise ValueError(
+                f"tokenizers {release} can't read its tokenizer.json: {error}"
+            ) from error
+
+
+@TokenizerErrors()
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
+    return load_tokenizer(
+        folder,
+        {"trust_remote_code": trust_remote_code, **processors_template(folder)},
+        eos_token_ids=load_config(folder).get("eos_token_id"),
+    )
+
+
+@TokenizerErrors()
+def read_encoders(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
+        folder, trust_remote_code=trust_remote_code
+    )
+
+
+def processors_template(folder: Path) -> Mapping[str, Any]:
+    """The chat template of chat_template.json, where models that also see used to have their only
+    one and which transformers reads for those alone."""
+    file, settings = folder / "chat_template.json", folder / "tokenizer_config.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return {}
+    if settings.is_file() and "chat_template" in read_json(settings):
+        return {}
+    return {"chat_template": read_json(file).get("chat_template")}
