@@ -31,7 +31,13 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.models.activations import swiglu
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 
 from mlx_manager.mlx_server.engine import products
@@ -980,15 +986,21 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
     the yardstick is by how much the module differs from itself, between a step and a prompt.
     """
     lengths = (2 * page_size + 5, 3)
-    texts = [[3 + (7 * i + 13 * j) % 50 for j in range(n + 2)] for i, n in enumerate(lengths)]
-    caches = [make_prompt_cache(model) for _ in texts]
-    for text, cache, n in zip(texts, caches, lengths, strict=True):
-        yield from _passed(model, text[:n], cache)
-    # Of both steps in one pass: cuDNN prepares itself for each length that is new, 40 ms.
-    prompts = []
-    for text in texts:
-        prompts.append((yield from _passed(model, text, make_prompt_cache(model))))
-    counts = [-(-len(text) // page_size) for text in texts]
+    longest = max(lengths) + 2
+    texts = [[3 + (7 * i + 13 * j) % 50 for j in range(longest)] for i in range(len(lengths))]
+    caches, prompts = [], []
+    for text, n in zip(texts, lengths, strict=True):
+        cache = make_prompt_cache(model)
+        # Both steps' tokens as a prompt's, and of one length: cuDNN prepares itself for each that
+        # is new, 40 ms.
+        prompts.append((yield from _passed(model, text, cache)))
+        if can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, longest - n)
+        else:
+            cache = make_prompt_cache(model)
+            yield from _passed(model, text[:n], cache)
+        caches.append(cache)
+    counts = [-(-(n + 2) // page_size) for n in lengths]
     pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
     pools = _filled(caches, pages, page_size)
     yield from computed([array for pool in pools for array in pool])
