@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -76,6 +76,26 @@ QUIET = 2.0
 SLOW_PIECE = 0.02
 """Seconds of a load in one go, on the MLX thread, that the log tells of: others waited for it."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How models of a kind are loaded.
+
+    check: raises what is wrong with a model's files. tokenizer: reads it, or has it.
+    """
+
+    check: Callable[[ModelSource, PoolLimits], object]
+    loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
+    tokenizer: Callable[..., object]
+
+
+TEXT = Way(checked_folder, loading, Tokenizers.text)
+ENCODER = Way(lambda source, _: checked_encoder(source), loading_encoder, Tokenizers.encoder)
+
+
+def way_of(source: ModelSource) -> Way:
+    return ENCODER if source.kind in ("embedding", "reranker") else TEXT
 
 
 class Thread(Protocol):
@@ -384,23 +404,17 @@ class ModelPoolManager:
             useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
             if new and useful and source.path is not None:
                 self._looked_at.add(source.id)
-                await self._tried(source.id, partial(self._read_tokenizer, source, source.path))
+                read = partial(way_of(source).tokenizer, self._tokenizers, source.path)
+                await self._tried(source.id, partial(read, trust_remote_code=False))
                 return True
         return False
 
-    async def _tried(self, model_id: str, make: Callable[[], None]) -> None:
+    async def _tried(self, model_id: str, make: Callable[[], object]) -> None:
         """Who asks for it hears what is wrong."""
         try:
             await asyncio.to_thread(make)
         except (MLXManagerError, *BROKEN) as error:
             log.debug("%s: not made ahead: %s", model_id, error)
-
-    def _read_tokenizer(self, source: ModelSource, folder: Path) -> None:
-        match source.kind:
-            case "text":
-                self._tokenizers.text(folder, trust_remote_code=False)
-            case "embedding" | "reranker":
-                self._tokenizers.encoder(folder, trust_remote_code=False)
 
     def _is_quiet(self) -> bool:
         return not self._loads and len(self._idle()) == len(self._residents.all())
@@ -554,11 +568,7 @@ class ModelPoolManager:
     def _check_files(self, source: ModelSource) -> None:
         """No model goes for one that can't be loaded."""
         with explained(source.id):
-            match source.kind:
-                case "embedding" | "reranker":
-                    checked_encoder(source)
-                case _:
-                    checked_folder(source, self._limits)
+            way_of(source).check(source, self._limits)
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""
@@ -575,15 +585,6 @@ class ModelPoolManager:
             "may be (MLX_SERVER_MAX_MODELS)."
         )
 
-    def _loading_of(
-        self, source: ModelSource, recipe: Recipe
-    ) -> Steps[LoadedModel | LoadedEncoder]:
-        match source.kind:
-            case "embedding" | "reranker":
-                return loading_encoder(source, self._limits, self.ledger, recipe, self._tokenizers)
-            case _:
-                return loading(source, self._limits, self.ledger, recipe, self._tokenizers)
-
     def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
         if self._beside is None:
             self._beside = side_stream()
@@ -591,7 +592,8 @@ class ModelPoolManager:
 
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Load a model, make its backend, and take it among the residents."""
-        loaded = yield from self._loading_of(source, recipe)
+        way = way_of(source)
+        loaded = yield from way.loading(source, self._limits, self.ledger, recipe, self._tokenizers)
         backend: ModelBackend | None = None
         try:
             backend = yield from self._make_backend(loaded, self.ledger)

@@ -98,9 +98,9 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     # A layer's are five, and there are the embedding and the head at least.
     assert tried // 5 == warmed // 6 >= 5 + 2
     assert (tried % 5, warmed % 6) == (0, 0)
-    # Its two layers are joined one by one, and two sequences pass through the model four times.
+    # Its two layers are joined one by one, and two sequences pass through the model three times.
     assert places.count("building > _building > computed > beside") == 2
-    assert places.count("checking > _passed > computed > beside") == 2 * 4
+    assert places.count("checking > _passed > computed > beside") == 2 * 3
     assert places.count("disagreement > run_both > computed > beside") == 5
     # A draw in every way.
     draws = watch.pauses.count("preparing > choosing > one_by_one > computed > beside")
