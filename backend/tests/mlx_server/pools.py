@@ -84,6 +84,17 @@ async def open_pool(
         await asyncio.to_thread(thread.close)
 
 
+@asynccontextmanager
+async def tended(pool: ModelPoolManager) -> AsyncIterator[None]:
+    """As `main` has it tended."""
+    tending = asyncio.create_task(pool.tend())
+    try:
+        yield
+    finally:
+        tending.cancel()
+        await asyncio.wait([tending])
+
+
 def request(model: str, prompt: str = "hello", tokens: int = 8) -> GenerationRequest:
     return GenerationRequest(model, Text(prompt), GREEDY, max_tokens=tokens)
 

@@ -103,9 +103,8 @@ def loading_encoder(
         found = dict(stored(folder))
         model = build(folder, kind, sentence, source.id, found)
         yield None
-        read_tokenizer = (tokenizers or Tokenizers()).encoder
-        trust = limits.trust_remote_code
-        tokenizer = yield from beside(partial(read_tokenizer, folder.path, trust_remote_code=trust))
+        tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
+        tokenizer = yield from beside(partial(tokenizers.encoder, folder.path))
         yield from read(model, found, folder.weight_files)
         found.clear()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.

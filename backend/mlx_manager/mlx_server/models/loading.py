@@ -135,9 +135,8 @@ def loading(
             trust_remote_code=limits.trust_remote_code,
         )
         yield None
-        read_tokenizer = (tokenizers or Tokenizers()).text
-        trust = limits.trust_remote_code
-        tokenizer = yield from beside(partial(read_tokenizer, folder.path, trust_remote_code=trust))
+        tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
+        tokenizer = yield from beside(partial(tokenizers.text, folder.path))
         longest = yield from longest_token(tokenizer)
         adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
         yield from read(model, found, folder.weight_files)

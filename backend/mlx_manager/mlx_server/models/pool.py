@@ -87,7 +87,7 @@ class Way:
 
     check: Callable[[ModelSource, PoolLimits], object]
     loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
-    tokenizer: Callable[..., object]
+    tokenizer: Callable[[Tokenizers, Path], object]
 
 
 TEXT = Way(checked_folder, loading, Tokenizers.text)
@@ -149,7 +149,7 @@ class ModelPoolManager:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._loading = asyncio.Lock()
         self._returns = Returns()
-        self._tokenizers = Tokenizers(limits.max_models)
+        self._tokenizers = Tokenizers(limits.max_models, trust_remote_code=limits.trust_remote_code)
         self._looked_at: set[str] = set()
         # Of the MLX thread, hence made there.
         self._beside: mx.Stream | None = None
@@ -404,8 +404,8 @@ class ModelPoolManager:
             useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
             if new and useful and source.path is not None:
                 self._looked_at.add(source.id)
-                read = partial(way_of(source).tokenizer, self._tokenizers, source.path)
-                await self._tried(source.id, partial(read, trust_remote_code=False))
+                read = way_of(source).tokenizer
+                await self._tried(source.id, partial(read, self._tokenizers, source.path))
                 return True
         return False
 

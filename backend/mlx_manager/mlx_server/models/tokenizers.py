@@ -32,10 +32,13 @@ class Tokenizers:
     """Reads tokenizers, and keeps `most` of them. Any thread may ask.
 
     Models of one folder share theirs. A folder whose files have changed is read again.
+
+    trust_remote_code: whether code that comes with a model may make its tokenizer.
     """
 
-    def __init__(self, most: int = 0) -> None:
+    def __init__(self, most: int = 0, *, trust_remote_code: bool = False) -> None:
         self._most = most
+        self._trust = trust_remote_code
         self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._lock = Lock()
 
@@ -44,20 +47,20 @@ class Tokenizers:
         """Whether one more would make another go."""
         return len(self._kept) >= self._most
 
-    def text(self, folder: Path, *, trust_remote_code: bool) -> TokenizerWrapper:
+    def text(self, folder: Path) -> TokenizerWrapper:
         """A text model's.
 
         Raises:
             ValueError, OSError, ...: what the libraries raise over files that they can't read.
         """
-        return self._of(folder, partial(read_tokenizer, folder, trust_remote_code))
+        return self._of(folder, partial(read_tokenizer, folder, self._trust))
 
-    def encoder(self, folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    def encoder(self, folder: Path) -> PreTrainedTokenizerBase:
         """An embedding model's or reranker's; raises what `text` does."""
-        return self._of(folder, partial(read_encoders, folder, trust_remote_code))
+        return self._of(folder, partial(read_encoders, folder, self._trust))
 
     def _of(self, folder: Path, read: partial[T]) -> T:
-        key = (read.func, *read.args, stamp(folder))
+        key = (read.func, folder, stamp(folder))
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = read()

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import mlx.core as mx
 import pytest
 from llguidance import LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pools import GREEDY, answer, given_back, open_pool, request, states
+from pools import GREEDY, answer, given_back, open_pool, request, states, tended
 from pydantic import ValidationError
 from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
@@ -284,16 +283,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(tokenizers, "read_tokenizer", noting)
     monkeypatch.setattr(pool_module, "QUIET", 0.01)
     return count
-
-
-@asynccontextmanager
-async def tended(pool: ModelPoolManager) -> AsyncIterator[None]:
-    task = asyncio.create_task(pool.tend())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def until(condition: Callable[[], bool]) -> None:

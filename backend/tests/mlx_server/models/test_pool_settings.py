@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from pools import Clock, answer, open_pool, states
+from pools import Clock, answer, open_pool, states, tended
 from tiny_models import make_tiny_adapter, make_tiny_model
 
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -67,17 +67,14 @@ async def test_a_pool_that_is_tended_preloads_and_unloads_by_itself(
     models_dir: Path, tmp_path: Path
 ):
     file = write(tmp_path, "[models.b]\npreload = true\n[models.c]\npreload = true\nttl = 0")
-    async with open_pool(models_dir, default="a", models_file=file) as pool:
-        tending = asyncio.create_task(pool.tend())
+    async with open_pool(models_dir, default="a", models_file=file) as pool, tended(pool):
         await until(pool, {"b"})
         await answer(pool, "c")
         await until(pool, {"b"})
-        tending.cancel()
 
 
 async def test_a_model_that_is_loaded_for_nobody_any_more_goes_after_its_time(models_dir: Path):
-    async with open_pool(models_dir, ttl=0.0) as pool, asyncio.timeout(60):
-        tending = asyncio.create_task(pool.tend())
+    async with open_pool(models_dir, ttl=0.0) as pool, asyncio.timeout(60), tended(pool):
         # The default model has come and gone.
         while not pool.figures()["unloads"]:  # noqa: ASYNC110 the pool tells nobody
             await asyncio.sleep(0.001)
@@ -88,7 +85,6 @@ async def test_a_model_that_is_loaded_for_nobody_any_more_goes_after_its_time(mo
         while "b" not in pool.figures()["loads"]:  # noqa: ASYNC110 likewise
             await asyncio.sleep(0.001)
         await until(pool, set())
-        tending.cancel()
 
 
 async def test_a_pinned_model_makes_no_place_and_outlives_its_time(
@@ -154,9 +150,8 @@ async def test_settings_of_what_is_not_on_offer_are_told_of_at_the_start_and_whe
 ):
     file = write(tmp_path, "[models.b]\npreload = true\n[models.bee]\npinned = true")
     async with open_pool(models_dir, default="a", models_file=file) as pool:
-        tending = asyncio.create_task(pool.tend())
-        await until(pool, {"b"})
-        tending.cancel()
+        async with tended(pool):
+            await until(pool, {"b"})
         told = [record.message for record in caplog.records if "not on offer" in record.message]
         assert told == [f"{file} has settings of 'bee', which is not on offer"]
         write(tmp_path, "[models.see]")
@@ -183,8 +178,7 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
     models_dir: Path, tmp_path: Path
 ):
     file = write(tmp_path, "")
-    async with open_pool(models_dir, models_file=file) as pool:
-        tending = asyncio.create_task(pool.tend())
+    async with open_pool(models_dir, models_file=file) as pool, tended(pool):
         async with pool.lease("b") as old:
             write(tmp_path, "[models.b]\ncontext_length = 100")
             assert (await pool.reload()).outdated == ("b",)
@@ -193,7 +187,6 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
             assert (await pool.status("b")).outdated
         await until(pool, set())
         assert (await pool.get_model("b")).loaded.context_length == 100
-        tending.cancel()
 
 
 async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
