@@ -17,25 +17,16 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
                "l"(from), "r"(bytes));
 }
 
-// The same for what is read once: the second-level cache gives it up before anything else.
-__device__ __forceinline__ void copy_async_once(void* to, const void* from, int bytes) {
-  unsigned long policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "l"(policy));
+// The same where the rest of its 128 bytes is copied, too.
+__device__ __forceinline__ void copy_async_of_line(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes));
 }
 
 // The same for all 16, where what follows them is copied soon after.
 __device__ __forceinline__ void copy_async_in_order(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
                "l"(from));
-}
-
-// The same for what other blocks on the multiprocessor read too.
-__device__ __forceinline__ void copy_async_cached(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
@@ -99,6 +90,18 @@ __device__ __forceinline__ float2 unpack(unsigned x, const __nv_bfloat16*) {
 
 __device__ __forceinline__ float2 unpack(unsigned x, const __half*) {
   return __half22float2(*reinterpret_cast<__half2*>(&x));
+}
+
+// Each half of `a` times the same of `b`, rounded once.
+__device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b, const __nv_bfloat16*) {
+  __nv_bfloat162 x = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a),
+                             *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<unsigned*>(&x);
+}
+
+__device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b, const __half*) {
+  __half2 x = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<unsigned*>(&x);
 }
 
 __device__ __forceinline__ float power_of_two(float x) {

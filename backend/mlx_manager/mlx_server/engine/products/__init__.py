@@ -35,8 +35,9 @@ from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, ch
 from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm, WarpForm
 
-# From so many rows on gates and ups are multiplied by warpgroups where there are any: 63 instead of
-# some 67 us for an 8B's with 32 rows (H200).
+# From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
+# too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32 rows,
+# but 24 instead of 21 for a 1B's (H200).
 FEWEST_IN_GROUPS = 17
 _GATES_SOURCE = Path(__file__).with_name("gates.cu")
 _GATES_THREADS = 256
@@ -177,10 +178,12 @@ class ProductKernels:
 
 def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
     """What is fastest for gates and ups, `outputs` together."""
-    if device.multiplies_in_groups and rows >= FEWEST_IN_GROUPS:
+    by_warps = WarpForm.choose(outputs, min(rows, WarpForm.most_rows), device, gated=True)
+    too_many = outputs / by_warps.outputs > 2 * device.multiprocessors
+    in_groups = rows > WarpForm.most_rows or (rows >= FEWEST_IN_GROUPS and too_many)
+    if device.multiplies_in_groups and in_groups:
         return GroupForm.choose(outputs, rows, device)
-    # A tile of gates needs one of ups beside it.
-    return WarpForm.choose(outputs, rows, device, fewest=2)
+    return by_warps
 
 
 def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:

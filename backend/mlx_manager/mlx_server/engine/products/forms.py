@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, RESERVED_PER_BLOCK, CudaDevice
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, CudaDevice
 from mlx_manager.mlx_server.engine.kernels.hopper import (
     HOPPER_SOURCE,
     TILE_ALIGNMENT,
@@ -18,9 +18,11 @@ from mlx_manager.mlx_server.engine.kernels.kernel import source
 WIDTH = 64
 """Inputs that a stage holds: what the matrix's inputs must be a multiple of."""
 
-MOST_STAGES = 4
+_MOST_STAGES = 4
 # Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
-STAGE_MEMORY = 168 * 1024
+_STAGE_MEMORY = 168 * 1024
+# By the tiles of a block: the warps and stages that go with them.
+_IN_FLIGHT = {1: (8, 4), 2: (8, 3), 3: (4, 3), 4: (4, 4)}
 
 WARPS_SOURCE = Path(__file__).with_name("products.cu")
 _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
@@ -64,26 +66,37 @@ class WarpForm:
         return source(DEVICE_SOURCE, WARPS_SOURCE)
 
     @staticmethod
-    def choose(outputs: int, rows: int, device: CudaDevice, fewest: int = 1) -> WarpForm:
-        """As measured on an H200: more tiles share the reading of the rows, unless too few blocks
-        would be left; eight warps keep more loads in flight where blocks are few, and start and end
-        less often where they are very many; in between, two blocks of four warps do better. Of at
-        least `fewest` tiles."""
-        columns = 1 if rows <= 8 else 2 if rows <= 16 else 4
-        least = {1: ((2, 0.66),), 2: ((2, 0.66),), 4: ((4, 0.66), (2, 0.45))}[columns]
-        tiles = next(
-            (n for n, part in least if outputs / (16 * n) >= part * device.multiprocessors), fewest
-        )
+    def choose(outputs: int, rows: int, device: CudaDevice, *, gated: bool = False) -> WarpForm:
+        """As measured on an H200: as few outputs a block as leave it a multiprocessor to itself, as
+        what waits for another block begins too late; where the most are too few for that, two
+        blocks share one. More stages than these are slower. With up to 8 rows more tiles share the
+        reading of the rows, and two blocks of four warps do better where blocks are neither few nor
+        many. `gated`: a tile of gates needs one of ups beside it.
+        """
+        if rows <= 8:
+            return WarpForm._of_few_rows(outputs, device, gated=gated)
+        columns = 2 if rows <= 16 else 4
+        tiles = next((n for n in _IN_FLIGHT if _shared_out(outputs, n, device, gated=gated)), None)
+        if tiles is None:
+            return WarpForm._fitting(4, columns, 4, 2, device.block_memory)
+        return WarpForm._fitting(tiles, columns, *_IN_FLIGHT[tiles], device.block_memory)
+
+    @staticmethod
+    def _of_few_rows(outputs: int, device: CudaDevice, *, gated: bool) -> WarpForm:
+        enough = outputs / 32 >= 0.66 * device.multiprocessors
+        tiles = 2 if enough or gated else 1
         turns = outputs / (16 * tiles) / device.multiprocessors
-        if columns == 4:
-            warps = 4 if tiles == 4 else 8
-            memory = device.block_memory if turns <= 1 else device.multiprocessor_memory // 2
-            memory -= RESERVED_PER_BLOCK
-        else:
-            warps = 4 if turns > 1 and (turns < 5 or columns == 2) else 8
-            memory = min(STAGE_MEMORY, device.block_memory)
-        stages = memory // (warps * WarpForm._stage_bytes(tiles, columns))
-        return WarpForm(tiles, columns, warps, max(2, min(stages, MOST_STAGES)))
+        warps = 4 if 1 < turns < 5 else 8
+        memory = min(_STAGE_MEMORY, device.block_memory)
+        return WarpForm._fitting(tiles, 1, warps, _MOST_STAGES, memory)
+
+    @staticmethod
+    def _fitting(tiles: int, columns: int, warps: int, stages: int, memory: int) -> WarpForm:
+        """With fewer stages, or fewer warps, where `memory` has no room."""
+        of_stage = WarpForm._stage_bytes(tiles, columns)
+        while warps > 1 and memory < 2 * warps * of_stage:
+            warps //= 2
+        return WarpForm(tiles, columns, warps, max(2, min(stages, memory // (warps * of_stage))))
 
     @staticmethod
     def _stage_bytes(tiles: int, columns: int) -> int:
@@ -137,3 +150,9 @@ class GroupForm:
 
 
 Form = WarpForm | GroupForm
+
+
+def _shared_out(outputs: int, tiles: int, device: CudaDevice, *, gated: bool) -> bool:
+    """Whether blocks of so many tiles are a product's, and no more than multiprocessors."""
+    whole = outputs % (16 * tiles) == 0 and not (gated and tiles % 2)
+    return whole and outputs / (16 * tiles) <= device.multiprocessors

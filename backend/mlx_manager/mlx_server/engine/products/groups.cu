@@ -57,7 +57,7 @@ struct GroupProduct {
 #pragma unroll
       for (int j = 0; j < PIECES; j++) {
         const int row = row_of(j);
-        if (row < rows) copy_async_cached(to + swizzled(row, piece), x + (long)row * inputs + k);
+        if (row < rows) copy_async(to + swizzled(row, piece), x + (long)row * inputs + k, 16);
       }
     }
     commit_copies();
@@ -66,9 +66,9 @@ struct GroupProduct {
   // `x` times `by`, pair by pair; adds the squares of `x` to `sum`.
   __device__ __forceinline__ static unsigned scaled(unsigned x, unsigned by, float& sum) {
     const T* type = nullptr;
-    const float2 a = unpack(x, type), b = unpack(by, type);
+    const float2 a = unpack(x, type);
     sum += a.x * a.x + a.y * a.y;
-    return pack(a.x * b.x, a.y * b.y, type);
+    return multiply_pair(x, by, type);
   }
 
   __device__ __forceinline__ void fetch_scale(int i) {

@@ -7,7 +7,8 @@
 // which k of an mma is the same for both, so each lane reads its 16 bytes as they lie. The shares
 // meet in shared memory at the end. An RMS norm before the product costs nothing: its weights are
 // multiplied into the rows on the way, the squares are summed beside the product, and 1 / rms is
-// applied to the result.
+// applied to the result. Copies go past the first-level cache: the more of a multiprocessor's memory
+// is shared, the fewer through that cache are under way.
 
 namespace kernels {
 
@@ -19,12 +20,33 @@ struct Awaited {
   __device__ __forceinline__ void operator()() const {}
 };
 
+// Neighbours that are read and written at once.
+template <typename E, int N>
+struct alignas(N * sizeof(E)) Neighbours {
+  E of[N];
+
+  __device__ __forceinline__ static Neighbours at(const E* from) {
+    return *reinterpret_cast<const Neighbours*>(from);
+  }
+  __device__ __forceinline__ void put(E* to) const { *reinterpret_cast<Neighbours*>(to) = *this; }
+};
+
+template <typename E, int N>
+__device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) {
+#pragma unroll
+  for (int e = 0; e < N; e++) sum[e] += float(x.of[e]);
+}
+
 template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
   static constexpr int ROWS = COLUMNS * 8;
   static constexpr int STAGE = (OUTPUTS + ROWS + (NORM ? 1 : 0)) * kWidth;
   static constexpr int MERGE_STRIDE = OUTPUTS + 4;
+  // Outputs that a thread gives at once, and sums of a row's squares, which need not wait for each
+  // other: with few rows there are more threads than outputs, and registers to spare.
+  static constexpr int AT_ONCE = COLUMNS == 1 ? 1 : 4;
+  static constexpr int SUMS = COLUMNS == 1 ? 4 : 1;
 
   const T* weight;
   const T* x;
@@ -35,7 +57,7 @@ struct Product {
   T* stages;
 
   float output[TILES][COLUMNS][4];
-  float squares[COLUMNS];
+  float squares[COLUMNS][SUMS];
 
   __device__ __forceinline__ long weight_row(int row) const {
     return row < OUTPUTS / 2 ? first + row : second + row - OUTPUTS / 2;
@@ -61,7 +83,7 @@ struct Product {
       const int row = j * 4 + lane / 8;
       copy_async(stage + place(row, lane % 8), weight + weight_row(row) * inputs + k, 16);
     }
-    if (NORM && lane < 8) copy_async_cached(stage + place(OUTPUTS + ROWS, lane), norm + k);
+    if (NORM && lane < 8) copy_async(stage + place(OUTPUTS + ROWS, lane), norm + k, 16);
   }
 
   __device__ __forceinline__ void fetch_rows(int i) {
@@ -72,7 +94,7 @@ struct Product {
       for (int j = 0; j < ROWS / 4; j++) {
         const int row = j * 4 + lane / 8;
         if (row < rows)
-          copy_async_cached(stage + place(OUTPUTS + row, lane % 8), x + (long)row * inputs + k);
+          copy_async(stage + place(OUTPUTS + row, lane % 8), x + (long)row * inputs + k, 16);
       }
     }
     commit_copies();
@@ -90,9 +112,9 @@ struct Product {
   // `x` times `by`, pair by pair; adds the squares of `x` to `sum`.
   __device__ __forceinline__ static unsigned scaled(unsigned x, unsigned by, float& sum) {
     const T* type = nullptr;
-    float2 a = unpack(x, type), b = unpack(by, type);
+    const float2 a = unpack(x, type);
     sum += a.x * a.x + a.y * a.y;
-    return pack(a.x * b.x, a.y * b.y, type);
+    return multiply_pair(x, by, type);
   }
 
   __device__ __forceinline__ void take(const T* stage) {
@@ -107,10 +129,10 @@ struct Product {
       for (int n = 0; n < COLUMNS; n++) {
         b[n] = read(stage, OUTPUTS + n * 8 + lane / 4, piece);
         if constexpr (NORM) {
-          b[n].x = scaled(b[n].x, by.x, squares[n]);
-          b[n].y = scaled(b[n].y, by.y, squares[n]);
-          b[n].z = scaled(b[n].z, by.z, squares[n]);
-          b[n].w = scaled(b[n].w, by.w, squares[n]);
+          b[n].x = scaled(b[n].x, by.x, squares[n][0]);
+          b[n].y = scaled(b[n].y, by.y, squares[n][1 % SUMS]);
+          b[n].z = scaled(b[n].z, by.z, squares[n][2 % SUMS]);
+          b[n].w = scaled(b[n].w, by.w, squares[n][3 % SUMS]);
         }
       }
 #pragma unroll
@@ -139,7 +161,8 @@ struct Product {
     count = (inputs / kWidth - warp + WARPS - 1) / WARPS;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
-      squares[n] = 0.f;
+#pragma unroll
+      for (int e = 0; e < SUMS; e++) squares[n][e] = 0.f;
 #pragma unroll
       for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -177,7 +200,9 @@ struct Product {
           merged[(warp * ROWS + row + e % 2) * MERGE_STRIDE + t * 16 + e / 2 * 8 + lane / 4] =
               output[t][n][e];
       if constexpr (NORM) {
-        float sum = squares[n];
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) sum += squares[n][e];
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
         if (lane % 4 == 0) sums[warp * ROWS + n * 8 + lane / 4] = sum;
@@ -187,16 +212,29 @@ struct Product {
     return merged;
   }
 
-  // The product at a row and an output of the block, from what `run` left.
-  __device__ __forceinline__ float at(const float* merged, int row, int out, float epsilon) const {
-    const float* sums = merged + WARPS * ROWS * MERGE_STRIDE;
-    float total = 0.f, sum = 0.f;
+  // The product at a row and the outputs of the block from `out` on, from what `run` left.
+  __device__ __forceinline__ void total(float (&y)[AT_ONCE], const float* merged, int row, int out,
+                                        float by) const {
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      total += merged[(w * ROWS + row) * MERGE_STRIDE + out];
-      if constexpr (NORM) sum += sums[w * ROWS + row];
+    for (int e = 0; e < AT_ONCE; e++) y[e] = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      add(y, Neighbours<float, AT_ONCE>::at(merged + (w * ROWS + row) * MERGE_STRIDE + out));
+    if constexpr (NORM) {
+#pragma unroll
+      for (int e = 0; e < AT_ONCE; e++) y[e] *= by;
     }
-    return NORM ? total * rsqrtf(sum / inputs + epsilon) : total;
+  }
+
+  // What the norm multiplies a row by in the end.
+  __device__ __forceinline__ float factor(const float* merged, int row, float epsilon) const {
+    const float* sums = merged + WARPS * ROWS * MERGE_STRIDE;
+    float sum = 0.f;
+    if constexpr (NORM) {
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += sums[w * ROWS + row];
+    }
+    return rsqrtf(sum / inputs + epsilon);
   }
 };
 
@@ -218,12 +256,19 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T
   product.first = first;
   product.second = first + product.OUTPUTS / 2;
   const float* merged = product.run(await_rows);
-  for (int i = threadIdx.x; i < rows * product.OUTPUTS; i += WARPS * 32) {
-    const int row = i / product.OUTPUTS, at = i % product.OUTPUTS;
-    float y = product.at(merged, row, at, epsilon);
-    if (BIAS) y += float(bias[first + at]);
-    if (RESIDUAL) y += float(residual[(long)row * outputs + first + at]);
-    out[(long)row * outputs + first + at] = T(y);
+  constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N;
+  using Values = Neighbours<T, N>;
+  for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {
+    const int row = i / PIECES, at = i % PIECES * N;
+    const long to = (long)row * outputs + first + at;
+    float y[N];
+    product.total(y, merged, row, at, product.factor(merged, row, epsilon));
+    if (BIAS) add(y, Values::at(bias + first + at));
+    if (RESIDUAL) add(y, Values::at(residual + to));
+    Values result;
+#pragma unroll
+    for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
+    result.put(out + to);
   }
 }
 
@@ -247,15 +292,22 @@ __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const 
   product.first = first;
   product.second = outputs + first;
   const float* merged = product.run(await_rows);
-  for (int i = threadIdx.x; i < rows * EACH; i += WARPS * 32) {
-    const int row = i / EACH, at = i % EACH;
-    float gate = product.at(merged, row, at, epsilon);
-    float up = product.at(merged, row, EACH + at, epsilon);
+  constexpr int N = product.AT_ONCE, PIECES = EACH / N;
+  using Values = Neighbours<T, N>;
+  for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {
+    const int row = i / PIECES, at = i % PIECES * N;
+    const float by = product.factor(merged, row, epsilon);
+    float gate[N], up[N];
+    product.total(gate, merged, row, at, by);
+    product.total(up, merged, row, EACH + at, by);
     if (BIAS) {
-      gate += float(bias[first + at]);
-      up += float(bias[outputs + first + at]);
+      add(gate, Values::at(bias + first + at));
+      add(up, Values::at(bias + outputs + first + at));
     }
-    out[(long)row * outputs + first + at] = T(silu_times(gate, up));
+    Values result;
+#pragma unroll
+    for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
+    result.put(out + (long)row * outputs + first + at);
   }
 }
 

@@ -84,9 +84,10 @@ inline void forget_copies() {
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
 }
-inline void copy_async_once(void* to, const void* from, int bytes) { copy_async(to, from, bytes); }
+inline void copy_async_of_line(void* to, const void* from, int bytes) {
+  copy_async(to, from, bytes);
+}
 inline void copy_async_in_order(void* to, const void* from) { copy_async(to, from, 16); }
-inline void copy_async_cached(void* to, const void* from) { copy_async(to, from, 16); }
 inline void commit_copies() {
   committed[group::current].push_back(std::move(pending[group::current]));
   pending[group::current].clear();
@@ -173,6 +174,10 @@ unsigned pack(float low, float high, const T*) {
 }
 template <typename T>
 float2 unpack(unsigned x, const T*) { return {element<T>(x, 0), element<T>(x, 1)}; }
+template <typename T>
+unsigned multiply_pair(unsigned a, unsigned b, const T* type) {
+  return pack(element<T>(a, 0) * element<T>(b, 0), element<T>(a, 1) * element<T>(b, 1), type);
+}
 
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float shuffle_xor(float x, int lanes) { return group::exchange(x, group::lane() ^ lanes); }

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, WarpFo
 BF16, F16 = mx.bfloat16, mx.float16
 FORMS = (WarpForm, GroupForm)
 H200 = CudaDevice(132, 227 * 1024, 228 * 1024, multiplies_in_groups=True)
+RTX4090 = CudaDevice(128, 99 * 1024, 100 * 1024)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ CASES = [
     Case("norm-and-bias", WarpForm(1, 2, 2, 4), 13, norm=True, bias=True, dtype=F16),
     Case("residual", WarpForm(4, 4, 4, 3), 32, residual=True),
     Case("residual-and-bias", WarpForm(2, 4, 8, 2), 27, residual=True, bias=True),
+    Case("three-tiles", WarpForm(3, 4, 4, 3), 21, outputs=384, norm=True, dtype=F16),
+    Case("tile-of-many-rows", WarpForm(1, 4, 8, 4), 32, inputs=1024, norm=True, residual=True),
     Case("gated", WarpForm(2, 1, 4, 3), 8, gated=True, norm=True),
+    Case("gated-tile", WarpForm(1, 2, 4, 3), 11, gated=True, norm=True, bias=True),
     Case("gated-bias", WarpForm(4, 4, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
     Case("more-stages-than-inputs", WarpForm(2, 1, 4, 6), 3, inputs=192, norm=True),
     Case("in-groups", GroupForm(2, 32), 27, outputs=256, gated=True, norm=True),
@@ -110,7 +114,15 @@ def test_nvidia_s_compiler_takes_gates(nvidia_accepts):
     nvidia_accepts([gate_entry(BF16), gate_entry(F16)])
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[9]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in CASES
+        if c.name in {"norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"}
+    ],
+    ids=lambda case: case.name,
+)
 def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
     nvidia_accepts([entry(case)])
 
@@ -140,13 +152,21 @@ def test_product_is_the_reference(libraries, index):
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
-@pytest.mark.parametrize("fewest", [1, 2])
-def test_chosen_forms_fit_the_multiprocessor(rows, outputs, fewest):
-    form = WarpForm.choose(outputs, rows, H200, fewest)
-    assert form.tiles >= fewest
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("device", [H200, RTX4090], ids=["H200", "RTX4090"])
+def test_chosen_forms_fit_the_multiprocessor(rows, outputs, gated, device):
+    form = WarpForm.choose(outputs, rows, device, gated=gated)
+    assert outputs % form.outputs == 0
+    assert not (gated and form.tiles % 2)
     assert form.columns * 8 >= rows
-    assert form.shared_memory <= H200.block_memory
+    assert form.shared_memory <= device.block_memory
     assert form.stages >= 2
+
+
+@pytest.mark.parametrize("rows", [9, 16, 17, 32])
+@pytest.mark.parametrize("outputs", [2048, 3072, 4096, 6144, 8192])
+def test_no_block_of_a_product_waits_for_another(rows, outputs):
+    assert outputs / WarpForm.choose(outputs, rows, H200).outputs <= H200.multiprocessors
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])

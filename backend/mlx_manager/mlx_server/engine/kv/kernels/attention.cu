@@ -130,8 +130,8 @@ struct Attend {
         int token = piece / (D / 8);
         int to = token * STRIDE + piece % (D / 8) * 8;
         int bytes = start + token >= begin && start + token < stored ? 16 : 0;
-        copy_async_once(k_stage + to, k_head + offset + piece * 8, bytes);
-        copy_async_once(v_stage + to, v_head + offset + piece * 8, bytes);
+        copy_async_of_line(k_stage + to, k_head + offset + piece * 8, bytes);
+        copy_async_of_line(v_stage + to, v_head + offset + piece * 8, bytes);
       }
     }
     commit_copies();
