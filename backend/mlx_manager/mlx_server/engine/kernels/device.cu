@@ -157,4 +157,12 @@ constexpr float kLog2e = 1.4426950408889634f;
 __device__ __forceinline__ float silu_times(float gate, float up) {
   return gate / (1.f + power_of_two(-gate * kLog2e)) * up;
 }
+
+// A pair `x` times a pair `by`; adds the squares of `x` to `sum`.
+template <typename T>
+__device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, const T* type) {
+  const float2 a = unpack(x, type);
+  sum += a.x * a.x + a.y * a.y;
+  return multiply_pair(x, by, type);
+}
 }  // namespace kernels

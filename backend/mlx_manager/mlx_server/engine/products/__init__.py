@@ -178,12 +178,12 @@ class ProductKernels:
 
 def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
     """What is fastest for gates and ups, `outputs` together."""
-    by_warps = WarpForm.choose(outputs, min(rows, WarpForm.most_rows), device, gated=True)
-    too_many = outputs / by_warps.outputs > 2 * device.multiprocessors
-    in_groups = rows > WarpForm.most_rows or (rows >= FEWEST_IN_GROUPS and too_many)
-    if device.multiplies_in_groups and in_groups:
-        return GroupForm.choose(outputs, rows, device)
-    return by_warps
+    if rows <= WarpForm.most_rows:
+        by_warps = WarpForm.choose(outputs, rows, device, gated=True)
+        all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors
+        if rows < FEWEST_IN_GROUPS or all_at_once or not device.multiplies_in_groups:
+            return by_warps
+    return GroupForm.choose(outputs, rows, device)
 
 
 def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:

@@ -63,14 +63,6 @@ struct GroupProduct {
     commit_copies();
   }
 
-  // `x` times `by`, pair by pair; adds the squares of `x` to `sum`.
-  __device__ __forceinline__ static unsigned scaled(unsigned x, unsigned by, float& sum) {
-    const T* type = nullptr;
-    const float2 a = unpack(x, type);
-    sum += a.x * a.x + a.y * a.y;
-    return multiply_pair(x, by, type);
-  }
-
   __device__ __forceinline__ void fetch_scale(int i) {
     if (NORM && i < inputs / kGroupInputs) {
       const T* from = norm + (long)i * kGroupInputs + threadIdx.x % 8 * 8;
@@ -79,6 +71,7 @@ struct GroupProduct {
   }
 
   __device__ __forceinline__ void scale_rows(int i) {
+    const T* type = nullptr;
     const uint4 by = scale;
     fetch_scale(i + 1);
     unsigned char* tile = stage(i) + OUTPUTS * 128;
@@ -88,10 +81,10 @@ struct GroupProduct {
       if (row >= rows) continue;
       uint4* at = reinterpret_cast<uint4*>(tile + swizzled(row, threadIdx.x % 8));
       uint4 of = *at;
-      of.x = scaled(of.x, by.x, squares[j]);
-      of.y = scaled(of.y, by.y, squares[j]);
-      of.z = scaled(of.z, by.z, squares[j]);
-      of.w = scaled(of.w, by.w, squares[j]);
+      of.x = scaled(of.x, by.x, squares[j], type);
+      of.y = scaled(of.y, by.y, squares[j], type);
+      of.z = scaled(of.z, by.z, squares[j], type);
+      of.w = scaled(of.w, by.w, squares[j], type);
       *at = of;
     }
   }

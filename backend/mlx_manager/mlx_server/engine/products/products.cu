@@ -109,14 +109,6 @@ struct Product {
     return *reinterpret_cast<const uint4*>(stage + place(row, piece));
   }
 
-  // `x` times `by`, pair by pair; adds the squares of `x` to `sum`.
-  __device__ __forceinline__ static unsigned scaled(unsigned x, unsigned by, float& sum) {
-    const T* type = nullptr;
-    const float2 a = unpack(x, type);
-    sum += a.x * a.x + a.y * a.y;
-    return multiply_pair(x, by, type);
-  }
-
   __device__ __forceinline__ void take(const T* stage) {
     const T* type = nullptr;
 #pragma unroll
@@ -129,10 +121,10 @@ struct Product {
       for (int n = 0; n < COLUMNS; n++) {
         b[n] = read(stage, OUTPUTS + n * 8 + lane / 4, piece);
         if constexpr (NORM) {
-          b[n].x = scaled(b[n].x, by.x, squares[n][0]);
-          b[n].y = scaled(b[n].y, by.y, squares[n][1 % SUMS]);
-          b[n].z = scaled(b[n].z, by.z, squares[n][2 % SUMS]);
-          b[n].w = scaled(b[n].w, by.w, squares[n][3 % SUMS]);
+          b[n].x = scaled(b[n].x, by.x, squares[n][0], type);
+          b[n].y = scaled(b[n].y, by.y, squares[n][1 % SUMS], type);
+          b[n].z = scaled(b[n].z, by.z, squares[n][2 % SUMS], type);
+          b[n].w = scaled(b[n].w, by.w, squares[n][3 % SUMS], type);
         }
       }
 #pragma unroll
