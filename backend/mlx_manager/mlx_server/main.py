@@ -199,7 +199,7 @@ async def load_default(server: Server, pool: ModelPool) -> None:
     failure: MLXManagerError | None = None
     try:
         async with pool.lease(server.settings.model):
-            pass
+            await pool.complete()
     except MLXManagerError as error:
         failure = error
     server.finish_start(failure)

@@ -152,6 +152,8 @@ class ScriptedPool:
     def rows(self) -> list[RowStatus]:
         return []
 
+    async def complete(self) -> None: ...
+
     async def models(self) -> list[ModelStatus]:
         state = "loading" if self.loading is not None and not self.loading.is_set() else "loaded"
         return [ModelStatus(MODEL, state, "embedded", "llama", "llama", 8192, 1000)]

@@ -14,6 +14,8 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
 from mlx_manager.mlx_server import main
 from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.engine import grammar
+from mlx_manager.mlx_server.errors import ServerNotReady
 
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"}
 
@@ -122,3 +124,20 @@ async def test_the_default_model_is_loaded_at_start_and_given_back():
         await app.state.server.started.wait()
         assert app.state.server.failure is None
         assert pool.leases == 0
+
+
+async def test_what_answers_in_json_need_is_there_before_the_first_call(monkeypatch):
+    made: list[object] = []
+    from_tokenizer = grammar.from_tokenizer
+
+    def noting(tokenizer, **more):
+        made.append(server.refusal())
+        return from_tokenizer(tokenizer, **more)
+
+    monkeypatch.setattr(grammar, "from_tokenizer", noting)
+    app = main.create_app(MLXServerSettings(hf_cache=False))
+    server = app.state.server
+    async with app.router.lifespan_context(app):
+        await server.started.wait()
+        assert len(made) == 1
+        assert isinstance(made[0], ServerNotReady)

@@ -383,6 +383,12 @@ class ModelPoolManager:
         rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
         return None if rest == NEVER else max(0.0, rest)
 
+    async def complete(self) -> None:
+        """Make what the first request for JSON needs, of every model in memory: before anybody is
+        answered, since Python's lock is held for up to a second a model."""
+        while await self._complete_one():
+            pass
+
     async def make_ahead(self) -> None:
         """All at once what `tend` has made while nobody is answered."""
         while await self._make_one_ahead():
@@ -391,11 +397,8 @@ class ModelPoolManager:
     async def _make_one_ahead(self) -> bool:
         """Something that Python's lock is held for, up to a second: of a model in memory what its
         first request for JSON needs, then tokenizers of models on disk. False: nothing is left."""
-        for resident in self._residents.all():
-            if not resident.complete:
-                resident.complete = True
-                await self._tried(resident.id, resident.backend.make_ahead)
-                return True
+        if await self._complete_one():
+            return True
         # Their own code is run for who asks for them.
         if self._limits.trust_remote_code or self._tokenizers.full:
             return False
@@ -406,6 +409,14 @@ class ModelPoolManager:
                 self._looked_at.add(source.id)
                 read = way_of(source).tokenizer
                 await self._tried(source.id, partial(read, self._tokenizers, source.path))
+                return True
+        return False
+
+    async def _complete_one(self) -> bool:
+        for resident in self._residents.all():
+            if not resident.complete:
+                resident.complete = True
+                await self._tried(resident.id, resident.backend.make_ahead)
                 return True
         return False
 

@@ -158,6 +158,10 @@ class ModelPool(Protocol):
         """
         ...
 
+    async def complete(self) -> None:
+        """Make what requests may need of models in memory and streams would stand still for."""
+        ...
+
     async def clear_prefixes(self, model_id: str | None = None) -> Mapping[str, int]:
         """Forget the prompts kept for reuse; bytes given back, by model.
 
