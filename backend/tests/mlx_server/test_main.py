@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from live import PROGRAM
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
+from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server import main
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -141,3 +144,23 @@ async def test_what_answers_in_json_need_is_there_before_the_first_call(monkeypa
         await server.started.wait()
         assert len(made) == 1
         assert isinstance(made[0], ServerNotReady)
+
+
+async def test_a_model_whose_answers_can_t_be_constrained_is_served(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "plain")
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": None}))
+    app = main.create_app(MLXServerSettings(model=str(model), hf_cache=False))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+    ):
+        await app.state.server.started.wait()
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        free = await client.post("/v1/chat/completions", json=asked)
+        assert free.status_code == 200
+        asked["response_format"] = {"type": "json_object"}
+        held = await client.post("/v1/chat/completions", json=asked)
+        assert held.status_code == 422
+        assert held.json()["error"]["param"] == "response_format"

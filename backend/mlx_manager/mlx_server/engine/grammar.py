@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.core import (
     Choice,
@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.engine.schemas import (
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
+from mlx_manager.mlx_server.utils.bare import BareErrors
 
 Mask = NDArray[np.int32]
 """(words,): bit i of word w allows token 32 * w + i."""
@@ -76,6 +77,8 @@ class Grammars:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._texts: LLTokenizer | None = None
+        # Why there is none: to find out takes as long as to make one.
+        self._refusal: str | None = None
         self._kept: OrderedDict[tuple[str, int | None], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
@@ -90,15 +93,17 @@ class Grammars:
     def _tokens(self, param: str) -> LLTokenizer:
         """llguidance's form of the vocabulary, made when it is first needed."""
         with self._lock:
+            if self._texts is None and self._refusal is None:
+                try:
+                    self._texts = vocabulary(self._tokenizer._tokenizer, self._end_ids)
+                except ValueError as error:
+                    self._refusal = str(error)
             if self._texts is None:
-                own = self._tokenizer._tokenizer
-                if not isinstance(own, PreTrainedTokenizerFast):
-                    raise UnsupportedParameter(
-                        f"`{param}`: this model's tokenizer is of a kind that answers can't be "
-                        "constrained with.",
-                        param=param,
-                    )
-                self._texts = from_tokenizer(own, eos_token=self._end_ids)
+                raise UnsupportedParameter(
+                    f"`{param}`: this model's answers can't be constrained, since llguidance can't "
+                    f"use its tokenizer: {self._refusal}",
+                    param=param,
+                )
             return self._texts
 
     @property
@@ -241,6 +246,16 @@ class Grammars:
         ]
         whole = json.dumps({"grammars": grammars})
         return self.matcher(whole, constraint.param, _most(constraint))
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLTokenizer:
+    """llguidance's form of a tokenizer.
+
+    Raises:
+        ValueError: llguidance can't use it; says why.
+    """
+    with BareErrors("tokenizers can't write it"):
+        return from_tokenizer(tokenizer, eos_token=end_ids)
 
 
 def _most(constraint: Constraint) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import ContextDecorator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from mlx_lm.utils import load_config, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.models.folder import WEIGHTS, read_json
+from mlx_manager.mlx_server.utils.bare import BareErrors
 
 T = TypeVar("T")
 Stamp = tuple[tuple[str, int, int], ...]
@@ -78,23 +78,10 @@ def stamp(folder: Path) -> Stamp:
     return tuple(sorted((str(file), of.st_size, of.st_mtime_ns) for file, of in found))
 
 
-class TokenizerErrors(ContextDecorator):
-    """The library tokenizers raises a bare `Exception` over a tokenizer.json that it can't read,
-    such as a newer release's; here it is a ValueError that names the file."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is Exception:
-            release = version("tokenizers")
-            raise ValueError(
-                f"tokenizers {release} can't read its tokenizer.json: {error}"
-            ) from error
+UNREADABLE = BareErrors(f"tokenizers {version('tokenizers')} can't read its tokenizer.json")
 
 
-@TokenizerErrors()
+@UNREADABLE
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
     return load_tokenizer(
         folder,
@@ -103,7 +90,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
     )
 
 
-@TokenizerErrors()
+@UNREADABLE
 def read_encoders(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
         folder, trust_remote_code=trust_remote_code

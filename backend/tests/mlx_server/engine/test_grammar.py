@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from mlx_lm.utils import load_tokenizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.core import (
@@ -20,8 +22,9 @@ from mlx_manager.mlx_server.core import (
     Regex,
     Tool,
 )
+from mlx_manager.mlx_server.engine import grammar
 from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
-from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside
 from mlx_manager.mlx_server.models.adapters import tool_syntax
 
@@ -41,6 +44,47 @@ CLOCK = Tool("clock")
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer(Path(mlx_manager.demo_model.__file__).parent)
+
+
+def noting(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **more: Any) -> Any:
+        names.append(function.__name__)
+        return function(*arguments, **more)
+
+    return noted
+
+
+class Whole:
+    """A part of a tokenizer that is made in Python, and has no form in JSON."""
+
+    def pre_tokenize(self, text: Any) -> None:
+        text.split(lambda _, part: [part])
+
+
+def without_decoder(tokenizer: Any) -> str:
+    tokenizer.backend_tokenizer.decoder = None
+    return "can't determine decoder type"
+
+
+def with_a_part_in_python(tokenizer: Any) -> str:
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
+    return "Custom PreTokenizer cannot be serialized"
+
+
+@pytest.mark.parametrize("spoil", [without_decoder, with_a_part_in_python])
+def test_a_tokenizer_that_llguidance_can_t_use_is_told(
+    spoil: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = load_tokenizer(Path(mlx_manager.demo_model.__file__).parent)
+    reason = spoil(own._tokenizer)
+    grammars = Grammars(own, END)
+    tried: list[str] = []
+    monkeypatch.setattr(grammar, "vocabulary", noting(grammar.vocabulary, tried))
+    for _ in range(2):
+        with pytest.raises(UnsupportedParameter, match=reason) as caught:
+            grammars.answer(JsonObject())
+        assert caught.value.param == JsonObject().param
+    assert tried == ["vocabulary"]
 
 
 @pytest.fixture(scope="module")
