@@ -333,3 +333,10 @@ def with_tokens(mask: Mask, ids: Iterable[int]) -> Mask:
     for token_id in ids:
         bits[token_id // 32] |= np.uint32(1 << token_id % 32)
     return mask
+
+
+def allows_more_than(mask: Mask, ids: Iterable[int]) -> bool:
+    """Whether `mask` allows any token that is none of `ids`."""
+    words = len(mask)
+    known = (token_id for token_id in ids if 0 <= token_id < 32 * words)
+    return bool((mask & ~with_tokens(np.zeros(words, np.int32), known)).any())

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
+from mlx_manager.mlx_server.engine.grammar import allows_more_than
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -159,6 +160,7 @@ class Sequence:
         if self.guide is not None:
             self.sampler.mask = self.guide.mask
             self.failure = self.guide.failure
+            self._forbid_early_stop()
 
     def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
         """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""
@@ -192,5 +194,9 @@ class Sequence:
         return self.table.clear()
 
     def _forbid_early_stop(self) -> None:
+        """Ban what ends the answer before `min_tokens`, unless the guide allows nothing else."""
+        sampler = self.sampler
         early = len(self.tokens) - self.prompt_length < self.min_tokens
-        self.sampler.banned = tuple(self.stop_ids) if early else ()
+        if early and sampler.mask is not None:
+            early = allows_more_than(sampler.mask, self.stop_ids)
+        sampler.banned = tuple(self.stop_ids) if early else ()

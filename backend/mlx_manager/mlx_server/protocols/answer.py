@@ -23,7 +23,8 @@ class Head:
     """What is known of an answer before it begins.
 
     It has `rows` choices, of which `n` side by side belong to each prompt; only the `best` of them
-    are given, all if None. `logprobs` None: none are asked for.
+    are given, all if None. `logprobs` None: none are asked for. `echo`: choices begin with their
+    prompts.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Head:
     include_usage: bool = False
     logprobs: int | None = None
     best: int | None = None
+    echo: bool = False
     return_ids: bool = False
     reasoning_field: str = "reasoning_content"
 

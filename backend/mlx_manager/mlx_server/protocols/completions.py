@@ -72,6 +72,7 @@ def head(body: CompletionRequest, model: str) -> Head:
         include_usage=includes_usage(body),
         logprobs=body.logprobs,
         best=best,
+        echo=body.echo or False,
         return_ids=body.return_token_ids or False,
     )
 
@@ -251,10 +252,10 @@ class CompletionAnswer:
         return [row for group in ranked for row in group[: self.head.best]]
 
     def _likelihood(self, row: int) -> float:
-        """The mean log probability of the tokens that were drawn."""
-        drawn = self._finished[row].usage.completion_tokens
-        scores = [s.logprob for s in self._logprobs[row][-drawn:] if s.logprob is not None]
-        return sum(scores) / len(scores) if scores and drawn else -inf
+        """The mean log probability of the tokens that were drawn and are shown."""
+        before = self._finished[row].usage.prompt_tokens if self.head.echo else 0
+        scores = [s.logprob for s in self._logprobs[row][before:] if s.logprob is not None]
+        return sum(scores) / len(scores) if scores else -inf
 
     def _choice(self, index: int, row: int) -> CompletionChoice:
         asked, end = self.head.logprobs, self._finished[row]

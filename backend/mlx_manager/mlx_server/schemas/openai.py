@@ -244,7 +244,11 @@ class GenerationParameters(Timed):
         None, description="Tokens that end the answer"
     )
     ignore_eos: bool | None = Field(None, description="Go on past the model's end of turn")
-    min_tokens: int | None = Field(None, ge=0, description="No end of turn before that many")
+    min_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="No end of turn before that many, unless a form or budget leaves nothing else",
+    )
 
     user: Any = Field(None, description="No effect")
     metadata: Any = Field(None, description="No effect")

@@ -202,6 +202,24 @@ async def test_the_grammar_ends_the_answer_whatever_else_is_asked(demo: Demo):
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yes", "stop")
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"guided_choice": [""], "min_tokens": 3}, ""),
+        ({"guided_regex": "()", "min_tokens": 1}, ""),
+        # It has no other end than tokens that stop the answer.
+        ({"guided_choice": ["yes"], "min_tokens": 9, "stop_token_ids": [88]}, ""),
+        ({"guided_choice": ["yes"], "min_tokens": 9, "stop_token_ids": [303]}, "y"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_an_answer_is_as_short_as_its_form_has_it(
+    demo: Demo, form: dict[str, Any], text: str, temperature: float
+):
+    choice = await demo.choice("x", temperature=temperature, seed=3, **form)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
 async def test_neighbours_draw_what_they_draw_alone(demo: Demo):
     asked: dict[str, Any] = {"temperature": 1.2, "seed": 4, "max_tokens": 40}
     alone = await demo.choice("Hello!", **asked)

@@ -23,7 +23,13 @@ from mlx_manager.mlx_server.core import (
     Tool,
 )
 from mlx_manager.mlx_server.engine import grammar
-from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
+from mlx_manager.mlx_server.engine.grammar import (
+    Grammars,
+    allows_more_than,
+    fill_masks,
+    only,
+    with_tokens,
+)
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside
 from mlx_manager.mlx_server.models.adapters import tool_syntax
@@ -352,3 +358,12 @@ def test_parameters_that_may_be_an_object_are_one(grammars: Grammars):
         for other in ('"x"', "null"):
             text = f'{{"name": "f", "parameters": {other}}}'
             assert not takes(grammars, matcher.deep_copy(), text)
+
+
+def test_a_mask_is_asked_what_it_allows_besides() -> None:
+    mask = with_tokens(only(40, 2), [3])
+    assert allows_more_than(mask, [])
+    assert allows_more_than(mask, [3])
+    assert not allows_more_than(mask, [3, 40])
+    assert not allows_more_than(mask, [-1, 3, 40, 64, 10**9])
+    assert not allows_more_than(only(63, 2), [63])

@@ -30,6 +30,7 @@ from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.errors import GenerationFailed, InvalidParameter
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 
 DEMO = Path(mlx_manager.demo_model.__file__).parent
 END = frozenset({2553, 2556, 2557})
@@ -55,7 +56,13 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 
 
 async def answer(
-    rig: Rig, output: OutputFormat, limit: int = 60, seed: int = 1, **asked: object
+    rig: Rig,
+    output: OutputFormat,
+    limit: int = 60,
+    seed: int = 1,
+    least: int = 0,
+    stop_ids: frozenset[int] = END,
+    **asked: object,
 ) -> list[Event]:
     request = GenerationRequest("m", Text("x"), **asked)  # type: ignore[arg-type]
     output, guide = Guidance(rig.tokenizer, END).of(request, output)
@@ -63,8 +70,8 @@ async def answer(
     sequence = Sequence(
         PROMPT,
         limit=limit,
-        stop_ids=END,
-        min_tokens=0,
+        stop_ids=stop_ids,
+        min_tokens=least,
         sampler=SamplerState.of(Sampling(temperature=1.5, seed=seed), PROMPT),
         parser=OutputParser(rig.texts.stream(output), output),
         stream=stream,
@@ -93,6 +100,14 @@ async def test_thinking_is_free_and_what_follows_fits(rig: Rig):
     assert said(events) in ("yes!", "no!")
     assert finished(events).reason == "stop"
     assert 12 <= finished(events).usage.reasoning_tokens <= 16
+
+
+async def test_a_budget_ends_thinking_before_an_answer_is_as_long_as_asked(rig: Rig):
+    # The first token that the end of thinking is made of also ends the answer.
+    (first, *_) = token_ids(rig.tokenizer, "</think>")
+    events = await answer(rig, TEXTUAL, thinking_budget=5, least=30, stop_ids=END | {first})
+    assert finished(events).reason == "stop"
+    assert finished(events).usage.completion_tokens == 6
 
 
 async def test_without_a_budget_thinking_does_not_end_the_answer(rig: Rig):

@@ -156,6 +156,18 @@ def test_the_likeliest_answers_are_given_best_first_and_all_are_counted():
     assert whole.usage.prompt_tokens == 2
 
 
+def test_what_is_echoed_makes_no_answer_likelier():
+    head = completions.head(CompletionRequest(prompt="p", n=1, best_of=3, echo=True), "m")
+    answer = CompletionAnswer(head)
+    prompt = (TokenLogprob(1, b"p", None), TokenLogprob(2, b"q", -0.1))
+    # Of the second nothing is shown, of the third one token: the others belong to a stop string.
+    for row, (logprobs, drawn) in enumerate([([-3.0, -3.0], 2), ([], 4), ([-2.0], 3)]):
+        shown = [scored(65 + row, logprob) for logprob in logprobs]
+        events = [Started(2), TextDelta("pq", prompt), *shown, Finished("stop", Usage(2, drawn))]
+        answer.add([(row, events)])
+    assert [choice.text for choice in answer.body().choices] == ["pqC"]
+
+
 def test_best_of_must_make_sense():
     with pytest.raises(InvalidParameter, match="best_of"):
         ask(n=3, best_of=2)
