@@ -102,6 +102,16 @@ def _is_anthropic(scope: Scope) -> bool:
     return path.startswith(ANTHROPIC_PATH)
 
 
+def refused_head(
+    error: MLXManagerError, path: str, headers: Iterable[tuple[bytes, bytes]]
+) -> tuple[dict[str, Any], bytes]:
+    """The body for a head that becomes no request, and its id."""
+    scope: Scope = {"path": path, "headers": headers}
+    request_id = _request_id(scope)
+    scope["state"] = {"request_id": request_id.decode()}
+    return _body(scope, error), request_id
+
+
 def _body(scope: Scope, error: MLXManagerError) -> dict[str, Any]:
     if _is_anthropic(scope):
         return messages.error_body(error, scope["state"]["request_id"])

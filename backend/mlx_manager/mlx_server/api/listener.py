@@ -18,16 +18,18 @@ from socket import socket
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mlx_manager.mlx_server.address import url_of
+from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
-from mlx_manager.mlx_server.protocols.answer import error_body
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
@@ -38,6 +40,64 @@ GRACE = 5
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
 request could meet a connection that is being closed."""
+
+OFFERS = frozenset({b"upgrade", b"http2-settings"})
+"""Headers that offer another protocol, and what `Connection` then says."""
+
+
+class Parser:
+    """httptools' parser of `connection`'s requests, which goes on where a client offers to change
+    the protocol.
+
+    Java's HttpClient offers HTTP/2 by default. httptools stops behind such a head, as what follows
+    might be of the new protocol; a server that changes to none may ignore the offer (RFC 9110,
+    7.8), so the head is parsed once more without it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parser = self._new()
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            head = self._head()
+            self._parser = self._new()
+            self.feed_data(head + data[offer.args[0] :])
+
+    def should_upgrade(self) -> bool:
+        return bool(self._parser.should_upgrade())
+
+    def should_keep_alive(self) -> bool:
+        return bool(self._parser.should_keep_alive())
+
+    def get_method(self) -> bytes:
+        return bytes(self._parser.get_method())
+
+    def get_http_version(self) -> str:
+        return str(self._parser.get_http_version())
+
+    def _new(self) -> Any:
+        parser = httptools.HttpRequestParser(self._connection)
+        # As uvicorn has it.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _head(self) -> bytes:
+        """The head that has been parsed, less what it offers."""
+        method = self.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserInvalidMethodError("no proxy")
+        lines = [
+            method + b" " + self._connection.url + b" HTTP/" + self.get_http_version().encode()
+        ]
+        for name, value in self._connection.headers:
+            tokens = value.split(b",") if name == b"connection" else [value]
+            kept = [token for token in tokens if token.strip().lower() not in OFFERS]
+            if name not in OFFERS:
+                lines.append(name + b": " + b",".join(kept))
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class Connection(HttpToolsProtocol):
@@ -50,6 +110,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, client_timeout: float, max_head: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser: Any = Parser(self)
         self._client_timeout = client_timeout
         self._max_head = max_head
         # Bytes of the headers that are coming: as parsed, and as received of a line without end.
@@ -89,14 +150,28 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        # What follows a body is no header (RFC 9110, 6.5.1): a key there opens nothing.
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_head = False
         if self._head is not None:
             self._head.cancel()
             self._head = None
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_head:
+            # It has begun while the answer before was under way.
+            self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         if self._head_size > self._max_head:
@@ -127,10 +202,12 @@ class Connection(HttpToolsProtocol):
                 f"The headers are larger than this server accepts ({self._max_head} bytes; "
                 "MLX_SERVER_MAX_HEADERS_KB)."
             )
-            body = json.dumps(error_body(error)).encode()
+            said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
+            body = json.dumps(said).encode()
+            named = "".join(f"{name.decode()}: {request_id.decode()}\r\n" for name in ID_HEADERS)
             head = (
                 f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{named}"
                 "connection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
@@ -139,6 +216,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = ended_by_closing(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _drop(self) -> None:
@@ -160,6 +239,29 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head, self._stall):
             if timer is not None:
                 timer.cancel()
+
+
+def ended_by_closing(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """`app` for clients of HTTP/1.0, which know no chunks (RFC 9112, 6.1): an answer that does not
+    say how long it is ends with the connection, which uvicorn closes for them."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        sized = False
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name == b"content-length" for name, _ in message.get("headers", ()))
+                if not sized:
+                    cycle.chunked_encoding = False
+            elif not sized:
+                # uvicorn counts down what was announced.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plainly)  # type: ignore[arg-type]
+
+    return answered  # type: ignore[return-value]
 
 
 class Listener(uvicorn.Server):

@@ -1,0 +1,149 @@
+"""What a client may do to a connection, byte by byte, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPResponse
+
+import httpx
+import pytest
+from live import LiveServer, live_server
+
+KEY = "a-key-of-the-tests"
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+WEBSOCKET = (
+    b"connection: keep-alive, Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+)
+BODY = json.dumps({"content": "hello"}).encode()
+SIZED = b"content-length: %d\r\n\r\n" % len(BODY)
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
+LAST = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("listener") / "log"
+    with live_server(log, client_timeout_seconds=2, api_key=KEY) as running:
+        yield running
+    assert "Traceback" not in log.read_text()
+
+
+def head(path: str = "/v1/tokenize", *, key: bool = True, version: bytes = b"1.1") -> bytes:
+    """The beginning of a request: its first lines."""
+    known = b"authorization: Bearer %s\r\n" % KEY.encode() if key else b""
+    json_type = b"content-type: application/json\r\n"
+    return b"POST %s HTTP/%s\r\nhost: x\r\n%s%s" % (path.encode(), version, known, json_type)
+
+
+def received(server: LiveServer, *pieces: bytes, patience: float = 60) -> bytes:
+    """All that comes for `pieces`, sent one after the other, until the server hangs up."""
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=patience) as connection:
+        for number, piece in enumerate(pieces):
+            if number:
+                # So that they come apart.
+                time.sleep(0.2)
+            connection.sendall(piece)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+        return found
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+
+
+@pytest.mark.parametrize("offer", [OFFER, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (SIZED + BODY + LAST,),
+        (SIZED, BODY, LAST),
+        (SIZED + BODY[:5], BODY[5:] + LAST),
+        (CHUNKED + CHUNK + b"\r\n" + LAST,),
+        (CHUNKED, CHUNK + b"\r\n", LAST),
+    ],
+    ids=["at-once", "apart", "cut", "chunked", "chunked-apart"],
+)
+def test_an_offer_of_another_protocol_is_ignored(
+    server: LiveServer, offer: bytes, pieces: tuple[bytes, ...]
+) -> None:
+    first, *others = pieces
+    answers = received(server, head() + offer + first, *others)
+    assert statuses(answers) == [200, 200]
+    assert b'"tokens":[' in answers
+
+
+def test_requests_that_offer_may_follow_each_other(server: LiveServer) -> None:
+    one = head() + OFFER + SIZED + BODY
+    assert statuses(received(server, one + one + one[:40], one[40:] + LAST)) == [200] * 4
+
+
+def test_a_head_that_offers_may_come_in_pieces(server: LiveServer) -> None:
+    whole = head() + OFFER + SIZED + BODY + LAST
+    assert statuses(received(server, whole[:90], whole[90:170], whole[170:])) == [200, 200]
+
+
+def test_nobody_is_connected_to_anywhere(server: LiveServer) -> None:
+    asked = b"CONNECT example.org:443 HTTP/1.1\r\nhost: example.org:443\r\n\r\n"
+    assert statuses(received(server, asked)) == [400]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_follows_a_body_is_no_header(server: LiveServer, apart: bool) -> None:
+    trailers = b"authorization: Bearer %s\r\nx-api-key: %s\r\n\r\n" % (KEY.encode(), KEY.encode())
+    first, last = head(key=False) + CHUNKED + CHUNK, trailers + LAST
+    answers = received(server, *((first, last) if apart else (first + last,)))
+    assert statuses(answers) == [401, 200]
+
+
+def asked_as_of_old(server: LiveServer, body: dict[str, object]) -> tuple[HTTPResponse, bytes]:
+    """What a client of HTTP/1.0 reads."""
+    content = json.dumps({"prompt": "a", "max_tokens": 4, **body}).encode()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as connection:
+        lines = head("/v1/completions", version=b"1.0")
+        connection.sendall(lines + b"content-length: %d\r\n\r\n" % len(content) + content)
+        response = HTTPResponse(connection)
+        response.begin()
+        return response, response.read()
+
+
+def test_clients_of_http_1_0_get_no_chunks(server: LiveServer) -> None:
+    response, data = asked_as_of_old(server, {"stream": True})
+    assert response.getheader("transfer-encoding") is None
+    assert response.getheader("connection") == "close"
+    lines = data.decode().split("\n\n")
+    assert all(line.startswith("data: ") for line in lines[:-1])
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_clients_of_http_1_0_get_whole_answers(server: LiveServer) -> None:
+    response, data = asked_as_of_old(server, {})
+    assert response.status == 200
+    assert json.loads(data)["usage"]["completion_tokens"] == 4
+
+
+def test_half_a_head_behind_a_request_is_not_waited_for_forever(server: LiveServer) -> None:
+    # Far less than what an idle connection may stay.
+    answers = received(server, head() + SIZED + BODY + b"GET /health HT", patience=40)
+    assert statuses(answers) == [200]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape(
+    server: LiveServer, path: str
+) -> None:
+    answer = received(server, head(path) + b"x: y\r\n" * 11_000)
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 431 ")
+    said = json.loads(body)
+    assert ("type" in said) == (path == "/v1/messages")
+    assert "64" in said["error"]["message"] or "65536" in said["error"]["message"]
+    if path == "/v1/messages":
+        assert f"request-id: {said['request_id']}".encode() in lines
