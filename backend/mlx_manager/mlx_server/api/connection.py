@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.errors import (
     RequestNotReceived,
     RequestTooLarge,
 )
-from mlx_manager.mlx_server.schemas.wire import Wire, conversation, parts
+from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, parts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
 
 def _check_counts(body: Wire, limits: ApiLimits) -> None:
     name, messages = conversation(body)
-    content = [part for message in messages for part in parts(message)]
+    content = [*parts(body, SYSTEMS), *(part for message in messages for part in parts(message))]
     images = sum("image" in part.type for part in content)  # type: ignore[attr-defined]
     for what, count, most, setting in (
         ("messages", len(messages), limits.max_messages, "MLX_SERVER_MAX_MESSAGES"),

@@ -241,6 +241,16 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
             yield Message("system", "\n".join(texts))
 
 
+def _expect_direct(block: ToolUseBlock, path: str) -> None:
+    match block.caller:
+        case None | {"type": "direct"}:
+            return
+    raise UnsupportedParameter(
+        f"`{path}.caller` must be of type 'direct': nothing here runs tools but the client.",
+        param=f"{path}.caller",
+    )
+
+
 def _answer(blocks: Sequence[Block], path: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
@@ -254,6 +264,7 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
             case RedactedThinkingBlock():
                 pass
             case ToolUseBlock():
+                _expect_direct(block, f"{path}[{index}]")
                 arguments = json.dumps(block.input, ensure_ascii=False)
                 calls.append(ToolCall(block.id, block.name, arguments))
             case _:

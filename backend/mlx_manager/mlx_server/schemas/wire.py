@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
 CONVERSATIONS = ("messages", "input")
+SYSTEMS = ("system",)
 CONTENTS = ("content", "output")
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -38,10 +39,14 @@ def conversation(body: Wire) -> tuple[str, list[Wire]]:
     return "", []
 
 
-def parts(message: Wire) -> list[Wire]:
-    """The parts of a message's content, if it has any."""
-    found = [getattr(message, name) for name in _fields(message, CONTENTS)]
-    return [part for content in found if isinstance(content, list) for part in content]
+def parts(message: Wire, fields: tuple[str, ...] = CONTENTS) -> Iterator[Wire]:
+    """The parts of a message's content, if it has any, and those that they have: what tools give
+    may have parts of its own."""
+    for name in _fields(message, fields):
+        content = getattr(message, name)
+        for part in content if isinstance(content, list) else ():
+            yield part
+            yield from parts(part)
 
 
 def _fields(value: Wire, names: tuple[str, ...]) -> list[str]:
@@ -62,8 +67,10 @@ class Timed(Wire):
 
 def _unknown(value: object, path: str) -> Iterator[str]:
     if isinstance(value, Wire):
-        for name in value.model_extra or ():
-            yield path + name
+        for name, given in (value.model_extra or {}).items():
+            # A null means the default, everywhere.
+            if given is not None:
+                yield path + name
         for name in type(value).model_fields:
             yield from _unknown(getattr(value, name), f"{path}{name}.")
     elif isinstance(value, list) and value and isinstance(value[0], Wire):

@@ -237,6 +237,36 @@ async def test_a_conversation_of_too_many_pieces_is_refused_with_the_setting(
     assert answer.json()["error"]["param"] == "messages"
 
 
+TEXTS = [{"type": "text", "text": "x"}] * 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": TEXTS},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "a", "content": TEXTS},
+                        {"type": "text", "text": "x"},
+                    ],
+                },
+            ]
+        },
+    ],
+    ids=["system", "tool_result"],
+)
+async def test_parts_are_counted_wherever_they_stand(serve: Any, fields: dict[str, Any]):
+    said = {"messages": [{"role": "user", "content": TEXTS[:2]}], "max_tokens": 5}
+    async with serve(max_parts=4) as client:
+        assert (await client.post("/v1/messages", json=said)).status_code == 200
+        answer = await client.post("/v1/messages", json=said | fields)
+    assert answer.status_code == 413
+    assert "has 5 content parts" in answer.json()["error"]["message"]
+
+
 def test_durations_are_written_as_openai_does():
     assert [duration(s) for s in (0, 0.25, 1, 12.2, 60, 375)] == [
         "0s",

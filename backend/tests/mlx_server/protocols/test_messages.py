@@ -246,6 +246,20 @@ def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], para
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("caller", [{}, {"caller": None}, {"caller": {"type": "direct"}}])
+def test_calls_are_the_clients(caller: dict[str, Any]):
+    said = {"role": "assistant", "content": [TOOL_USE | caller]}
+    result = {"role": "user", "content": [RESULT]}
+    assert len(conversation(HI, said, result).messages) == 3
+
+
+@pytest.mark.parametrize("caller", [{"type": "code_execution_20250825", "tool_id": "x"}, "direct"])
+def test_a_call_of_another_caller_is_refused(caller: object):
+    with pytest.raises(UnsupportedParameter, match="'direct'") as caught:
+        ask(HI, {"role": "assistant", "content": [TOOL_USE | {"caller": caller}]})
+    assert caught.value.param == "messages[1].content[0].caller"
+
+
 # Events → stream and body
 
 

@@ -109,6 +109,11 @@ def test_a_request_without_unknown_fields_names_none():
     assert chat(temperature=1, user="me", tools=[]).unknown_fields() == []
 
 
+def test_a_null_asks_for_nothing_that_could_be_unknown():
+    said = {"role": "user", "content": "hi", "mood": None}
+    assert chat(messages=[said], top_a=None, thread=None).unknown_fields() == []
+
+
 def test_every_field_without_effect_is_one_that_is_declared_and_not_refused():
     declared = set(ChatCompletionRequest.model_fields) | set(CompletionRequest.model_fields)
     assert declared >= NO_EFFECT
