@@ -59,12 +59,17 @@ class Parser:
         self._parser = self._new()
 
     def feed_data(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            head = self._head()
-            self._parser = self._new()
-            self.feed_data(head + data[offer.args[0] :])
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as offer:
+                head = self._head()
+                self._parser = self._new()
+                self._parser.feed_data(head)
+                rest = rest[offer.args[0] :]
+            else:
+                return
 
     def should_upgrade(self) -> bool:
         return bool(self._parser.should_upgrade())
@@ -93,10 +98,12 @@ class Parser:
             method + b" " + self._connection.url + b" HTTP/" + self.get_http_version().encode()
         ]
         for name, value in self._connection.headers:
-            tokens = value.split(b",") if name == b"connection" else [value]
-            kept = [token for token in tokens if token.strip().lower() not in OFFERS]
-            if name not in OFFERS:
-                lines.append(name + b": " + b",".join(kept))
+            if name == b"connection":
+                tokens = value.split(b",")
+                kept = b",".join(token for token in tokens if token.strip().lower() not in OFFERS)
+                lines.append(name + b": " + kept)
+            elif name not in OFFERS:
+                lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
 

@@ -84,6 +84,16 @@ def test_requests_that_offer_may_follow_each_other(server: LiveServer) -> None:
     assert statuses(received(server, one + one + one[:40], one[40:] + LAST)) == [200] * 4
 
 
+def test_all_else_that_the_head_says_stays(server: LiveServer) -> None:
+    named = head() + OFFER + b"x-request-id: upgrade\r\n" + SIZED + BODY + LAST
+    assert b"x-request-id: upgrade\r\n" in received(server, named)
+
+
+def test_any_number_of_requests_may_offer_at_once(server: LiveServer) -> None:
+    one = b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: a\r\n\r\n"
+    assert statuses(received(server, one * 2000 + LAST)) == [200] * 2001
+
+
 def test_a_head_that_offers_may_come_in_pieces(server: LiveServer) -> None:
     whole = head() + OFFER + SIZED + BODY + LAST
     assert statuses(received(server, whole[:90], whole[90:170], whole[170:])) == [200, 200]
