@@ -64,8 +64,8 @@ class Markup:
         return "calls" if self._reader else self._region
 
     @property
-    def calls(self) -> int:
-        return self._log.started
+    def called(self) -> bool:
+        return 0 < self._log.started == self._log.finished
 
     @property
     def complete(self) -> bool:

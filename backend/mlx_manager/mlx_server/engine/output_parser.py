@@ -49,9 +49,10 @@ class OutputParser:
         return self._markup.stopped if self._markup else None
 
     @property
-    def calls(self) -> int:
-        """Tool calls begun so far. If there are any, an answer that stops does so to make them."""
-        return self._markup.calls if self._markup else 0
+    def called(self) -> bool:
+        """Whether there are tool calls, all of them complete: an answer that stops then does so to
+        make them."""
+        return self._markup is not None and self._markup.called
 
     @property
     def region(self) -> Region:

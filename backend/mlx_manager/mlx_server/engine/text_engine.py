@@ -871,5 +871,5 @@ def _finished(row: Sequence, reason: FinishReason) -> Finished:
         cached_tokens=row.cached or 0,
         reasoning_tokens=row.parser.reasoning_tokens,
     )
-    called = reason == "stop" and row.parser.calls > 0
+    called = reason == "stop" and row.parser.called
     return Finished("tool_calls" if called else reason, usage, row.parser.stopped)

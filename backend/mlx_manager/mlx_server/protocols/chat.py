@@ -227,7 +227,7 @@ def _message(message: ChatMessage, path: str) -> Message:
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         tool_calls=tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments)
+            ToolCall(call.id or "", call.function.name, call.function.arguments or "")
             for call in message.tool_calls or ()
         ),
         tool_call_id=message.tool_call_id,
@@ -360,7 +360,8 @@ class _Choice:
                 function = FunctionCall(name=name, arguments="")
                 self.calls.append(ChatToolCall(id=call_id, type="function", function=function))
             case ToolCallDelta(index, arguments):
-                self.calls[index].function.arguments += arguments
+                function = self.calls[index].function
+                function.arguments = (function.arguments or "") + arguments
             case Finished():
                 self.finished = event
 

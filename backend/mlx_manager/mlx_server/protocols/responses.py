@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import secrets
 import time
@@ -149,7 +148,7 @@ def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationReques
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
     return GenerationRequest(
         model=head.model,
-        prompt=_conversation(body, [*Items.validate_python(history), *input_items(body)]),
+        prompt=_conversation(body, Items.validate_python(history)),
         sampling=head.sampling(),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
@@ -219,8 +218,8 @@ def _constraint(text: TextOptions | None) -> Constraint | None:
             return JsonSchema(json.dumps(wanted.schema_), wanted.strict or False, "text.format")
 
 
-def _conversation(body: ResponsesRequest, items: Sequence[Item]) -> Conversation:
-    said = [*_system(body), *_messages(items)]
+def _conversation(body: ResponsesRequest, history: Sequence[Item]) -> Conversation:
+    said = [*_system(body), *_messages(history, input_items(body))]
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
     tools = list(_tools(body.tools or (), "tools"))
@@ -325,10 +324,11 @@ def _system(body: ResponsesRequest) -> Iterator[Message]:
         yield Message("system", body.instructions)
 
 
-def _messages(items: Sequence[Item]) -> Iterator[Message]:
+def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Message]:
     """What an assistant said, thought and called between two others is one message."""
     answer: Message | None = None
-    for index, item in enumerate(items):
+    # The request's own items are numbered as it has them.
+    for index, item in enumerate([*history, *items], -len(history)):
         path = f"input[{index}]"
         piece = _piece(item, path)
         if piece.role == "assistant":
@@ -406,7 +406,7 @@ def _opened(kept: str) -> str | None:
         return None
     try:
         return base64.b64decode(kept.removeprefix(OURS)).decode("utf-8", "surrogatepass")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         return None
 
 
@@ -414,8 +414,14 @@ def _opened(kept: str) -> str | None:
 
 
 def listed(items: Sequence[Item]) -> list[JsonItem]:
-    """The items of a request as the API gives them back, each with an id."""
-    return [_listed(item) for item in items]
+    """The items of a request as the API gives them back, each with an id of its own."""
+    found = [_listed(item) for item in items]
+    seen: set[str] = set()
+    for item in found:
+        if item["id"] in seen:
+            item["id"] = new_id("item")
+        seen.add(item["id"])
+    return found
 
 
 def _listed(item: Item) -> JsonItem:

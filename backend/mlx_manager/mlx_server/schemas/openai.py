@@ -63,12 +63,12 @@ class FunctionCall(Wire):
     """A call's name and its arguments as JSON text."""
 
     name: str
-    arguments: str = ""
+    arguments: str | None = ""
 
 
 class ChatToolCall(Wire):
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: str | None = ""
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
 

@@ -22,8 +22,9 @@ def plays(sample: Sample) -> list[Step]:
     parser = OutputParser(Pieces(pieces), sample.output)
     steps: list[Step] = [[Started(3)]]
     steps += [events for token in range(len(pieces)) if (events := parser.push(token))]
-    reason = "tool_calls" if parser.calls else "stop"
-    return [*steps, [*parser.finish("stop"), Finished(reason, Usage(3, len(pieces)))]]
+    last = parser.finish("stop")
+    reason = "tool_calls" if parser.called else "stop"
+    return [*steps, [*last, Finished(reason, Usage(3, len(pieces)))]]
 
 
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if s.calls], ids=lambda sample: sample.title)

@@ -202,6 +202,34 @@ async def test_the_grammar_ends_the_answer_whatever_else_is_asked(demo: Demo):
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yes", "stop")
 
 
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_only_whole_calls_are_what_an_answer_stops_for(demo: Demo, cut: bool):
+    asked: dict[str, Any] = {"tools": [WEATHER_TOOL], "tool_choice": "required", "temperature": 0}
+    choice = await demo.choice("What is the weather in Paris?", return_token_ids=True, **asked)
+    assert choice["finish_reason"] == "tool_calls"
+    if cut:
+        # In the middle of the arguments.
+        ids = choice["token_ids"]
+        stop = next(i for i in reversed(ids[:-3]) if ids.count(i) == 1)
+        choice = await demo.choice("What is the weather in Paris?", stop_token_ids=[stop], **asked)
+        assert choice["finish_reason"] == "stop"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [

@@ -139,7 +139,7 @@ def parse(
     for event in parser.finish(reason):
         answer.add(event)
     answer.stopped = parser.stopped
-    assert parser.calls == len(answer.calls)
+    assert answer.calls or not parser.called
     return answer
 
 

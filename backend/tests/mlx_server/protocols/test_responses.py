@@ -367,8 +367,23 @@ def test_thinking_comes_back_from_what_the_client_kept():
     [item] = collected([STARTED, ReasoningDelta("Hm."), end()], include=["reasoning.encrypted_content"])["output"]  # fmt: skip
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
     assert conversation(sealed).messages[0].reasoning == "Hm."
-    foreign = sealed | {"encrypted_content": "gAAAA"}
-    assert conversation(foreign).messages[0].reasoning is None
+    for content in ("gAAAA", "mlx-manager:a", "mlx-manager:é", "mlx-manager:/w=="):
+        foreign = sealed | {"encrypted_content": content}
+        assert conversation(foreign).messages[0].reasoning is None
+
+
+def test_items_are_numbered_as_the_request_has_them():
+    call = {"type": "web_search_call", "id": "ws_1"}
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask(USER, USER, input=[USER, call])
+    assert caught.value.param == "input[1].type"
+
+
+def test_listed_items_have_ids_of_their_own():
+    given = [{"type": "message", "role": "user", "content": text, "id": "x"} for text in "abc"]
+    shown = responses.listed(Items.validate_python(given))
+    assert shown[0]["id"] == "x"
+    assert len({item["id"] for item in shown}) == 3
 
 
 def test_items_of_a_request_are_listed_in_the_sdks_shape_and_mean_the_same():

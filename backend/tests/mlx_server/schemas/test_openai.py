@@ -109,6 +109,12 @@ def test_a_request_without_unknown_fields_names_none():
     assert chat(temperature=1, user="me", tools=[]).unknown_fields() == []
 
 
+def test_a_null_in_a_call_means_what_is_left_out():
+    call = {"id": None, "type": None, "function": {"name": "f", "arguments": None}}
+    body = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert body.messages[0].tool_calls[0].function.name == "f"
+
+
 def test_a_null_asks_for_nothing_that_could_be_unknown():
     said = {"role": "user", "content": "hi", "mood": None}
     assert chat(messages=[said], top_a=None, thread=None).unknown_fields() == []
