@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -58,12 +58,24 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table whose first column names the row; those named in `right` hold numbers."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    class Plain(Table):
+        """Shows what cells say as it is: names are others', and may look like markup."""
+
+        def add_row(self, *cells: Any, **more: Any) -> None:
+            super().add_row(*(Text(printable(cell)) for cell in cells), **more)
+
+    made = Plain(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         whole = index == 0 or column in right
         made.add_column(column, justify="right" if column in right else "left", no_wrap=whole)
     return made
+
+
+def printable(text: str) -> str:
+    """`text` less what would do something to a terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def show(made: Table) -> None:

@@ -184,7 +184,9 @@ class TraceTargets:
 class MLXServerSettings(BaseSettings):
     """Every setting of the server; each is an environment variable `MLX_SERVER_<NAME>`."""
 
-    model_config = SettingsConfigDict(env_prefix="MLX_SERVER_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="MLX_SERVER_", frozen=True, extra="ignore", hide_input_in_errors=True
+    )
 
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
@@ -241,7 +243,10 @@ class MLXServerSettings(BaseSettings):
         None, ge=0, description="Time without use after which a model is unloaded; default: never"
     )
     memory_limit_gb: float | None = Field(
-        None, gt=0, description="Memory for weights and KV pages; default 0.9 of the device's"
+        None,
+        allow_inf_nan=False,
+        gt=0,
+        description="Memory for weights and KV pages; default 0.9 of the device's",
     )
     weights: Literal["auto", "keep", "dequantize"] = Field(
         "auto", description="Form of the weights in memory: fastest that fits, as stored, or dense"
@@ -258,8 +263,12 @@ class MLXServerSettings(BaseSettings):
         description="Most prompt tokens in one step; default 512, on a GPU 2048, or less",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
-    max_body_mb: float = Field(32, gt=0, description="Largest request body accepted")
-    max_headers_kb: float = Field(64, gt=0, description="Largest request headers accepted")
+    max_body_mb: float = Field(
+        32, gt=0, allow_inf_nan=False, description="Largest request body accepted"
+    )
+    max_headers_kb: float = Field(
+        64, gt=0, allow_inf_nan=False, description="Largest request headers accepted"
+    )
     max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
     max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
     max_images: int = Field(64, ge=0, description="Images among these")
@@ -279,7 +288,10 @@ class MLXServerSettings(BaseSettings):
         60, gt=0, description="Time a client may take to send its headers, or send or take nothing"
     )
     drain_seconds: float = Field(
-        25, ge=0, description="Time running requests get to finish when the server is to stop"
+        25,
+        allow_inf_nan=False,
+        ge=0,
+        description="Time running requests get to finish when the server is to stop",
     )
     watchdog_seconds: float = Field(
         300, ge=0, description="Time without a step, while work waits, before recovery; 0 is off"
@@ -293,7 +305,9 @@ class MLXServerSettings(BaseSettings):
     response_store: Path | None = Field(
         None, description="File that keeps answers of /v1/responses; default: memory, until the end"
     )
-    response_store_mb: float = Field(64, gt=0, description="Room for them; the oldest make place")
+    response_store_mb: float = Field(
+        64, gt=0, allow_inf_nan=False, description="Room for them; the oldest make place"
+    )
     response_store_days: float = Field(30, gt=0, description="Days without use after which they go")
     audit_log: Path | None = Field(
         None, description="File that keeps who called what when; default: memory, until the end"
@@ -325,6 +339,17 @@ class MLXServerSettings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("api_key", "admin_token", mode="before")
+    @classmethod
+    def _plain_secret(cls, value: object) -> object:
+        """Less the line break that a file of it ends with, and nothing that no header can bring."""
+        if not isinstance(value, str):
+            return value
+        secret = value.strip()
+        if not (secret.isascii() and secret.isprintable()):
+            raise ValueError("may have ASCII characters only, and no line breaks")
+        return secret
 
     @field_validator("cors_origins")
     @classmethod

@@ -61,9 +61,11 @@ def test_what_is_piped_in_must_be_text(environment: dict[str, str], server: str)
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="root may read everything")
-@pytest.mark.parametrize("command", ["list", "key add alice --file {}/keys.toml"])
+@pytest.mark.parametrize(
+    ("command", "use"), [("list", "used"), ("key add alice --file {}/keys.toml", "written")]
+)
 def test_a_folder_that_is_somebody_elses_is_named(
-    environment: dict[str, str], tmp_path: Path, command: str
+    environment: dict[str, str], tmp_path: Path, command: str, use: str
 ) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
@@ -77,7 +79,7 @@ def test_a_folder_that_is_somebody_elses_is_named(
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"mlx-manager: {closed}/")
-    assert done.stderr.endswith("can't be used: Permission denied.\n")
+    assert done.stderr.endswith(f"can't be {use}: Permission denied.\n")
 
 
 def test_a_narrow_terminal_cuts_no_name_and_no_number(

@@ -70,8 +70,8 @@ def template(scope: Scope) -> str:
         return ""
     path: str = scope["path"]
     for name, value in reversed(scope["path_params"].items()):
-        head, _, tail = path.rpartition(f"/{value}")
-        path = f"{head}/{{{name}}}{tail}"
+        head, _, tail = f"{path}/".rpartition(f"/{value}/")
+        path = f"{head}/{{{name}}}/{tail}"[:-1]
     return path
 
 

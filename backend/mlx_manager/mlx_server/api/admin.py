@@ -179,7 +179,7 @@ def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
     )
 
 
-@router.post("/requests/{request_id}/cancel")
+@router.post("/requests/{request_id:path}/cancel")
 async def cancel_request(request: Request, request_id: str) -> CancelledRequest:
     """End a request, by its id or its answer's. Its client gets an error that says so."""
     found = server_of(request).calls.find(request_id)

@@ -323,7 +323,7 @@ class Listener(uvicorn.Server):
 
     async def _drain(self) -> None:
         drain, running = self._server.drain, len(self._server.calls)
-        drain.begin()
+        drain.begin(final=True)
         if running:
             print(
                 f"Stopping: {running} running {'request has' if running == 1 else 'requests have'} "

@@ -190,7 +190,7 @@ class Accounts:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._keyring = Keyring(())
-        self.know(self.read())
+        self.know(read_keys(rules))
 
     def read(self) -> tuple[ApiKey, ...]:
         """The keys as they are written now; those known stay until `know`.
@@ -198,7 +198,7 @@ class Accounts:
         Raises:
             MLXManagerError: they can't be read.
         """
-        return read_keys(self._rules)
+        return read_keys(self._rules, some=False)
 
     def know(self, keys: tuple[ApiKey, ...]) -> None:
         """Let these in from now on. Those that are as they were keep what they have used."""

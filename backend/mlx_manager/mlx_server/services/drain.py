@@ -23,19 +23,30 @@ class Drain:
         self._calls = calls
         self._until = 0.0
         self._draining: asyncio.Task[None] | None = None
+        self._final = False
 
     @property
     def begun(self) -> bool:
         return self._draining is not None
 
-    def begin(self) -> None:
-        """Take no more calls, and cut those that have not ended by the deadline."""
+    def begin(self, *, final: bool = False) -> None:
+        """Take no more calls, and cut those that have not ended by the deadline.
+
+        final: the program ends then, which can't be revoked.
+        """
+        self._final = self._final or final
         if self._draining is None:
             self._until = asyncio.get_running_loop().time() + self.seconds
             self._draining = asyncio.create_task(self._drain(), name="drain")
 
     def revoke(self) -> None:
-        """Take calls again."""
+        """Take calls again.
+
+        Raises:
+            ServerNotReady: it is final.
+        """
+        if self._final:
+            raise ServerNotReady("A signal has told the server to end, which can't be revoked.")
         if self._draining is not None:
             self._draining.cancel()
             self._draining = None

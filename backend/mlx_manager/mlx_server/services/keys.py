@@ -7,13 +7,15 @@ a fast one costs a request microseconds. GitHub and others keep their tokens so,
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import os
 import secrets
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,8 +97,10 @@ class Keyring:
         return key if key and hmac.compare_digest(key.sha256, presented) else None
 
 
-def read_keys(rules: AccessRules) -> tuple[ApiKey, ...]:
+def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
     """The keys of the settings: the environment's, and those of the file.
+
+    some: whether the file must have one. The last may be taken from a server that runs.
 
     Raises:
         MLXManagerError: the file can't be read, has no key, or something else in it; says what.
@@ -106,7 +110,7 @@ def read_keys(rules: AccessRules) -> tuple[ApiKey, ...]:
         keys.append(ApiKey(ENVIRONMENT_KEY, fingerprint(rules.key), rules.limits))
     if rules.keys_file is not None:
         entries = read_entries(rules.keys_file)
-        if not entries:
+        if some and not entries:
             raise MLXManagerError(
                 f"MLX_SERVER_API_KEYS_FILE: there is no key in {rules.keys_file}. "
                 f"Make one: mlx-manager key add NAME --file {rules.keys_file}"
@@ -150,18 +154,18 @@ def add_key(file: Path, name: str, limits: Mapping[str, int]) -> str:
     """
     import tomlkit
 
-    file = file.expanduser()
-    entries = read_entries(file) if file.exists() else {}
-    if name in entries:
-        raise MLXManagerError(f"{file} has a key named {name!r} already.")
     secret = make_secret()
     entry = {"sha256": fingerprint(secret), "created": datetime.now(UTC).replace(microsecond=0)}
-    check_entry(name, entry | dict(limits))
-    document = _open(file)
-    table = tomlkit.table()
-    table.update(entry | dict(limits))
-    document.append(name, table)
-    _write(file, tomlkit.dumps(document))
+    with _alone(file) as own:
+        entries = read_entries(own) if own.exists() else {}
+        if name in entries:
+            raise MLXManagerError(f"{file} has a key named {name!r} already.")
+        check_entry(name, entry | dict(limits))
+        document = _open(own)
+        table = tomlkit.table()
+        table.update(entry | dict(limits))
+        document.append(name, table)
+        _write(own, tomlkit.dumps(document))
     return secret
 
 
@@ -172,12 +176,29 @@ def remove_key(file: Path, name: str) -> None:
     """
     import tomlkit
 
-    file = file.expanduser()
     if name not in read_entries(file):
         raise MLXManagerError(f"{file} has no key named {name!r}.")
-    document = _open(file)
-    document.remove(name)
-    _write(file, tomlkit.dumps(document))
+    with _alone(file) as own:
+        document = _open(own)
+        # Another may have removed it meanwhile.
+        document.pop(name, None)
+        _write(own, tomlkit.dumps(document))
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[Path]:
+    """The file itself, behind all links, while no other program changes one in its folder."""
+    file = file.expanduser().resolve()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(file.parent, os.O_RDONLY)
+    except OSError as error:
+        raise MLXManagerError(f"{file} can't be written: {error.strerror}.") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield file
+    finally:
+        os.close(folder)
 
 
 def check_entry(name: str, entry: Mapping[str, Any]) -> None:
@@ -203,7 +224,6 @@ def _open(file: Path) -> Any:
 def _write(file: Path, text: str) -> None:
     """Replace the file at once, for nobody but its owner to read."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -268,13 +268,13 @@ def test_what_can_not_be_done_is_refused_by_name(owner: Owner):
 
 def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Owner):
     body = ENDLESS | {"model": "b", "n": 2}
-    headers = {"x-request-id": "the-endless-one"}
+    headers = {"x-request-id": "trace/the-endless-one"}
     with owner.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if line.startswith("data: "))
         (call,) = owner.get("requests")["data"]
         assert (call["request_id"], call["model"], call["protocol"]) == (
-            "the-endless-one",
+            "trace/the-endless-one",
             "b",
             "completions",
         )
@@ -283,8 +283,8 @@ def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Own
         assert call["age_seconds"] > 0
         owner.until(lambda: owner.get("requests")["data"][0]["tokens"] > call["tokens"])
         assert owner.post("models/unload", {"model": "b"}, 409)["code"] == "model_in_use"
-        assert owner.post("requests/the-endless-one/cancel") == {
-            "id": "the-endless-one",
+        assert owner.post("requests/trace/the-endless-one/cancel") == {
+            "id": "trace/the-endless-one",
             "cancelled": 1,
         }
         last = [line for line in lines if line.startswith("data: ")][-1]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mlx_manager.mlx_server.config import AccessRules, KeyLimits
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.errors import AuthenticationFailed, MLXManagerError
+from mlx_manager.mlx_server.services.accounts import Accounts
 from mlx_manager.mlx_server.services.keys import (
     Keyring,
     add_key,
@@ -87,3 +89,35 @@ def test_a_file_that_is_wrong_is_refused_with_the_place(tmp_path: Path, content:
 def test_a_file_that_is_missing_is_refused_with_what_makes_one(tmp_path: Path):
     with pytest.raises(MLXManagerError, match="mlx-manager key add"):
         read_keys(AccessRules(keys_file=tmp_path / "keys.toml"))
+
+
+def test_the_last_key_may_be_taken_from_a_server_that_runs(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    secret = add_key(file, "alice", {})
+    accounts = Accounts(AccessRules(keys_file=file))
+    assert accounts.find(secret).key.name == "alice"
+    remove_key(file, "alice")
+    accounts.know(accounts.read())
+    for presented in (secret, None):
+        with pytest.raises(AuthenticationFailed):
+            accounts.find(presented)
+    with pytest.raises(MLXManagerError, match="there is no key in"):
+        Accounts(AccessRules(keys_file=file))
+
+
+def test_keys_that_are_added_at_once_all_stay(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    names = [f"key-{number}" for number in range(16)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: add_key(file, name, {}), names))
+    assert set(read_entries(file)) == set(names)
+
+
+def test_what_a_link_leads_to_is_changed_and_the_link_stays(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    file, link = tmp_path / "real" / "keys.toml", tmp_path / "link.toml"
+    link.symlink_to(file)
+    add_key(link, "alice", {})
+    add_key(link, "bob", {})
+    assert link.is_symlink()
+    assert set(read_entries(file)) == {"alice", "bob"}
