@@ -62,7 +62,7 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Scaled
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
@@ -96,6 +96,18 @@ class NotFusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum, (rows, width), and what the product behind it takes of it."""
+
+    rows: mx.array
+    ahead: mx.array | Scaled
+
+    @staticmethod
+    def alone(rows: mx.array) -> Sum:
+        return Sum(rows, rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Dense:
     """`weight` is (outputs, inputs), `bias` (outputs,). `few` multiplies few rows, if it may.
 
@@ -108,26 +120,37 @@ class Dense:
     bias: mx.array | None
     few: ProductKernels | None
 
-    def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        """The product with `norm(x)`."""
+    def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
+        """The product with `norm(x)`. x: `Scaled` if its maker did what is `expected`."""
         if self.few is not None and x.shape[0] <= self.few.most_rows:
             return self.few.multiply(x, self.weight, norm=_norm(norm), bias=self.bias)
         return self._product(norm(x))
 
-    def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        """`silu(gate) * up`, the halves of the product with `norm(x)`."""
+    def gated(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
+        """`silu(gate) * up`, the halves of the product with `norm(x)`, as in `normed`."""
         if self.few is None:
             return _gate(self._product(norm(x)))
         if x.shape[0] > self.few.most_gated_rows:
             return self.few.gate(self._product(norm(x)))
         return self.few.gated(x, self.weight, norm=_norm(norm), bias=self.bias)
 
-    def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
-        """`residual` plus the product with `x`."""
-        if self.few is not None and x.shape[0] <= self.few.most_rows:
-            return self.few.multiply(x, self.weight, bias=self.bias, residual=residual)
-        out = mx.addmm(residual, x, self.transposed)
-        return out if self.bias is None else out + self.bias
+    def by_groups(self, rows: int) -> bool:
+        """Whether `gated` multiplies so many by warpgroups."""
+        return self.few is not None and self.few.gates_by_groups(self.weight, rows)
+
+    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+        """`norm`, before this product, as who makes its few rows may do a part of it."""
+        return None if self.few is None else _norm(norm)
+
+    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+        """`residual` plus the product with `x`. following: what the next product expects of it."""
+        few, bias = self.few, self.bias
+        if few is None or x.shape[0] > few.most_rows:
+            out = mx.addmm(residual, x, self.transposed)
+            return Sum.alone(out if bias is None else out + bias)
+        if following is None:
+            return Sum.alone(few.multiply(x, self.weight, bias=bias, residual=residual))
+        return Sum(*few.multiply_ahead(x, self.weight, following, bias=bias, residual=residual))
 
     def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
         """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one."""
@@ -146,14 +169,20 @@ class OneProduct(ABC):
 
     __slots__ = ()
 
-    def normed(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+    def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
         return self._product(norm(x))
 
-    def gated(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+    def gated(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
         return _gate(self._product(norm(x)))
 
-    def added_to(self, residual: mx.array, x: mx.array) -> mx.array:
-        return residual + self._product(x)
+    def by_groups(self, rows: int) -> bool:
+        return False
+
+    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+        return None
+
+    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+        return Sum.alone(residual + self._product(x))
 
     def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
         return None
@@ -513,19 +542,28 @@ class Block:
             down=join([anatomy.down], few),
         )
 
-    def heads(self, hidden: mx.array) -> mx.array:
+    def heads(self, hidden: mx.array | Scaled) -> mx.array:
         """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
         return self.qkv.normed(hidden, self.norm)
 
+    def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
+        """What who makes so many rows for `qkv` and `gate_up` is to do of their norms."""
+        if not self.gate_up.by_groups(rows):
+            return None, None
+        return self.qkv.expected(self.norm), self.gate_up.expected(self.mlp_norm)
+
     def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
         """The layer's result. attended: (tokens, heads * dim)."""
-        return self.launches_after(hidden, attended)[-1]
+        return self.launches_after(hidden, attended, None)[-1].rows
 
-    def launches_after(self, hidden: mx.array, attended: mx.array) -> tuple[mx.array, ...]:
-        """The layer's result, after what it is made from."""
-        hidden = self.output.added_to(hidden, attended)
-        gated = self.gate_up.gated(hidden, self.mlp_norm)
-        return hidden, gated, self.down.added_to(hidden, gated)
+    def launches_after(
+        self, hidden: mx.array, attended: mx.array, following: Norm | None
+    ) -> tuple[mx.array, mx.array, Sum]:
+        """The layer's result, after what it is made from. following: what the next one expects."""
+        _, expected = self.expects(hidden.shape[0])
+        added = self.output.added_to(hidden, attended, expected)
+        gated = self.gate_up.gated(added.ahead, self.mlp_norm)
+        return added.rows, gated, self.down.added_to(added.rows, gated, following)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -572,18 +610,24 @@ class Joint:
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
             return Joined(chained, chained[2], None if self.following is None else chained[3])
-        made = self.block.launches_after(hidden, attended)
-        if self.following is None:
-            return Joined(made, made[-1], None)
-        heads = self.following.heads(made[-1])
-        return Joined([*made, heads], made[-1], heads)
+        following = self.following
+        expected = None if following is None else following.expects(hidden.shape[0])[0]
+        *made, result = self.block.launches_after(hidden, attended, expected)
+        made.append(result.rows)
+        if following is None:
+            return Joined(made, result.rows, None)
+        heads = following.heads(result.ahead)
+        return Joined([*made, heads], result.rows, heads)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for joints whose launches are by the same kernels."""
-        if self.chain is None:
+        following = self.following
+        if self.chain is None and (
+            following is None or not any(following.expects(ProductKernels.most_rows))
+        ):
             return self.block.kind
-        return (self.block.kind, None if self.following is None else self.following.kind)
+        return (self.block.kind, None if following is None else following.kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.products.factors import Scaled
 
 PAGE = 16
 MINISTRAL = {
@@ -34,22 +35,39 @@ MINISTRAL = {
 
 
 class PortableProducts:
-    """`ProductKernels` in MLX operations. `chained`: of how many rows products are chained."""
+    """`ProductKernels` in MLX operations.
+
+    chained: of how many rows products are chained. grouped: from how many on gates are multiplied
+    by groups. ahead: rows for whose norms who made them did a part.
+    """
 
     most_rows = 32
     most_gated_rows = 64
 
-    def __init__(self, chained: int = 0) -> None:
-        self.chained = chained
+    def __init__(self, chained: int = 0, grouped: int = 33) -> None:
+        self.chained, self.grouped = chained, grouped
+        self.ahead: set[int] = set()
 
     def serves(self, weight) -> bool:
         return True
 
     def multiply(self, x, weight, *, norm=None, bias=None, residual=None):
-        y = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.epsilon)
+        if isinstance(x, Scaled):
+            y = x.rows * mx.rsqrt(x.squares.sum(1, keepdims=True) / x.shape[1] + norm.epsilon)
+        else:
+            y = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.epsilon)
         y = y @ weight.T
         y = y if bias is None else y + bias
         return y if residual is None else y + residual
+
+    def gates_by_groups(self, weight, rows):
+        return self.grouped <= rows <= self.most_rows
+
+    def multiply_ahead(self, x, weight, following, **more):
+        self.ahead.add(x.shape[0])
+        y = self.multiply(x, weight, **more)
+        parts = [part.square().sum(1) for part in mx.split(y, 2, axis=1)]
+        return y, Scaled(y * following.weight, mx.stack(parts, axis=1))
 
     def gated(self, x, weight, *, norm=None, bias=None):
         return self.gate(self.multiply(x, weight, norm=norm, bias=bias))
@@ -101,6 +119,14 @@ def test_few_rows_may_be_multiplied_by_kernels_of_their_own(changes, chained):
     of = PortableProducts(chained)
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert fused.check(decoder, model, PAGE) is None
+
+
+def test_norms_before_gates_by_groups_are_begun_by_who_makes_the_rows():
+    model = make("llama", {"attention_bias": True, "mlp_bias": True})
+    of = PortableProducts(grouped=17)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert fused.check(decoder, model, PAGE) is None
+    assert of.ahead == {rows for rows in fused._CHECKED_ROWS if 17 <= rows <= 32} != set()
 
 
 @pytest.mark.parametrize("final", [True, False])

@@ -165,4 +165,55 @@ __device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, 
   sum += a.x * a.x + a.y * a.y;
   return multiply_pair(x, by, type);
 }
+
+// What NORM says of the RMS norm before a product: there is none; the product multiplies its weights
+// into the rows and sums up their squares; or so many blocks, which have made the rows, did that.
+constexpr int kNoNorm = -1, kNormHere = 0;
+
+// Sums of rows' squares by the blocks that have made the rows, [rows][NORM], of which there is an
+// even number. A block of WARPS asks for them before all else and adds them up at the end: behind
+// weights under way an answer takes as long as those do.
+template <int NORM, int ROWS, int WARPS>
+struct Squares {
+  static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, PAIRS = (NORM + 63) / 64;
+  float2 of[EACH][PAIRS];
+
+  __device__ __forceinline__ static int row(int i) { return threadIdx.x / 32 + i * WARPS; }
+
+  __device__ __forceinline__ void ask(const float* sums, int rows) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+      for (int j = 0; j < PAIRS; j++) {
+        const int maker = j * 64 + threadIdx.x % 32 * 2;
+        of[i][j] = make_float2(0.f, 0.f);
+        if (row(i) < rows && maker < NORM)
+          of[i][j] = *reinterpret_cast<const float2*>(sums + row(i) * NORM + maker);
+      }
+  }
+
+  // Leaves each row's in `totals`.
+  __device__ __forceinline__ void add_up(float* totals) const {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < PAIRS; j++) sum += of[i][j].x + of[i][j].y;
+#pragma unroll
+      for (int lanes = 16; lanes; lanes /= 2) sum += shuffle_xor(sum, lanes);
+      if (threadIdx.x % 32 == 0 && row(i) < ROWS) totals[row(i)] = sum;
+    }
+  }
+};
+
+struct NoSquares {
+  __device__ __forceinline__ void ask(const float*, int) {}
+  __device__ __forceinline__ void add_up(float*) const {}
+};
+
+template <int ROWS, int WARPS>
+struct Squares<kNoNorm, ROWS, WARPS> : NoSquares {};
+
+template <int ROWS, int WARPS>
+struct Squares<kNormHere, ROWS, WARPS> : NoSquares {};
 }  // namespace kernels

@@ -3,9 +3,11 @@
 Such a product takes as long as reading the matrix takes, and what stands around it (norm,
 activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
 the rest on the way; with many rows, reading the rows themselves in every block costs more than the
-launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0. With
-very few rows launches are what a step of a small model waits for: chain.cu has four products of the
-first kind in one. Many rows MLX multiplies; what stands behind its gates and ups is in gates.cu.
+launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0. Where
+the latter is used, what a norm does to rows is done where they are made, and not by every block
+that reads them. With very few rows launches are what a step of a small model waits for: chain.cu
+has four products of the first kind in one. Many rows MLX multiplies; what stands behind its gates
+and ups is in gates.cu.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Scaled
 from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm, WarpForm
 
 # From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
@@ -47,13 +49,33 @@ _PIECE = 8
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Constants of one kernel: one compilation for each. `epsilon` None for no norm."""
+    """Constants of one kernel: one compilation for each. `epsilon` None for no norm; `makers`: how
+    many blocks have made the rows and did its part, or 0; `ahead`: so does this product for the one
+    behind it."""
 
     form: Form
     gated: bool
     epsilon: float | None
+    makers: int
     bias: bool
     residual: bool
+    ahead: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the kernel's inputs."""
+        there = {
+            "norm": self.epsilon is not None and not self.makers,
+            "squares": self.makers > 0,
+            "bias": self.bias,
+            "residual": self.residual,
+            "next_norm": self.ahead,
+        }
+        return ("x", "weight", *(name for name, is_there in there.items() if is_there))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("out", "scaled_out", "squares_out") if self.ahead else ("out",)
 
 
 def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
@@ -79,10 +101,9 @@ class ProductKernels:
         self._kernels: dict[Variant, Kernel] = {}
         self._chains: dict[ChainVariant, Kernel] = {}
         self._gate = compiled_for_cuda(gate_source(dtype))
-        self._none = mx.zeros((1,), dtype)
         # Of a chain's blocks; its launches follow each other, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
-        mx.eval(self._none, self._counters)
+        mx.eval(self._counters)
 
     @staticmethod
     def serves(weight: mx.array) -> bool:
@@ -91,7 +112,7 @@ class ProductKernels:
 
     def multiply(
         self,
-        x: mx.array,
+        x: mx.array | Scaled,
         weight: mx.array,
         *,
         norm: Norm | None = None,
@@ -99,16 +120,28 @@ class ProductKernels:
         residual: mx.array | None = None,
         form: WarpForm | None = None,
     ) -> mx.array:
-        """`norm(x) @ weight.T + bias + residual`, (rows, outputs)."""
-        outputs = weight.shape[0]
-        form = form or WarpForm.choose(outputs, x.shape[0], self._device)
-        epsilon = None if norm is None else norm.epsilon
-        variant = Variant(form, False, epsilon, bias is not None, residual is not None)
-        return self._run(variant, x, weight, norm, bias, residual, outputs)
+        """`norm(x) @ weight.T + bias + residual`, (rows, outputs). x: `Scaled` for the norm if its
+        maker did the norm's part."""
+        return self._multiply(_Factors(x, weight, norm, bias, residual), form)[0]
+
+    def multiply_ahead(
+        self,
+        x: mx.array,
+        weight: mx.array,
+        following: Norm,
+        *,
+        bias: mx.array | None = None,
+        residual: mx.array | None = None,
+        form: WarpForm | None = None,
+    ) -> tuple[mx.array, Scaled]:
+        """As `multiply`, and what the product behind `following` takes of the result."""
+        factors = _Factors(x, weight, None, bias, residual, following.weight)
+        out, scaled, squares = self._multiply(factors, form)
+        return out, Scaled(scaled, squares)
 
     def gated(
         self,
-        x: mx.array,
+        x: mx.array | Scaled,
         weight: mx.array,
         *,
         norm: Norm | None = None,
@@ -117,10 +150,16 @@ class ProductKernels:
     ) -> mx.array:
         """`silu(gate) * up`, (rows, outputs / 2): the halves of `norm(x) @ weight.T + bias`."""
         outputs = weight.shape[0]
+        factors = _Factors(x, weight, norm, bias)
         form = form or gated_form(outputs, x.shape[0], self._device)
-        epsilon = None if norm is None else norm.epsilon
-        variant = Variant(form, True, epsilon, bias is not None, residual=False)
-        return self._run(variant, x, weight, norm, bias, None, outputs // 2)
+        return self._run(factors, form, outputs // 2, gated=True)[0]
+
+    def gates_by_groups(self, weight: mx.array, rows: int) -> bool:
+        """Whether `gated` is by groups.cu, which a norm costs more time than it does who makes the
+        rows: 5 % of an 8B's step of 32, nothing of a 1B's, whose gates are by warps (H200)."""
+        if rows > self.most_rows:
+            return False
+        return isinstance(gated_form(weight.shape[0], rows, self._device), GroupForm)
 
     def gate(self, both: mx.array) -> mx.array:
         """`silu(gate) * up`, (rows, width), the halves of `both`, (rows, 2 * width). For products
@@ -147,33 +186,62 @@ class ProductKernels:
             self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
         return Chain(links, self._chains[variant], self._counters)
 
-    def _run(  # noqa: PLR0917
-        self,
-        variant: Variant,
-        x: mx.array,
-        weight: mx.array,
-        norm: Norm | None,
-        bias: mx.array | None,
-        residual: mx.array | None,
-        outputs: int,
-    ) -> mx.array:
+    def _multiply(self, factors: _Factors, form: WarpForm | None) -> list[mx.array]:
+        outputs = factors.weight.shape[0]
+        form = form or WarpForm.choose(outputs, factors.x.shape[0], self._device)
+        return self._run(factors, form, outputs, gated=False)
+
+    def _run(self, factors: _Factors, form: Form, width: int, *, gated: bool) -> list[mx.array]:
+        """width: of the result."""
+        variant = factors.variant(form, gated)
         if variant not in self._kernels:
             self._kernels[variant] = compiled_for_cuda(product_source(self._dtype, variant))
-        form = variant.form
-        (out,) = self._kernels[variant](
-            inputs=[
-                x,
-                self._none if norm is None else norm.weight,
-                weight,
-                self._none if bias is None else bias,
-                self._none if residual is None else residual,
-            ],
-            grid=(weight.shape[0] // form.outputs * form.threads, 1, 1),
+        rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
+        shapes, dtypes = [(rows, width)], [self._dtype]
+        if variant.ahead:
+            shapes += [(rows, width), (rows, blocks)]
+            dtypes += [self._dtype, mx.float32]
+        return self._kernels[variant](
+            inputs=factors.arrays,
+            grid=(blocks * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
-            output_shapes=[(x.shape[0], outputs)],
-            output_dtypes=[self._dtype],
+            output_shapes=shapes,
+            output_dtypes=dtypes,
         )
-        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """All that a product takes. `following`: the weights of the norm behind it, for whose product
+    it is to do its part."""
+
+    x: mx.array | Scaled
+    weight: mx.array
+    norm: Norm | None = None
+    bias: mx.array | None = None
+    residual: mx.array | None = None
+    following: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """In the order of `Variant.inputs`."""
+        norm = None if self.norm is None else self.norm.weight
+        rows, before = (
+            (self.x.rows, self.x.squares) if isinstance(self.x, Scaled) else (self.x, norm)
+        )
+        may_be = (before, self.bias, self.residual, self.following)
+        return [rows, self.weight, *(array for array in may_be if array is not None)]
+
+    def variant(self, form: Form, gated: bool) -> Variant:
+        return Variant(
+            form,
+            gated,
+            None if self.norm is None else self.norm.epsilon,
+            self.x.makers if isinstance(self.x, Scaled) else 0,
+            self.bias is not None,
+            self.residual is not None,
+            self.following is not None,
+        )
 
 
 def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
@@ -187,26 +255,29 @@ def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
 
 
 def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
-    form = variant.form
-    normed, biased = flag(variant.epsilon is not None), flag(variant.bias)
-    constants = f"{TYPES[dtype]}, {form.constants}, {normed}, {biased}"
-    sizes = f"x_shape[0], x_shape[1], %s, {real(variant.epsilon or 0.0)}"
+    form, there = variant.form, {*variant.inputs, *variant.outputs}
+
+    def given(name: str) -> str:
+        return name if name in there else "nullptr"
+
+    norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)
+    constants = [TYPES[dtype], form.constants, norm, flag(variant.bias)]
+    rows = ["x", given("norm"), given("squares"), "weight", given("bias")]
+    sizes = ["x_shape[0]", "x_shape[1]", "weight_shape[0]", real(variant.epsilon or 0.0)]
     if variant.gated:
-        body = (
-            f"kernels::{form.gated}<{constants}>"
-            f"(x, norm, weight, bias, out, {sizes % 'weight_shape[0] / 2'}{form.place});"
-        )
+        sizes[2] += " / 2"
+        called, arguments = form.gated, [*rows, "out", *sizes]
     else:
-        body = (
-            f"kernels::multiply_rows<{constants}, {flag(variant.residual)}>"
-            f"(x, norm, weight, bias, residual, out, {sizes % 'weight_shape[0]'}{form.place});"
-        )
+        constants += [flag(variant.residual), flag(variant.ahead)]
+        ahead = ", ".join(given(name) for name in ("next_norm", "scaled_out", "squares_out"))
+        called = "multiply_rows"
+        arguments = [*rows, given("residual"), "out", f"{{{ahead}}}", *sizes]
     return KernelSource(
         name="product",
         header=form.header(),
-        body=body,
-        inputs=("x", "norm", "weight", "bias", "residual"),
-        outputs=("out",),
+        body=f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}{form.place});",
+        inputs=variant.inputs,
+        outputs=variant.outputs,
         shared_memory=form.shared_memory,
     )
 

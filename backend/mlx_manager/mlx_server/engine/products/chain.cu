@@ -53,33 +53,33 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   int block = blockIdx.x;
   int done = -1;
   if (block < of_output) {
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, false, B0, true>(
-        attended, output.norm, output.weight, output.bias, residual, hidden, rows, output.inputs,
-        output.outputs, 0.f, block, Awaited());
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNoNorm, B0, true, false>(
+        attended, output.norm, nullptr, output.weight, output.bias, residual, hidden, {}, rows,
+        output.inputs, output.outputs, 0.f, block, Awaited());
     count_in(made);
     return;
   }
   block -= of_output;
   if (block < of_gate_up) {
-    multiply_gated<T, TILES, COLUMNS, WARPS, STAGES, true, B1>(
-        hidden, gate_up.norm, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
+    multiply_gated<T, TILES, COLUMNS, WARPS, STAGES, kNormHere, B1>(
+        hidden, gate_up.norm, nullptr, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
         gate_up.outputs / 2, gate_up.epsilon, block, After{made, of_output});
     count_in(made + 1);
     return;
   }
   block -= of_gate_up;
   if (block < of_down) {
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, false, B2, true>(
-        gated, down.norm, down.weight, down.bias, hidden, result, rows, down.inputs, down.outputs,
-        0.f, block, After{made + 1, of_gate_up});
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNoNorm, B2, true, false>(
+        gated, down.norm, nullptr, down.weight, down.bias, hidden, result, {}, rows, down.inputs,
+        down.outputs, 0.f, block, After{made + 1, of_gate_up});
     done = count_in(made + 2) - (of_down - 1);
     if (COUNT == 4) return;
   } else if constexpr (COUNT == 4) {
     const Link<T>& qkv = links[3];
     block -= of_down;
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, true, B3, false>(
-        result, qkv.norm, qkv.weight, qkv.bias, qkv.weight, heads, rows, qkv.inputs, qkv.outputs,
-        qkv.epsilon, block, After{made + 2, of_down});
+    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNormHere, B3, false, false>(
+        result, qkv.norm, nullptr, qkv.weight, qkv.bias, qkv.weight, heads, {}, rows, qkv.inputs,
+        qkv.outputs, qkv.epsilon, block, After{made + 2, of_down});
     done = count_in(made + 3) - (qkv.outputs / LINES - 1);
   }
   // Of the last product, the last block: nobody waits any more.

@@ -16,6 +16,27 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """Rows for which the product that made them did a norm's part.
+
+    rows: (rows, inputs), times the norm's weights. squares: (rows, blocks) float32, sums of squares
+        before that, of what each of the product's blocks gave; an even number of blocks.
+    """
+
+    rows: mx.array
+    squares: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    @property
+    def makers(self) -> int:
+        """Blocks that have made the rows."""
+        return self.squares.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One product of a chain: `weight` is (outputs, inputs), `bias` (outputs,)."""
 

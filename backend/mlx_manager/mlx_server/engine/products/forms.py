@@ -128,7 +128,7 @@ class GroupForm:
     @property
     def shared_memory(self) -> int:
         stages = self.stages * (self.outputs + self.rows) * WIDTH * 2
-        result = self.rows * (self.outputs + 5) * 4
+        result = (self.rows * (self.outputs + 4) + self.threads) * 4
         return max(stages, result) + TILE_ALIGNMENT
 
     @property

@@ -3,14 +3,15 @@
 // A block gives 32 * GROUPS outputs of up to ROWS rows: it multiplies as many gates and as many ups
 // with the rows. Its stages hold 64 inputs of every weight row and of every row, filled by cp.async;
 // each warpgroup multiplies its 64 weight rows, the first operand, with all rows, straight from
-// shared memory. The RMS norm before the product costs no launch: each thread multiplies the norm's
-// weights into the pieces that it has copied, and sums their squares; 1 / rms comes at the end.
+// shared memory. An RMS norm before the product costs no launch: each thread multiplies the norm's
+// weights into the pieces that it has copied, and sums their squares, if who made the rows has not
+// done that; 1 / rms comes at the end.
 
 namespace kernels {
 
 constexpr int kGroupInputs = 64;
 
-template <typename T, int GROUPS, int ROWS, int STAGES, bool NORM>
+template <typename T, int GROUPS, int ROWS, int STAGES, int NORM>
 struct GroupProduct {
   static constexpr int THREADS = GROUPS * 128;
   static constexpr int OUTPUTS = GROUPS * 64;
@@ -21,6 +22,7 @@ struct GroupProduct {
 
   const T* x;
   const T* norm;
+  const float* made;
   const T* weight;
   int rows, inputs;
   // Weight rows of the block: `first` on, and from its middle `second` on.
@@ -64,7 +66,7 @@ struct GroupProduct {
   }
 
   __device__ __forceinline__ void fetch_scale(int i) {
-    if (NORM && i < inputs / kGroupInputs) {
+    if (NORM == kNormHere && i < inputs / kGroupInputs) {
       const T* from = norm + (long)i * kGroupInputs + threadIdx.x % 8 * 8;
       scale = *reinterpret_cast<const uint4*>(from);
     }
@@ -98,12 +100,14 @@ struct GroupProduct {
     for (int e = 0; e < ROWS / 2; e++) product[e] = 0.f;
 #pragma unroll
     for (int j = 0; j < PIECES; j++) squares[j] = 0.f;
+    Squares<NORM, ROWS, GROUPS * 4> summed;
+    summed.ask(made, rows);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) fetch(i);
     fetch_scale(0);
     for (int i = 0; i < count; i++) {
       wait_copies<STAGES - 2>();
-      if constexpr (NORM) scale_rows(i);
+      if constexpr (NORM == kNormHere) scale_rows(i);
       show_to_products();
       wait_products<0>();
       __syncthreads();
@@ -127,10 +131,11 @@ struct GroupProduct {
       squares[j] += shuffle_xor(squares[j], 4);
     }
     __syncthreads();
-    return publish();
+    return publish(summed);
   }
 
-  __device__ __forceinline__ const float* publish() const {
+  __device__ __forceinline__ const float* publish(
+      const Squares<NORM, ROWS, GROUPS * 4>& summed) const {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float* result = reinterpret_cast<float*>(shared_memory);
     float* sums = result + ROWS * STRIDE;
@@ -140,7 +145,8 @@ struct GroupProduct {
 #pragma unroll
       for (int e = 0; e < 4; e++)
         result[(j * 8 + lane % 4 * 2 + e % 2) * STRIDE + out + e / 2 * 8] = product[j * 4 + e];
-    if constexpr (NORM) {
+    summed.add_up(sums);
+    if constexpr (NORM == kNormHere) {
 #pragma unroll
       for (int j = 0; j < PIECES; j++)
         if (lane % 8 == 0 && row_of(j) < ROWS) sums[row_of(j)] = squares[j];
@@ -150,7 +156,7 @@ struct GroupProduct {
   }
 
   __device__ __forceinline__ float factor(const float* result, int row, float epsilon) const {
-    return NORM ? rsqrtf(result[ROWS * STRIDE + row] / inputs + epsilon) : 1.f;
+    return NORM == kNoNorm ? 1.f : rsqrtf(result[ROWS * STRIDE + row] / inputs + epsilon);
   }
 };
 
@@ -161,15 +167,16 @@ __device__ __forceinline__ float2 pair_at(const T* from) {
 
 // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
 // bias.
-template <typename T, int GROUPS, int ROWS, int STAGES, bool NORM, bool BIAS>
+template <typename T, int GROUPS, int ROWS, int STAGES, int NORM, bool BIAS>
 __device__ __forceinline__ void multiply_gated_by_groups(
-    const T* x, const T* norm, const T* weight, const T* bias, T* out, int rows, int inputs,
-    int outputs, float epsilon) {
+    const T* x, const T* norm, const float* made, const T* weight, const T* bias, T* out, int rows,
+    int inputs, int outputs, float epsilon) {
   using Product = GroupProduct<T, GROUPS, ROWS, STAGES, NORM>;
   constexpr int EACH = Product::OUTPUTS / 2, PAIRS = EACH / 2;
   Product product;
   product.x = x;
   product.norm = norm;
+  product.made = made;
   product.weight = weight;
   product.rows = rows;
   product.inputs = inputs;

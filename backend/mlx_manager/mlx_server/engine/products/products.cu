@@ -5,10 +5,12 @@
 // and of every input row at a time, and adds up its share on the tensor cores with the weights as
 // the first operand and the rows as the second. Which 4 of a lane's 8 neighbouring elements count as
 // which k of an mma is the same for both, so each lane reads its 16 bytes as they lie. The shares
-// meet in shared memory at the end. An RMS norm before the product costs nothing: its weights are
+// meet in shared memory at the end. An RMS norm before the product costs no launch: its weights are
 // multiplied into the rows on the way, the squares are summed beside the product, and 1 / rms is
-// applied to the result. Copies go past the first-level cache: the more of a multiprocessor's memory
-// is shared, the fewer through that cache are under way.
+// applied to the result. As every block does that for all rows, the product that makes the rows may
+// do it: it leaves them multiplied with the weights, and each of its blocks the squares of its
+// outputs. Copies go past the first-level cache: the more of a
+// multiprocessor's memory is shared, the fewer through that cache are under way.
 
 namespace kernels {
 
@@ -37,11 +39,11 @@ __device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) 
   for (int e = 0; e < N; e++) sum[e] += float(x.of[e]);
 }
 
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM>
+template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
   static constexpr int ROWS = COLUMNS * 8;
-  static constexpr int STAGE = (OUTPUTS + ROWS + (NORM ? 1 : 0)) * kWidth;
+  static constexpr int STAGE = (OUTPUTS + ROWS + (NORM == kNormHere ? 1 : 0)) * kWidth;
   static constexpr int MERGE_STRIDE = OUTPUTS + 4;
   // Outputs that a thread gives at once, and sums of a row's squares, which need not wait for each
   // other: with few rows there are more threads than outputs, and registers to spare.
@@ -51,6 +53,7 @@ struct Product {
   const T* weight;
   const T* x;
   const T* norm;
+  const float* made;
   int inputs, rows, count, warp, lane;
   // Weight rows of the block's tiles: `first` on, and from tile TILES / 2 on `second` on.
   long first, second;
@@ -83,7 +86,8 @@ struct Product {
       const int row = j * 4 + lane / 8;
       copy_async(stage + place(row, lane % 8), weight + weight_row(row) * inputs + k, 16);
     }
-    if (NORM && lane < 8) copy_async(stage + place(OUTPUTS + ROWS, lane), norm + k, 16);
+    if (NORM == kNormHere && lane < 8)
+      copy_async(stage + place(OUTPUTS + ROWS, lane), norm + k, 16);
   }
 
   __device__ __forceinline__ void fetch_rows(int i) {
@@ -116,11 +120,11 @@ struct Product {
       const int piece = half * 4 + lane % 4;
       uint4 b[COLUMNS];
       uint4 by;
-      if constexpr (NORM) by = read(stage, OUTPUTS + ROWS, piece);
+      if constexpr (NORM == kNormHere) by = read(stage, OUTPUTS + ROWS, piece);
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
         b[n] = read(stage, OUTPUTS + n * 8 + lane / 4, piece);
-        if constexpr (NORM) {
+        if constexpr (NORM == kNormHere) {
           b[n].x = scaled(b[n].x, by.x, squares[n][0], type);
           b[n].y = scaled(b[n].y, by.y, squares[n][1 % SUMS], type);
           b[n].z = scaled(b[n].z, by.z, squares[n][2 % SUMS], type);
@@ -142,10 +146,12 @@ struct Product {
     }
   }
 
-  // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then [WARPS][ROWS] sums of squares. `await_rows`
-  // returns once the rows are there; the first weights are under way by then.
-  template <typename AWAIT>
-  __device__ __forceinline__ float* run(AWAIT await_rows) {
+  // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then sums of squares: [WARPS][ROWS], or if others have
+  // made them [ROWS]. `await_rows` returns once the rows are there; the first weights are under way
+  // by then, unless it does so at once. `ask` reads what is needed at the end.
+  template <typename AWAIT, typename ASK>
+  __device__ __forceinline__ float* run(AWAIT await_rows, ASK ask) {
+    Squares<NORM, ROWS, WARPS> summed;
     extern __shared__ __align__(16) unsigned char shared[];
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
@@ -164,9 +170,12 @@ struct Product {
 #pragma unroll
       for (int i = 0; i < STAGES - 1; i++) fetch_weights(i);
       await_rows();
+      ask();
 #pragma unroll
       for (int i = 0; i < STAGES - 1; i++) fetch_rows(i);
     } else {
+      summed.ask(made, rows);
+      ask();
 #pragma unroll
       for (int i = 0; i < STAGES - 1; i++) fetch(i);
     }
@@ -191,7 +200,7 @@ struct Product {
         for (int e = 0; e < 4; e++)
           merged[(warp * ROWS + row + e % 2) * MERGE_STRIDE + t * 16 + e / 2 * 8 + lane / 4] =
               output[t][n][e];
-      if constexpr (NORM) {
+      if constexpr (NORM == kNormHere) {
         float sum = 0.f;
 #pragma unroll
         for (int e = 0; e < SUMS; e++) sum += squares[n][e];
@@ -200,6 +209,7 @@ struct Product {
         if (lane % 4 == 0) sums[warp * ROWS + n * 8 + lane / 4] = sum;
       }
     }
+    summed.add_up(sums);
     __syncthreads();
     return merged;
   }
@@ -212,7 +222,7 @@ struct Product {
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       add(y, Neighbours<float, AT_ONCE>::at(merged + (w * ROWS + row) * MERGE_STRIDE + out));
-    if constexpr (NORM) {
+    if constexpr (NORM != kNoNorm) {
 #pragma unroll
       for (int e = 0; e < AT_ONCE; e++) y[e] *= by;
     }
@@ -222,24 +232,35 @@ struct Product {
   __device__ __forceinline__ float factor(const float* merged, int row, float epsilon) const {
     const float* sums = merged + WARPS * ROWS * MERGE_STRIDE;
     float sum = 0.f;
-    if constexpr (NORM) {
+    if constexpr (NORM != kNoNorm) {
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += sums[w * ROWS + row];
+      for (int w = 0; w < (NORM == kNormHere ? WARPS : 1); w++) sum += sums[w * ROWS + row];
     }
     return rsqrtf(sum / inputs + epsilon);
   }
 };
 
+// What a product leaves for the one behind it: its rows times the norm's weights between the two,
+// and of each row the squares that each block gave, [rows][blocks].
+template <typename T>
+struct Ahead {
+  const T* norm;
+  T* scaled;
+  float* squares;
+};
+
 // out = norm(x) @ weight^T + bias + residual, whichever of them there are. `outputs` in all.
 // By block number `block` of as many as it takes.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM, bool BIAS,
-          bool RESIDUAL, typename AWAIT>
-__device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T* weight,
-                                              const T* bias, const T* residual, T* out, int rows,
-                                              int inputs, int outputs, float epsilon, int block,
+template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM, bool BIAS,
+          bool RESIDUAL, bool AHEAD, typename AWAIT>
+__device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const float* made,
+                                              const T* weight, const T* bias, const T* residual,
+                                              T* out, Ahead<T> ahead, int rows, int inputs,
+                                              int outputs, float epsilon, int block,
                                               AWAIT await_rows) {
   Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
   const int first = block * product.OUTPUTS;
+  product.made = made;
   product.weight = weight;
   product.x = x;
   product.norm = norm;
@@ -247,33 +268,72 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const T
   product.rows = rows;
   product.first = first;
   product.second = first + product.OUTPUTS / 2;
-  const float* merged = product.run(await_rows);
-  constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N;
+  constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N, THREADS = WARPS * 32;
+  // How often a thread gives N outputs of a row, and what goes with them.
+  constexpr int TURNS = (product.ROWS * PIECES + THREADS - 1) / THREADS;
   using Values = Neighbours<T, N>;
-  for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {
-    const int row = i / PIECES, at = i % PIECES * N;
-    const long to = (long)row * outputs + first + at;
+  Values biases[TURNS], residuals[TURNS], norms[TURNS];
+  const auto each = [&](auto give) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int i = threadIdx.x + turn * THREADS, row = i / PIECES, at = i % PIECES * N;
+      if (row < rows) give(turn, row, at, (long)row * outputs + first + at);
+    }
+  };
+  const auto ask = [&](int turn, int, int at, long to) {
+    if (BIAS) biases[turn] = Values::at(bias + first + at);
+    if (RESIDUAL) residuals[turn] = Values::at(residual + to);
+    if (AHEAD) norms[turn] = Values::at(ahead.norm + first + at);
+  };
+  float* merged = product.run(await_rows, [&] {
+    if (AHEAD) each(ask);
+  });
+  each([&](int turn, int row, int at, long to) {
+    if (!AHEAD) ask(turn, row, at, to);
     float y[N];
     product.total(y, merged, row, at, product.factor(merged, row, epsilon));
-    if (BIAS) add(y, Values::at(bias + first + at));
-    if (RESIDUAL) add(y, Values::at(residual + to));
+    if (BIAS) add(y, biases[turn]);
+    if (RESIDUAL) add(y, residuals[turn]);
     Values result;
 #pragma unroll
     for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
     result.put(out + to);
+    if constexpr (AHEAD) {
+      float sum = 0.f;
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        const float value = float(result.of[e]);
+        sum += value * value;
+        result.of[e] = T(value * float(norms[turn].of[e]));
+      }
+      result.put(ahead.scaled + to);
+      // Where no other thread reads.
+      merged[row * product.MERGE_STRIDE + at] = sum;
+    }
+  });
+  if constexpr (AHEAD) {
+    __syncthreads();
+    if (threadIdx.x < rows) {
+      const float* of = merged + threadIdx.x * product.MERGE_STRIDE;
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < PIECES; i++) sum += of[i * N];
+      ahead.squares[threadIdx.x * (outputs / product.OUTPUTS) + block] = sum;
+    }
   }
 }
 
 // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
 // bias.
 // By block number `block` of as many as it takes.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool NORM, bool BIAS,
+template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM, bool BIAS,
           typename AWAIT>
-__device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const T* weight,
-                                               const T* bias, T* out, int rows, int inputs,
-                                               int outputs, float epsilon, int block,
+__device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const float* made,
+                                               const T* weight, const T* bias, T* out, int rows,
+                                               int inputs, int outputs, float epsilon, int block,
                                                AWAIT await_rows) {
   Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
+  product.made = made;
   constexpr int EACH = TILES * 8;
   const int first = block * EACH;
   product.weight = weight;
@@ -283,7 +343,7 @@ __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const 
   product.rows = rows;
   product.first = first;
   product.second = outputs + first;
-  const float* merged = product.run(await_rows);
+  const float* merged = product.run(await_rows, [] {});
   constexpr int N = product.AT_ONCE, PIECES = EACH / N;
   using Values = Neighbours<T, N>;
   for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {

@@ -16,6 +16,10 @@ from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, WarpFo
 
 BF16, F16 = mx.bfloat16, mx.float16
 FORMS = (WarpForm, GroupForm)
+NAMES = (
+    *("x", "norm", "squares", "weight", "bias", "residual", "next_norm"),
+    *("out", "scaled_out", "squares_out"),
+)
 H200 = CudaDevice(132, 227 * 1024, 228 * 1024, multiplies_in_groups=True)
 RTX4090 = CudaDevice(128, 99 * 1024, 100 * 1024)
 
@@ -29,14 +33,25 @@ class Case:
     outputs: int = 128
     gated: bool = False
     norm: bool = False
+    # Blocks that have made the rows and did the norm's part, if they did.
+    makers: int = 0
     bias: bool = False
     residual: bool = False
+    ahead: bool = False
     dtype: mx.Dtype = BF16
 
     @property
     def variant(self) -> Variant:
         epsilon = 1e-5 if self.norm else None
-        return Variant(self.form, self.gated, epsilon, self.bias, self.residual)
+        return Variant(
+            self.form,
+            self.gated,
+            epsilon,
+            self.makers,
+            self.bias,
+            self.residual,
+            self.ahead,
+        )
 
 
 CASES = [
@@ -55,7 +70,22 @@ CASES = [
     Case("in-groups-bias", GroupForm(4, 64), 41, outputs=256, gated=True, bias=True, dtype=F16),
     Case("in-groups-long", GroupForm(2, 64), 64, inputs=640, gated=True, norm=True),
     Case("many-turns", WarpForm(1, 1, 2, 2), 2, inputs=1024, residual=True),
+    Case("made", WarpForm(2, 2, 4, 3), 13, norm=True, makers=38, bias=True),
+    Case("made-of-few", WarpForm(1, 1, 8, 3), 5, norm=True, makers=2, dtype=F16),
+    Case("made-gated", WarpForm(4, 4, 4, 4), 30, gated=True, norm=True, makers=128),
+    Case("made-in-groups", GroupForm(2, 32), 29, outputs=256, gated=True, norm=True, makers=66),
+    Case(
+        "made-in-larger-groups", GroupForm(4, 64), 61, outputs=256, gated=True, norm=True, makers=10
+    ),
+    Case("ahead", WarpForm(1, 4, 8, 4), 29, residual=True, ahead=True),
+    Case("ahead-of-few", WarpForm(2, 1, 4, 3), 7, bias=True, residual=True, ahead=True, dtype=F16),
+    Case("ahead-of-three-tiles", WarpForm(3, 2, 4, 3), 16, outputs=384, residual=True, ahead=True),
 ]
+
+NAMED = {
+    *("norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"),
+    *("made", "made-gated", "made-in-groups", "ahead", "ahead-of-three-tiles"),
+}
 
 
 def expected(case, x, norm, weight, bias, residual):
@@ -83,7 +113,9 @@ def libraries(compile_cuda):
 
 def entry(case):
     source = products.product_source(case.dtype, case.variant)
-    return source, (case.dtype,) * 5, (case.dtype,)
+    types = [mx.float32 if name.startswith("squares") else case.dtype for name in NAMES]
+    of = dict(zip(NAMES, types, strict=True))
+    return source, *(tuple(of[name] for name in names) for names in (source.inputs, source.outputs))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
@@ -116,11 +148,7 @@ def test_nvidia_s_compiler_takes_gates(nvidia_accepts):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        c
-        for c in CASES
-        if c.name in {"norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"}
-    ],
+    [c for c in CASES if c.name in NAMED],
     ids=lambda case: case.name,
 )
 def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
@@ -133,21 +161,51 @@ def test_product_is_the_reference(libraries, index):
     library, own = libraries[type(case.form)]
     rng = np.random.default_rng(index)
     weights = case.outputs * (2 if case.gated else 1)
+    blocks = weights // case.form.outputs
 
     def draw(*size, scale=1.0):
         return rounded(rng.normal(size=size) * scale, case.dtype)
 
     x, norm = draw(case.rows, case.inputs), draw(case.inputs)
     weight = draw(weights, case.inputs, scale=case.inputs**-0.5)
-    bias, residual = draw(weights), draw(case.rows, case.outputs)
-    out = bits(np.full((case.rows, case.outputs), np.nan, np.float32), case.dtype)
-    threads = case.form.threads
-    blocks = weights // case.form.outputs
-    arrays = [bits(a, case.dtype) for a in (x, norm, weight, bias, residual)]
-    library.call(own.index(index), arrays, [out], (blocks * threads, 1, 1), (threads, 1, 1))
-    got = np.array(mx.array(out).view(case.dtype).astype(mx.float32))
+    bias, residual, next_norm = draw(weights), draw(case.rows, case.outputs), draw(case.outputs)
     wanted = expected(case, x, norm, weight, bias, residual)
+    # In parts that are not alike, and some of which give nothing.
+    shares = rng.dirichlet(np.full(case.makers or 1, 0.3), size=case.rows)
+    of = {
+        "x": x * norm if case.makers else x,
+        "norm": norm,
+        "squares": np.float32(shares * (x**2).sum(1, keepdims=True)),
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "next_norm": next_norm,
+        "out": np.full((case.rows, case.outputs), np.nan, np.float32),
+        "scaled_out": np.full((case.rows, case.outputs), np.nan, np.float32),
+        "squares_out": np.full((case.rows, blocks), np.nan, np.float32),
+    }
+    arrays = {
+        name: values if name.startswith("squares") else bits(values, case.dtype)
+        for name, values in of.items()
+    }
+    threads = case.form.threads
+    library.call(
+        own.index(index),
+        [arrays[name] for name in case.variant.inputs],
+        [arrays[name] for name in case.variant.outputs],
+        (blocks * threads, 1, 1),
+        (threads, 1, 1),
+    )
+
+    def read(name):
+        return np.array(mx.array(arrays[name]).view(case.dtype).astype(mx.float32))
+
+    got = read("out")
     assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
+    if case.ahead:
+        np.testing.assert_array_equal(read("scaled_out"), rounded(got * next_norm, case.dtype))
+        parts = (got**2).reshape(case.rows, blocks, -1).sum(2)
+        np.testing.assert_allclose(arrays["squares_out"], parts, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
@@ -167,6 +225,13 @@ def test_chosen_forms_fit_the_multiprocessor(rows, outputs, gated, device):
 @pytest.mark.parametrize("outputs", [2048, 3072, 4096, 6144, 8192])
 def test_no_block_of_a_product_waits_for_another(rows, outputs):
     assert outputs / WarpForm.choose(outputs, rows, H200).outputs <= H200.multiprocessors
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 32])
+@pytest.mark.parametrize("outputs", [128, 384, 1920, 3072, 4096, 6144, 8192])
+@pytest.mark.parametrize("device", [H200, RTX4090], ids=["H200", "RTX4090"])
+def test_makers_are_an_even_number(rows, outputs, device):
+    assert outputs // WarpForm.choose(outputs, rows, device).outputs % 2 == 0
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])
