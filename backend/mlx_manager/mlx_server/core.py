@@ -345,6 +345,7 @@ class Started:
     """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
 
     queued, prefill: seconds before the first of the prompt was processed, and from then on.
+    drawn: says how many tokens of the answer there are by now, delivered or not; on any thread.
     """
 
     prompt_tokens: int
@@ -352,6 +353,7 @@ class Started:
     ids: tuple[int, ...] = ()
     queued: float = field(default=0.0, compare=False)
     prefill: float = field(default=0.0, compare=False)
+    drawn: Callable[[], int] = field(default=int, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

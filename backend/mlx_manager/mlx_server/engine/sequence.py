@@ -100,7 +100,11 @@ class Sequence:
     @property
     def drawn(self) -> int:
         """Tokens generated so far, known to the host or not."""
-        return len(self.tokens) - self.prompt_length + self.pending
+        return self.known() + self.pending
+
+    def known(self) -> int:
+        """Tokens generated so far that the host knows of. On any thread."""
+        return len(self.tokens) - self.prompt_length
 
     @property
     def remaining(self) -> int:

@@ -595,7 +595,13 @@ class TextEngine:
         if not row.started:
             row.started = True
             queued, prefill = row.admitted_at - row.queued_at, row.read_at - row.admitted_at
-            started = Started(row.prompt_length, row.cached or 0, queued=queued, prefill=prefill)
+            started = Started(
+                row.prompt_length,
+                row.cached or 0,
+                queued=queued,
+                prefill=prefill,
+                drawn=row.known,
+            )
             events = [started, *events]
         if row.outcome is not None:
             events += row.parser.finish(row.outcome)

@@ -28,22 +28,22 @@ class RowRecord:
     """What one row came to. Times in seconds, `first` and `end` since the call began.
 
     started: what was said of it when its prompt had been processed, at `first`; `finished`: how it
-    ended, at `end`. None: that never came. seen: the events of its answer, about one a token.
+    ended, at `end`. None: that never came. drawn: tokens of an answer that did not end so.
     """
 
     started: Started | None
     first: float
     finished: Finished | None
     end: float
-    seen: int = 0
+    drawn: int = 0
 
     @property
     def usage(self) -> Usage:
-        """Its tokens; without `finished`, as far as they are known, `seen` for the answer's."""
+        """Its tokens; without `finished`, those that had been drawn."""
         if self.finished is not None:
             return self.finished.usage
         if self.started is not None:
-            return Usage(self.started.prompt_tokens, self.seen, self.started.cached_tokens)
+            return Usage(self.started.prompt_tokens, self.drawn, self.started.cached_tokens)
         return Usage(0, 0)
 
 
@@ -131,7 +131,6 @@ class Recording:
         self._load: float | None = None
         self._started: dict[int, tuple[Started, float]] = {}
         self._finished: dict[int, tuple[Finished, float]] = {}
-        self._seen = [0] * len(requests)
 
     def loading(self) -> None:
         """`leased` counts from the call's start."""
@@ -142,12 +141,9 @@ class Recording:
     def add(self, step: Progress) -> None:
         for row, events in step:
             if row not in self._started:
-                for place, event in enumerate(events):
+                for event in events:
                     if type(event) is Started:
                         self._started[row] = event, self._since()
-                        self._seen[row] = len(events) - place - 1
-            else:
-                self._seen[row] += len(events)
             if type(end := events[-1]) is Finished:
                 self._finished[row] = end, self._since()
 
@@ -168,7 +164,8 @@ class Recording:
     def _row(self, row: int) -> RowRecord:
         started, first = self._started.get(row, (None, 0.0))
         finished, end = self._finished.get(row, (None, 0.0))
-        return RowRecord(started, first, finished, end, self._seen[row])
+        drawn = 0 if started is None or finished is not None else started.drawn()
+        return RowRecord(started, first, finished, end, drawn)
 
     def _since(self) -> float:
         return self._clock() - self._start

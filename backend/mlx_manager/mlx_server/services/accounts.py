@@ -147,7 +147,7 @@ class TokenCounter:
         try:
             yield count
         finally:
-            self._bucket.take(sum(count.drawn))
+            self._bucket.take(count.drawn)
 
 
 class TokenCount:
@@ -156,7 +156,8 @@ class TokenCount:
     def __init__(self, bucket: Bucket, requests: Sequence[GenerationRequest]) -> None:
         self._bucket = bucket
         self._requests = requests
-        self.drawn = [0] * len(requests)
+        self._started: dict[int, Started] = {}
+        self._finished: dict[int, Finished] = {}
 
     def loading(self) -> None:
         """The model's load costs the key nothing."""
@@ -166,12 +167,20 @@ class TokenCount:
 
     def add(self, step: Progress) -> None:
         for row, events in step:
-            if type(start := events[0]) is Started and self._is_first_of_its_prompt(row):
-                self._bucket.take(start.prompt_tokens)
-            # About one a token; the end brings the true number.
-            self.drawn[row] += len(events)
+            if type(start := events[0]) is Started:
+                self._started[row] = start
+                if self._is_first_of_its_prompt(row):
+                    self._bucket.take(start.prompt_tokens)
             if type(end := events[-1]) is Finished:
-                self.drawn[row] = end.usage.completion_tokens
+                self._finished[row] = end
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all answers, also of those that nobody has read."""
+        return sum(
+            self._finished[row].usage.completion_tokens if row in self._finished else start.drawn()
+            for row, start in self._started.items()
+        )
 
     def _is_first_of_its_prompt(self, row: int) -> bool:
         """The n answers to a prompt share the very object; it is counted once."""

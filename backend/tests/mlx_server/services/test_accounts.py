@@ -58,11 +58,11 @@ def test_tokens_of_prompts_and_answers_count_also_when_the_caller_goes_away():
     [counter] = alice.observers()
     one = request()
     with counter.observe([one, one]) as call:
-        call.add([(0, [Started(100)]), (1, [Started(100)])])
+        call.add([(0, [Started(100)]), (1, [Started(100, drawn=lambda: 7)])])
         assert alice.rates()[0].left == 900
         call.add([(0, [TextDelta("a")]), (1, [TextDelta("b")])])
         call.add([(0, [Finished("stop", Usage(100, 30))])])
-    assert alice.rates()[0].left == 900 - 30 - 2
+    assert alice.rates()[0].left == 900 - 30 - 7
 
 
 def test_a_key_that_has_used_its_tokens_waits_for_them_to_flow_back():

@@ -156,7 +156,9 @@ async def test_what_a_call_had_answered_when_it_was_cut_off_counts(
     audit: AuditLog, clock: Clock
 ) -> None:
     clock.now = 0.0
-    script = [[Started(7)], [TextDelta("one")], [TextDelta("two")], GenerationFailed("x")]
+    # Of which one was not told any more.
+    started = Started(7, drawn=lambda: 3)
+    script = [[started], [TextDelta("one")], [TextDelta("two")], GenerationFailed("x")]
     pool = ScriptedPool(ScriptedBackend(lambda _: script))
     with pytest.raises(GenerationFailed):
         async for _ in Inference(pool, [Recorder([audit.put])]).generate(
@@ -164,7 +166,7 @@ async def test_what_a_call_had_answered_when_it_was_cut_off_counts(
         ):
             pass
     [entry] = await audit.entries()
-    assert (entry.prompt_tokens, entry.completion_tokens) == (7, 2)
+    assert (entry.prompt_tokens, entry.completion_tokens) == (7, 3)
 
 
 def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
