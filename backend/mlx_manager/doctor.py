@@ -41,6 +41,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
         *disk_findings(settings),
         open_files_finding(),
         *setting_findings(settings),
+        *owner_findings(settings),
         port_finding(settings.host, settings.port),
     ]
 
@@ -106,6 +107,27 @@ def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         yield Finding("settings", ", ".join(f"{name}={value}" for name, value in changed.items()))
     for doubt in doubts(settings, os.environ):
         yield Finding("settings", doubt, advice="Look for a typing error")
+
+
+def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
+    """What the owner has written of keys and models, as `serve` would read it."""
+    from mlx_manager.mlx_server.api.auth import check_bind
+    from mlx_manager.mlx_server.errors import InvalidSettings
+    from mlx_manager.mlx_server.models.settings import read_models_file
+    from mlx_manager.mlx_server.services.keys import read_keys
+
+    try:
+        check_bind(settings.access)
+        names = [key.name for key in read_keys(settings.access)]
+        yield Finding("keys", ", ".join(names) if names else "none: nobody is asked for one")
+    except InvalidSettings as error:
+        yield Finding("keys", error.message, False)
+    if settings.models_file is not None:
+        try:
+            names = list(read_models_file(settings.models_file).models)
+            yield Finding("models", ", ".join(names) or f"nothing in {settings.models_file}")
+        except InvalidSettings as error:
+            yield Finding("models", error.message, False)
 
 
 def port_finding(host: str, port: int) -> Finding:

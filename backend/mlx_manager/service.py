@@ -76,9 +76,11 @@ class Service:
         return [["launchctl", "bootstrap", self._domain(), str(self.definition_file)]]
 
     def forget_command(self) -> list[str]:
-        """Has systemd, which gives up after some failures, count anew; it fails if there is nothing
-        to forget."""
-        return [*systemctl(self.user), "reset-failed", UNIT]
+        """Has systemd, which gives up after some failures, count anew, and launchd, which loads no
+        service twice, unload it; it fails if there is nothing to forget."""
+        if self.kind == "systemd":
+            return [*systemctl(self.user), "reset-failed", UNIT]
+        return self.stop_commands()[0]
 
     def stop_commands(self) -> list[list[str]]:
         if self.kind == "systemd":
@@ -243,7 +245,7 @@ def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict
 
     A service starts in another folder: paths are absolute.
     """
-    kept = {k: v for k, v in environment.items() if k.startswith(PREFIX) or k in HUB}
+    kept = {k: v for k, v in environment.items() if CARRIED.fullmatch(k)}
     told = kept | {f"{PREFIX}{name.upper()}": as_text(v) for name, v in given.items()}
     return {name: from_anywhere(name, value) for name, value in told.items()}
 
@@ -251,7 +253,7 @@ def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict
 def from_anywhere(variable: str, value: str) -> str:
     """What means in any folder what `value` means in this one."""
     setting = variable.removeprefix(PREFIX).lower()
-    if setting in PATHS or variable in HUB_FOLDERS:
+    if setting in PATHS or FOLDER.fullmatch(variable):
         return absolute(value)
     match setting:
         case "model":
@@ -276,9 +278,11 @@ def absolute(path: str) -> str:
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
-    """For eyes: what is secret by its name is not shown."""
+    """For eyes: what is secret by its name, or a URL with a password, is not shown."""
     return {
-        name: "********" if re.search(r"(KEY|TOKEN|SECRET|PASSWORD)$", name) else value
+        name: "********"
+        if re.search(r"(KEY|TOKEN|SECRET|PASSWORD|HEADERS)$", name) or re.search(r"://.*@", value)
+        else value
         for name, value in variables.items()
     }
 
@@ -289,8 +293,13 @@ PATHS = {
     for name, field in MLXServerSettings.model_fields.items()
     if Path in get_args(field.annotation)
 }
-HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE")
-HUB = (*HUB_FOLDERS, "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
+CARRIED = re.compile(
+    r"(MLX_(SERVER|CUDA|MAX|PTX)|HF|OTEL|LOGFIRE)_.+|(OPENBLAS|OMP)_NUM_THREADS"
+    r"|TOKENIZERS_PARALLELISM|(?i:(https?|all|no)_proxy)"
+)
+"""Variables that say how a server runs, as docs/configuration.md has them, and how it reaches the
+hub."""
+FOLDER = re.compile(r"(HF|MLX_PTX)_(.+_)?(HOME|CACHE|PATH|DIR)")
 
 
 def as_text(value: object) -> str:

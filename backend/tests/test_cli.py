@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -107,6 +108,30 @@ def test_doctor_says_which_port_is_taken() -> None:
     assert result.exit_code == 1
     assert f"127.0.0.1:{port}" in result.output
     assert "Address already in use" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--host", "0.0.0.0"], {}, "without a key"),
+        ([], {"MLX_SERVER_API_KEYS_FILE": "/nowhere.toml"}, "no keys' file /nowhere.toml"),
+        ([], {"MLX_SERVER_MODELS_FILE": "/nowhere.toml"}, "/nowhere.toml can't be read"),
+    ],
+)
+def test_doctor_says_what_serve_would_refuse(arguments, environment, words: str) -> None:
+    given = [*arguments, "--port", "0"]
+    result = run.invoke(app, ["doctor", *given], env=environment)
+    assert result.exit_code == 1
+    assert words in result.output
+    refused = subprocess.run(
+        [sys.executable, "-m", "mlx_manager.cli", "serve", *given],
+        env=os.environ | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    assert words in refused.stderr
 
 
 def test_doctor_names_variables_that_are_no_settings() -> None:

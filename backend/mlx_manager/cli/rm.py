@@ -40,7 +40,7 @@ def rm(
       mlx-manager rm --models-dir ~/models mine --yes
     """
     found = plan(name, models_dir)
-    refuse_if_loaded(found.id, address(url), api_key)
+    refuse_if_loaded(found, address(url), api_key)
     if not yes:
         confirm(found)
     try:
@@ -71,7 +71,7 @@ def plan(name: str, models_dir: Path | None) -> Removal:
         fail(error.message, ExitCode.REFUSED)
 
 
-def refuse_if_loaded(name: str, url: str, key: str | None) -> None:
+def refuse_if_loaded(found: Removal, url: str, key: str | None) -> None:
     """A server elsewhere has other files; one that is not ours says nothing of loading."""
     if not answers(url):
         return
@@ -79,7 +79,7 @@ def refuse_if_loaded(name: str, url: str, key: str | None) -> None:
 
     client = client_of(url, key)
     try:
-        states = {model["id"]: model.get("state", "") for model in client.models()}
+        models = client.models()
     except (ServerRefused, ServerUnreachable) as error:
         fail(
             f"A server runs at {url} and does not say what it has loaded: "
@@ -88,9 +88,24 @@ def refuse_if_loaded(name: str, url: str, key: str | None) -> None:
         )
     finally:
         client.close()
-    if states.get(name) in {"loaded", "loading"}:
-        unload = f"mlx-manager unload {shlex.quote(name)}"
-        fail(f"The server at {url} has {name} loaded: `{unload}` first.", ExitCode.REFUSED)
+    for model in models:
+        name = model["id"]
+        there = model.get("state") in {"loaded", "loading"}
+        if there and any(is_of(found, of) for of in (name, str(model.get("root")))):
+            files = "" if name == found.id else f", from the files of {found.id}"
+            unload = f"mlx-manager unload {shlex.quote(name)}"
+            fail(
+                f"The server at {url} has {name} loaded{files}: `{unload}` first.",
+                ExitCode.REFUSED,
+            )
+
+
+def is_of(found: Removal, name: str) -> bool:
+    """Whether a model's name, or the folder that it is, is what is to be deleted."""
+    if name == found.id:
+        return True
+    real = Path(name).resolve()
+    return Path(name).is_absolute() and any(real.is_relative_to(f.resolve()) for f in found.folders)
 
 
 def confirm(found: Removal) -> None:

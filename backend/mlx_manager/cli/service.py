@@ -58,9 +58,10 @@ def install(
 ) -> None:
     """Write the service's files and start it.
 
-    Every option of `mlx-manager serve` may follow. They, and the MLX_SERVER_ and HF_ variables
-    that are set now, go into an environment file that only its owner may read: relative paths as
-    absolute ones, everything else as it is. Installing again replaces them.
+    Every option of `mlx-manager serve` may follow. They, and the variables that are set now and
+    say how a server runs (MLX_SERVER_, HF_, OTEL_, proxies), go into an environment file that only
+    its owner may read: relative paths as absolute ones, everything else as it is. Installing again
+    replaces them.
 
     \b
     Examples:
@@ -158,9 +159,11 @@ def startable(settings: MLXServerSettings) -> MLXServerSettings:
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.settings import read_models_file
+    from mlx_manager.mlx_server.services.keys import read_keys
 
     try:
         check_bind(settings.access)
+        read_keys(settings.access)
         read_models_file(settings.models_file)
     except MLXManagerError as error:
         fail(error.message, ExitCode.USAGE)
@@ -222,6 +225,7 @@ def run_or_show(wanted: Service, commands: list[list[str]]) -> None:
     if not commands or not runs_here(wanted.kind):
         typer.echo(f"Start it with:\n{shown(wanted.start_commands())}")
     elif wanted.kind == "launchd":
+        printed(wanted.forget_command())
         if not all(map(carry_out, commands)):
             raise typer.Exit(ExitCode.FAILED)
         typer.echo("The service is started; `mlx-manager service status` says if it runs.")

@@ -12,6 +12,7 @@ import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live import live_server
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
@@ -100,6 +101,29 @@ def test_a_loaded_model_stays_until_it_is_unloaded(program, server: str, models_
     assert program("unload", "mine", **admin).returncode == 0
     assert program(*arguments, **admin).returncode == 0
     assert [path.name for path in models_dir.iterdir()] == ["mine"]
+
+
+def test_files_stay_that_are_loaded_under_another_name(program, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for name in ("mine", "twin"):
+        shutil.copytree(demo_model_path(), models / name)
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models.helper]\nbase = "mine"\n[models.aide]\nbase = "{models / "twin"}"\n')
+    with live_server(
+        tmp_path / "log", models_dir=models, models_file=file, admin_token="open-sesame"
+    ) as server:
+        admin = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame", "MLX_MANAGER_URL": server.url}
+        for loaded, of in (("helper", "mine"), ("aide", "twin")):
+            assert program("load", loaded, **admin).returncode == 0
+            remove = ("rm", of, "--yes", "--models-dir", str(models))
+            done = program(*remove, **admin)
+            assert (done.returncode, done.stdout) == (5, "")
+            assert (
+                f"has {loaded} loaded, from the files of {of}: `mlx-manager unload" in done.stderr
+            )
+            assert program("unload", loaded, **admin).returncode == 0
+            assert program(*remove, **admin).returncode == 0
+    assert not list(models.iterdir())
 
 
 @given(st.text(st.sampled_from("ab./~-_ \\\n"), max_size=12))

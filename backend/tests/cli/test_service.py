@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.service import InvalidValue, Service, environment_text, unit_word
+from mlx_manager.configuration import BESIDES
+from mlx_manager.mlx_server.services.keys import add_key
+from mlx_manager.service import InvalidValue, Service, carried, environment_text, unit_word
 
 OPTIONS = (
     "--port",
@@ -87,6 +89,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("two/three", "mlx-manager/demo"):
         (folder / name).mkdir(parents=True)
     (folder / "models.toml").write_text("")
+    add_key(folder / "keys.toml", "alice", {})
     monkeypatch.chdir(folder)
     return folder
 
@@ -102,6 +105,18 @@ def test_paths_mean_the_same_in_the_services_folder(run, config: Path, here: Pat
     places = {"here": str(here), "home": str(config.parent)}
     assert {name: told[name] for name in ABSOLUTE} == {
         name: value.format(**places) for name, value in ABSOLUTE.items()
+    }
+
+
+def test_all_that_says_how_a_server_runs_is_carried() -> None:
+    named = {*BESIDES, "MLX_MAX_MB_PER_BUFFER", "OTEL_TRACES_SAMPLER_ARG", "https_proxy"}
+    others = {"NO_COLOR", "MLX_MANAGER_API_KEY", "PATH", "MLX_TEST_ALL", "SHELF_HOME"}
+    assert carried(dict.fromkeys(named | others, "/1"), {}).keys() == named - others
+    told = {"HF_TOKEN_PATH": "a", "MLX_PTX_CACHE_DIR": "~/b", "HF_HUB_OFFLINE": "c"}
+    assert carried(told, {}) == {
+        "HF_TOKEN_PATH": str(Path("a").absolute()),
+        "MLX_PTX_CACHE_DIR": str(Path("~/b").expanduser()),
+        "HF_HUB_OFFLINE": "c",
     }
 
 
@@ -161,6 +176,7 @@ def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
         (("--model", "a\nb"), 2, "line break"),
         (("--host", "0.0.0.0"), 2, "without a key"),
         (("--models-file", "/nowhere.toml"), 2, "/nowhere.toml can't be read"),
+        (("--api-keys-file", "/nowhere.toml"), 2, "no keys' file /nowhere.toml"),
     ],
 )
 def test_what_cannot_be_installed_says_why(

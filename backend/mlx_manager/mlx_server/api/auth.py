@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
 from mlx_manager.mlx_server.api.owner import ADMIN_PATHS, check_owner
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
-from mlx_manager.mlx_server.errors import MLXManagerError, PermissionDenied
+from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, PermissionDenied
 from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account, Rate
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ def check_bind(rules: AccessRules) -> None:
     """Refuse to listen where others can reach a server that asks nobody for a key.
 
     Raises:
-        MLXManagerError: says what to set.
+        InvalidSettings: says what to set.
     """
     if rules.need_key or rules.open_access or is_loopback(rules.host):
         return
-    raise MLXManagerError(
+    raise InvalidSettings(
         f"Others could use this server on {rules.host} without a key. Set MLX_SERVER_API_KEY, or "
         "make named keys (mlx-manager key add NAME) and set MLX_SERVER_API_KEYS_FILE; or set "
         "MLX_SERVER_OPEN_ACCESS=true if everybody who can reach it may use it."

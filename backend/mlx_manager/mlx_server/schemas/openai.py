@@ -549,6 +549,7 @@ class ModelCard(Wire):
     """A model on offer. What is beyond OpenAI's four fields says how it is served.
 
     kind: what it is for; absent while nothing of it is here. origin: where it was found.
+    root: the model or the folder whose files it has; its own id, but for what the owner made.
     bytes: of its weights, measured once it is loaded.
     weights, engine: of a loaded model only; `engine` counts its rows and KV pages.
     sampling: what it is drawn by where a request is silent, if not by OpenAI's defaults.
@@ -561,6 +562,7 @@ class ModelCard(Wire):
     kind: Literal["text", "embedding", "reranker"] | None = None
     state: Literal["loadable", "loading", "loaded"]
     origin: str
+    root: str
     family: str
     context_length: int
     bytes: int

@@ -103,7 +103,7 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
     some: whether the file must have one. The last may be taken from a server that runs.
 
     Raises:
-        MLXManagerError: the file can't be read, has no key, or something else in it; says what.
+        InvalidSettings: the file can't be read, has no key, or something else in it; says what.
     """
     keys: list[ApiKey] = []
     if rules.key is not None:
@@ -111,7 +111,7 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
     if rules.keys_file is not None:
         entries = read_entries(rules.keys_file)
         if some and not entries:
-            raise MLXManagerError(
+            raise InvalidSettings(
                 f"MLX_SERVER_API_KEYS_FILE: there is no key in {rules.keys_file}. "
                 f"Make one: mlx-manager key add NAME --file {rules.keys_file}"
             )
@@ -125,32 +125,32 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
 def read_entries(file: Path) -> dict[str, KeyEntry]:
     """
     Raises:
-        MLXManagerError: it can't be read, or is no keys' file; says where.
+        InvalidSettings: it can't be read, or is no keys' file; says where.
     """
     try:
         content = tomllib.loads(file.expanduser().read_text("utf-8"))
     except FileNotFoundError:
-        raise MLXManagerError(
+        raise InvalidSettings(
             f"There is no keys' file {file}. `mlx-manager key add NAME --file {file}` makes one."
         ) from None
     except OSError as error:
-        raise MLXManagerError(f"The keys' file {file} can't be read: {error.strerror}.") from None
+        raise InvalidSettings(f"The keys' file {file} can't be read: {error.strerror}.") from None
     except ValueError as error:
-        raise MLXManagerError(f"The keys' file {file} is not TOML: {error}.") from None
+        raise InvalidSettings(f"The keys' file {file} is not TOML: {error}.") from None
     try:
         return ENTRIES.validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
-        raise MLXManagerError(f"The keys' file {file}: {where}: {first['msg']}.") from None
+        raise InvalidSettings(f"The keys' file {file}: {where}: {first['msg']}.") from None
 
 
 def add_key(file: Path, name: str, limits: Mapping[str, int]) -> str:
     """Add a key to a file, which is made if there is none, and return its secret.
 
     Raises:
-        InvalidSettings: the name is none that a key can have.
-        MLXManagerError: it is taken, or the file can't be read or written.
+        InvalidSettings: the name is none that a key can have, or the file is no keys' file.
+        MLXManagerError: it is taken, or the file can't be written.
     """
     import tomlkit
 
@@ -172,7 +172,8 @@ def add_key(file: Path, name: str, limits: Mapping[str, int]) -> str:
 def remove_key(file: Path, name: str) -> None:
     """
     Raises:
-        MLXManagerError: there is no such key, or the file can't be read or written.
+        InvalidSettings: the file can't be read, or is no keys' file.
+        MLXManagerError: there is no such key, or the file can't be written.
     """
     import tomlkit
 

@@ -60,6 +60,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         kind=status.kind,
         state=status.state,
         origin=status.origin,
+        root=status.recipe.base or status.id,
         family=status.family,
         context_length=status.context_length,
         bytes=status.nbytes,
