@@ -88,6 +88,8 @@ class Metrics:
         # Before all others, as they are read in this order: it has their counters begin.
         self._registry.register(EngineCollector(figures, self._begin))
         self._by_key = by_key
+        # Models that have been loaded: calls that did not come as far as theirs name them, too.
+        self._served: set[str] = set()
         self._ready = Gauge(
             f"{PREFIX}ready", "1 while /readyz answers 200, 0 otherwise", registry=self._registry
         )
@@ -148,6 +150,7 @@ class Metrics:
     def _begin(self, model: str) -> None:
         """Have what is counted of a model's rows begin at 0, not with its first row: the rates of
         a counter that Prometheus has not seen before do not hold what it began with."""
+        self._served.add(model)
         for reason in FINISHED_REASONS:
             self._success.labels(model, reason)
         for code in USUAL_FAILURES:
@@ -157,7 +160,9 @@ class Metrics:
 
     def count_call(self, record: CallRecord) -> None:
         # A name nobody offers must not become a label: anyone could make as many as they like.
-        known = record.load is not None or record.failure in LOAD_FAILURES
+        if record.load is not None or record.failure in LOAD_FAILURES:
+            self._served.add(record.model)
+        known = record.model in self._served
         model = record.model if known else ""
         match record.failure:
             case "":

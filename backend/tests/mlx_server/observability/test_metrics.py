@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,15 @@ async def test_metrics_answer_before_there_are_models() -> None:
     assert "mlx_manager_http_requests" in answer.text
 
 
+IDLE = {
+    "ledger": {"limit": 1, "available": 1},
+    "mlx": {},
+    "engines": {},
+    "loads": {},
+    "unloads": {},
+}
+
+
 def record(key: str = "", failure: str = "") -> CallRecord:
     started, finished = Started(7, 4), Finished("stop", Usage(7, 3, 4))
     row = RowRecord(started, 0.5, finished, 1.0)
@@ -303,16 +313,7 @@ def record(key: str = "", failure: str = "") -> CallRecord:
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_keys_are_named_only_where_the_owner_wants_it(by_key: bool) -> None:
-    metrics = Metrics(
-        lambda: {
-            "ledger": {"limit": 1, "available": 1},
-            "mlx": {},
-            "engines": {},
-            "loads": {},
-            "unloads": {},
-        },
-        by_key=by_key,
-    )
+    metrics = Metrics(lambda: IDLE, by_key=by_key)
     metrics.count_call(record(key="alice"))
     text = metrics.text("", ready=True)[0].decode()
     assert ("alice" in text) is by_key
@@ -320,6 +321,17 @@ def test_keys_are_named_only_where_the_owner_wants_it(by_key: bool) -> None:
         found = Scrape(text)
         assert found.of_model("api_key_requests_total", key="alice", outcome="stop") == 1
         assert found.of_model("api_key_tokens_total", key="alice", type="generation") == 3
+
+
+def test_calls_that_did_not_come_as_far_as_their_model_are_counted_as_its_own() -> None:
+    metrics = Metrics(lambda: IDLE)
+    metrics.count_call(record())
+    for model in (MODEL, "made/up"):
+        waited = replace(record(failure="timeout"), model=model, load=None, rows=())
+        metrics.count_call(waited)
+    found = Scrape(metrics.text("", ready=True)[0].decode())
+    assert found.of_model("request_errors_total", code="timeout") == 1
+    assert found.get("request_errors_total", model_name="", code="timeout") == 1
 
 
 async def test_a_record_has_what_every_row_came_to() -> None:
