@@ -8,6 +8,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, ClassVar, Protocol
 
 import typer
@@ -21,6 +22,7 @@ from rich.style import Style
 from rich.theme import Theme
 
 from mlx_manager.completion_stream import Chunk
+from mlx_manager.printable import in_lines
 
 REFRESH_SECONDS = 1 / 15
 DIM = Style(dim=True, italic=True)
@@ -55,9 +57,25 @@ class Display(Protocol):
 
 def display_for(console: Console, markdown: bool, reasoning: bool) -> Display:
     """Markdown is drawn only on a terminal: what is piped on is what the model wrote."""
-    if markdown and console.is_terminal:
-        return MarkdownDisplay(console, reasoning=reasoning)
-    return PlainDisplay(console.file, reasoning=reasoning)
+    if not console.is_terminal:
+        return PlainDisplay(console.file, reasoning=reasoning)
+    if markdown:
+        return Harmless(MarkdownDisplay(console, reasoning=reasoning))
+    return Harmless(PlainDisplay(console.file, reasoning=reasoning))
+
+
+class Harmless:
+    """Has a terminal show what a model writes, and not obey it."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def show(self, chunk: Chunk) -> None:
+        text, reasoning = in_lines(chunk.text), in_lines(chunk.reasoning)
+        self._display.show(replace(chunk, text=text, reasoning=reasoning))
+
+    def end(self) -> None:
+        self._display.end()
 
 
 class Silent:

@@ -27,6 +27,7 @@ from mlx_manager.chat.commands import HELP, KEYS, NAMES, Command, parse
 from mlx_manager.chat.conversation import Conversation
 from mlx_manager.chat.display import display_for, without_echo
 from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+from mlx_manager.printable import in_lines, on_one_line
 
 
 @dataclass(slots=True)
@@ -48,8 +49,8 @@ class Chat:
         """Until /exit or Ctrl-D. Failures of a question are shown, and the session goes on."""
         prompt = make_prompt(self._model_ids, history)
         self.console.print(
-            f"[bold]{escape(self.model)}[/] [dim]at {self.client.url} · /help lists the commands, "
-            "Ctrl-D leaves[/]",
+            f"[bold]{escape(on_one_line(self.model))}[/] [dim]at {self.client.url} · "
+            "/help lists the commands, Ctrl-D leaves[/]",
             highlight=False,
         )
         while True:
@@ -137,7 +138,7 @@ class Chat:
     def _list_models(self) -> None:
         for model in self._model_ids():
             mark = "*" if model == self.model else " "
-            self.console.print(f"{mark} {escape(model)}", highlight=False)
+            self.console.print(f"{mark} {escape(on_one_line(model))}", highlight=False)
 
     def _switch(self, model: str) -> None:
         offered = self._model_ids()
@@ -172,10 +173,10 @@ class Chat:
             return []
 
     def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False)
+        self.console.print(in_lines(text), style="dim", markup=False, highlight=False)
 
     def _warn(self, text: str) -> None:
-        self.console.print(text, style="red", markup=False, highlight=False)
+        self.console.print(in_lines(text), style="red", markup=False, highlight=False)
 
 
 class CommandCompleter(Completer):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from mlx_manager.printable import in_lines, on_one_line
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -40,7 +42,7 @@ MEANINGS = {
 
 
 def complain(message: str) -> None:
-    typer.secho(f"mlx-manager: {message}", err=True, fg="red")
+    typer.secho(f"mlx-manager: {in_lines(message)}", err=True, fg="red")
 
 
 def note(message: str) -> None:
@@ -64,18 +66,13 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
         """Shows what cells say as it is: names are others', and may look like markup."""
 
         def add_row(self, *cells: Any, **more: Any) -> None:
-            super().add_row(*(Text(printable(cell)) for cell in cells), **more)
+            super().add_row(*(Text(on_one_line(cell)) for cell in cells), **more)
 
     made = Plain(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         whole = index == 0 or column in right
         made.add_column(column, justify="right" if column in right else "left", no_wrap=whole)
     return made
-
-
-def printable(text: str) -> str:
-    """`text` less what would do something to a terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def show(made: Table) -> None:

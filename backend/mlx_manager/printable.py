@@ -1,0 +1,21 @@
+"""What others wrote, for a terminal: it obeys control characters wherever they come from."""
+
+from __future__ import annotations
+
+_MARK = "\N{REPLACEMENT CHARACTER}"
+_CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)), _MARK)
+# Lines end as they do here, and a carriage return alone would have one written over.
+_IN_TEXT = _CONTROLS | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+
+
+def on_one_line(text: str) -> str:
+    """`text` less what is no character to read, for a name in a table."""
+    return "".join(char if char.isprintable() else _MARK for char in text)
+
+
+def in_lines(text: str) -> str:
+    """`text` less what would do something to a terminal, or can't be written there.
+
+    All else stays, also what has no width and what only some fonts have.
+    """
+    return text.translate(_IN_TEXT)
