@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mlx_manager.bench.load import Measured
     from mlx_manager.bench.plan import Plan
 
+WEEK = 7 * 86_400
+
 Model = Annotated[
     str | None, typer.Option("--model", "-m", metavar="ID", help="Default: the server's first")
 ]
@@ -25,7 +27,10 @@ Concurrency = Annotated[
 Rate = Annotated[
     float | None,
     typer.Option(
-        metavar="N", min=0.001, help="Requests a second, at random as people's come [no pause]"
+        metavar="N",
+        min=0.001,
+        max=1e6,
+        help="Requests a second, at random as people's come [no pause]",
     ),
 ]
 Requests = Annotated[
@@ -33,7 +38,8 @@ Requests = Annotated[
     typer.Option("--requests", "-n", metavar="N", min=1, help="How many [8 x concurrency]"),
 ]
 Duration = Annotated[
-    float | None, typer.Option(metavar="N", min=1, help="Seconds after which no request begins")
+    float | None,
+    typer.Option(metavar="N", min=1, max=WEEK, help="Seconds after which no request begins"),
 ]
 PromptTokens = Annotated[
     int, typer.Option(metavar="N", min=1, help="Of each request, template included")
@@ -53,7 +59,9 @@ Warmup = Annotated[
         metavar="N", min=0, help="Short requests before, not counted [concurrency, 16 at most]"
     ),
 ]
-Timeout = Annotated[float, typer.Option(metavar="N", min=1, help="Seconds for one answer")]
+Timeout = Annotated[
+    float, typer.Option(metavar="N", min=1, max=WEEK, help="Seconds for one answer")
+]
 Seed = Annotated[int, typer.Option(metavar="N", help="Of the prompts' words and the arrivals")]
 Extra = Annotated[
     str | None,

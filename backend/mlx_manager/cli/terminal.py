@@ -47,7 +47,7 @@ def complain(message: str) -> None:
 
 def note(message: str) -> None:
     """On stderr, so that what is piped on stays clean."""
-    typer.secho(message, err=True, dim=True)
+    typer.secho(in_lines(message), err=True, dim=True)
 
 
 def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
