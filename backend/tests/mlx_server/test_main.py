@@ -77,7 +77,7 @@ def test_what_looks_like_a_typing_error_in_the_settings_is_told_of_at_the_start(
 
 def test_without_a_key_the_program_listens_to_this_machine_alone():
     ended = run(str(PROGRAM), "serve", "--host", "0.0.0.0", "--port", "0")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "MLX_SERVER_API_KEY" in ended.stderr
     assert "Traceback" not in ended.stderr
 
