@@ -253,7 +253,7 @@ def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict
 def from_anywhere(variable: str, value: str) -> str:
     """What means in any folder what `value` means in this one."""
     setting = variable.removeprefix(PREFIX).lower()
-    if setting in PATHS or FOLDER.fullmatch(variable):
+    if setting in PATHS or PLACE.fullmatch(variable):
         return absolute(value)
     match setting:
         case "model":
@@ -299,7 +299,10 @@ CARRIED = re.compile(
 )
 """Variables that say how a server runs, as docs/configuration.md has them, and how it reaches the
 hub."""
-FOLDER = re.compile(r"(HF|MLX_PTX)_(.+_)?(HOME|CACHE|PATH|DIR)")
+PLACE = re.compile(
+    r"(HF|MLX_PTX)_(.+_)?(HOME|CACHE|PATH|DIR)|OTEL_EXPORTER_OTLP_(.+_)?(CERTIFICATE|CLIENT_KEY)"
+)
+"""Those of them that are a folder's or a file's."""
 
 
 def as_text(value: object) -> str:

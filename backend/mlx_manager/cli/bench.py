@@ -29,7 +29,7 @@ Rate = Annotated[
     typer.Option(
         metavar="N",
         min=0.001,
-        max=1e6,
+        max=1_000_000,
         help="Requests a second, at random as people's come [no pause]",
     ),
 ]

@@ -113,10 +113,12 @@ def test_all_that_says_how_a_server_runs_is_carried() -> None:
     others = {"NO_COLOR", "MLX_MANAGER_API_KEY", "PATH", "MLX_TEST_ALL", "SHELF_HOME"}
     assert carried(dict.fromkeys(named | others, "/1"), {}).keys() == named - others
     told = {"HF_TOKEN_PATH": "a", "MLX_PTX_CACHE_DIR": "~/b", "HF_HUB_OFFLINE": "c"}
+    told["OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE"] = "d"
     assert carried(told, {}) == {
         "HF_TOKEN_PATH": str(Path("a").absolute()),
         "MLX_PTX_CACHE_DIR": str(Path("~/b").expanduser()),
         "HF_HUB_OFFLINE": "c",
+        "OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE": str(Path("d").absolute()),
     }
 
 

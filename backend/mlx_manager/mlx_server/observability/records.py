@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_manager.mlx_server.core import (
     Caller,
@@ -28,7 +28,7 @@ class RowRecord:
     """What one row came to. Times in seconds, `first` and `end` since the call began.
 
     started: what was said of it when its prompt had been processed, at `first`; `finished`: how it
-    ended, at `end`. None: that never came. drawn: tokens of an answer that did not end so.
+    ended, at `end`. None: that never came. drawn: tokens of the answer, read or not.
     """
 
     started: Started | None
@@ -164,7 +164,11 @@ class Recording:
     def _row(self, row: int) -> RowRecord:
         started, first = self._started.get(row, (None, 0.0))
         finished, end = self._finished.get(row, (None, 0.0))
-        drawn = 0 if started is None or finished is not None else started.drawn()
+        drawn = 0
+        if started is not None:
+            drawn = started.drawn()
+            # Records may be kept, and the row with its tokens need not be.
+            started = replace(started, drawn=int)
         return RowRecord(started, first, finished, end, drawn)
 
     def _since(self) -> float:

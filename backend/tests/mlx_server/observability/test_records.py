@@ -38,4 +38,8 @@ async def test_tokens_that_a_caller_left_unread_are_recorded_and_charged(demo: D
     await progress.aclose()
     [record] = kept
     assert record.usage.completion_tokens == 200
+    [row] = record.rows
+    # A record that is kept keeps nothing of the engine's alive.
+    assert row.started == event
+    assert row.started.drawn() == 0
     assert account.rates()[0].left == 1000 - record.usage.prompt_tokens - 200
