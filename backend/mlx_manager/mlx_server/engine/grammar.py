@@ -74,6 +74,8 @@ class Grammars:
         self._ids = {
             token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()
         }
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = _spelled(special)
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._texts: LLTokenizer | None = None
@@ -133,7 +135,10 @@ class Grammars:
                 self._kept.move_to_end((grammar, most))
                 return known.deep_copy()
         limits = LLParserLimits(max_items_in_row=most)
-        made = LLMatcher(texts, grammar, log_level=0, limits=limits)
+        # Each is looked for by itself: an expression of thousands takes seconds.
+        spells = any(map(_unescaped(grammar).__contains__, self._special))
+        form = unforced(grammar) if spells else grammar
+        made = LLMatcher(texts, form, log_level=0, limits=limits)
         if made.is_error():
             raise _refused(param, reason(made))
         # What refers to itself without end compiles, and ends at once.
@@ -256,6 +261,37 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLToke
     """
     with BareErrors("tokenizers can't write it"):
         return from_tokenizer(tokenizer, eos_token=end_ids)
+
+
+def unforced(grammar: str) -> str:
+    """`grammar`, in which what must come next may be spelled by any tokens.
+
+    llguidance would else allow only those that the tokenizer makes of it. The model knows them
+    best, but where a special token's name stands in a text, they are that token.
+    """
+    if not grammar.startswith("{"):
+        return _unforced(grammar)
+    whole = json.loads(grammar)
+    for each in whole["grammars"]:
+        if "json_schema" in each:
+            each["lark_grammar"] = f"start: %json {json.dumps(each.pop('json_schema'))}"
+        each["lark_grammar"] = _unforced(each["lark_grammar"])
+    return json.dumps(whole)
+
+
+def _spelled(names: Iterable[str]) -> set[str]:
+    """How the names may stand in a grammar that is `_unescaped`."""
+    return {_unescaped(form) for name in names if name for form in (name, json.dumps(name)[1:-1])}
+
+
+def _unescaped(grammar: str) -> str:
+    """Less what texts, patterns and texts within texts escape by."""
+    return grammar.replace("\\", "")
+
+
+def _unforced(lark: str) -> str:
+    # Who writes grammars may have set the options.
+    return lark if "%llguidance" in lark else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
 def _most(constraint: Constraint) -> int | None:

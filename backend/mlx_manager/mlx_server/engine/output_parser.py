@@ -92,7 +92,11 @@ class OutputParser:
             return self._with_logprobs([text_delta(text)]) if text or self._logprobs else []
         if self._markup.complete:
             return []
-        return self._with_logprobs(self._markup.feed(text) + self._markup.finish(reason))
+        events = self._markup.feed(text) + self._markup.finish(reason)
+        if not events and self._logprobs and self._markup.region == "content" and not self.called:
+            # Of tokens without a text, beyond the last that had one.
+            events = [text_delta("")]
+        return self._with_logprobs(events)
 
     def _with_logprobs(self, events: list[Event]) -> list[Event]:
         if not (self._logprobs or self._opener) or not events:

@@ -67,6 +67,12 @@ _KINDS: Sequence[tuple[type, Kind]] = (
     (list, "array"),
 )
 
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
+"""Keywords that say what else an object may have."""
+
+_OF_THE_SAME = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not"})
+"""Keywords whose schemas are of the very value that theirs is of."""
+
 _COMBINED = ("allOf", "not", "if", "dependentSchemas", "$dynamicRef")
 
 
@@ -111,7 +117,8 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
     """
     check(tool.parameters)
     schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
-    narrowed: dict[str, Any] = _narrowed(_object(schema or {"properties": {}}))
+    whole = _object(schema or {"properties": {}})
+    narrowed: dict[str, Any] = _narrowed(whole, whole, _parts(whole), part=False)
     return narrowed
 
 
@@ -195,28 +202,121 @@ def _with_json_types(schema: Any) -> Any:
         return schema
     found = _within(schema, _with_json_types)
     named = found.get("type")
-    if isinstance(named, str) and named in _TYPE_ALIASES:
+    among = named if isinstance(named, list) else [named]
+    names = [name for name in among if isinstance(name, str)]
+    if not _TYPE_ALIASES.keys().isdisjoint(names):
         del found["type"]
-        alias = _TYPE_ALIASES[named]
-        if alias is not None:
-            found = {"type": alias, **found}
+        meant = [_TYPE_ALIASES.get(name, name) for name in names]
+        if None not in meant:
+            found = {"type": meant if isinstance(named, list) else meant[0], **found}
     return found
 
 
-def _narrowed(schema: Any) -> Any:
+def _narrowed(schema: Any, root: Mapping[str, Any], shared: frozenset[str], part: bool) -> Any:
+    """
+    Args:
+        root: what references are relative to. shared: references to what is a part somewhere.
+        part: what it demands is demanded of an object beside what others do: it can't be closed.
+    """
     if not isinstance(schema, Mapping):
         return schema
-    found = _within(schema, _narrowed)
+
+    def narrowed(key: str, value: Any) -> Any:
+        if key in _DATA:
+            return value
+        if key in _NAMED and isinstance(value, Mapping):
+            return {
+                name: _narrowed(inner, root, shared, f"#/{key}/{name}" in shared)
+                for name, inner in value.items()
+            }
+        inside = key in _OF_THE_SAME and (part or _is_combined(schema))
+        if isinstance(value, list):
+            return [_narrowed(inner, root, shared, inside) for inner in value]
+        return _narrowed(value, root, shared, inside)
+
+    found = {key: narrowed(key, value) for key, value in schema.items()}
     if found.get("type") == "integer":
-        bounds = {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER}
-        given = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
-        taken = {given[key] for key in given if key in found} | (found.keys() & bounds.keys())
-        found |= {key: bound for key, bound in bounds.items() if key not in taken}
-    open_ended = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
-    combined = {"$ref", "allOf", "anyOf", "oneOf", "if"}
-    if "properties" in found and not (open_ended | combined) & found.keys():
+        found = _bounded(found)
+    if part:
+        return found
+    if _is_combined(schema):
+        names = _names(schema, root, 0)
+        if names:
+            found["properties"] = {name: {} for name in names} | found.get("properties", {})
+            found["additionalProperties"] = False
+    elif "properties" in found and not (_OPEN | _OF_THE_SAME) & found.keys():
         found["additionalProperties"] = False
     return found
+
+
+def _bounded(integer: dict[str, Any]) -> dict[str, Any]:
+    """`integer` with `LARGEST_INTEGER`'s bounds where it has none, and they leave it any."""
+    least = [integer[key] for key in ("minimum", "exclusiveMinimum") if key in integer]
+    most = [integer[key] for key in ("maximum", "exclusiveMaximum") if key in integer]
+    if not least and all(_is_number(bound) and bound > -LARGEST_INTEGER for bound in most):
+        integer = integer | {"minimum": -LARGEST_INTEGER}
+    if not most and all(_is_number(bound) and bound < LARGEST_INTEGER for bound in least):
+        integer = integer | {"maximum": LARGEST_INTEGER}
+    return integer
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Whether an object's properties are named in more than one place of `schema`."""
+    places = len(schema.keys() & (_OF_THE_SAME | {"properties"}))
+    return places > 1 or len(schema.get("allOf", ())) > 1
+
+
+def _shared(schema: Any, found: set[str], part: bool) -> None:
+    """Add to `found` the references in `schema` to what is a part where it is referred to."""
+    if not isinstance(schema, Mapping):
+        return
+    inside = part or _is_combined(schema)
+    if inside and isinstance(schema.get("$ref"), str):
+        found.add(schema["$ref"])
+    for key, value in schema.items():
+        if key in _DATA:
+            continue
+        if key in _NAMED and isinstance(value, Mapping):
+            for name, inner in value.items():
+                _shared(inner, found, f"#/{key}/{name}" in found)
+        else:
+            for inner in value if isinstance(value, list) else [value]:
+                _shared(inner, found, inside and key in _OF_THE_SAME)
+
+
+def _parts(root: Mapping[str, Any]) -> frozenset[str]:
+    """All references to what is a part somewhere, also by way of another reference."""
+    found: set[str] = set()
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        _shared(root, found, False)
+    return frozenset(found)
+
+
+def _names(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, None] | None:
+    """The properties that a schema and its parts name, in order; None if there may be others."""
+    if not isinstance(schema, Mapping):
+        return {} if schema is True else None
+    if depth > 16 or _OPEN & schema.keys() or "if" in schema:
+        return None
+    named: dict[str, None] = dict.fromkeys(schema.get("properties", ()))
+    members = [each for key in ("allOf", "anyOf", "oneOf") for each in schema.get(key, ())]
+    if "$ref" in schema:
+        try:
+            members.append(_at(root, schema["$ref"]))
+        except UnwritableError:
+            return None
+    for member in members:
+        more = _names(member, root, depth + 1)
+        if more is None:
+            return None
+        named |= more
+    return named
 
 
 # ---------------------------------------------------------------------------------------------

@@ -176,6 +176,24 @@ async def test_what_is_streamed_is_what_comes_whole(demo: Demo):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("name", ["<|eot_id|>", "<|python_tag|>", "<|begin_of_text|>"])
+async def test_a_special_tokens_name_in_a_form_is_a_text(demo: Demo, name: str):
+    text = f"x{name}y"
+    for fields, wanted in (
+        ({"guided_choice": [text]}, text),
+        ({"guided_regex": re.escape(text)}, text),
+        ({"guided_grammar": f"start: {json.dumps(text)}"}, text),
+        ({"guided_json": {"const": text}}, json.dumps(text)),
+    ):
+        answer = await demo.choice("Hello!", max_tokens=60, temperature=0, **fields)
+        assert (answer["message"]["content"], answer["finish_reason"]) == (wanted, "stop"), fields
+    parameters = {"properties": {"a": {"const": text}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    answer = await demo.choice("Hello!", tools=[tool], tool_choice="required", temperature=0)
+    (call,) = answer["message"]["tool_calls"][:1]
+    assert json.loads(call["function"]["arguments"]) == {"a": text}
+
+
 async def test_several_answers_all_fit_and_seeds_tell_them_apart(demo: Demo):
     asked: dict[str, Any] = {
         "response_format": schema_format(PERSON),

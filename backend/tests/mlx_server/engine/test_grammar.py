@@ -350,6 +350,48 @@ def test_parameters_that_are_no_object_are_refused(
     assert caught.value.param == "tools.parameters"
 
 
+A, B = (
+    {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+    for name in "ab"
+)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"allOf": [A, B]},
+        {"type": "object", "$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]},
+        {"$defs": {"A": A}, "$ref": "#/$defs/A", **B},
+        {"$defs": {"A": A, "C": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/C", **B},
+        {**A, "anyOf": [B, {**B, "properties": {**B["properties"], "c": {"type": "null"}}}]},
+    ],
+)
+@pytest.mark.parametrize("inner", [False, True])
+def test_parameters_may_be_named_in_several_places(
+    grammars: Grammars, parameters: dict[str, Any], inner: bool
+):
+    if inner:
+        definitions = parameters.pop("$defs", {})
+        parameters = {"properties": {"x": parameters}, "required": ["x"], "$defs": definitions}
+    matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=parameters)], parallel=True)
+    for given, fits in (
+        ('{"a": 1, "b": 2}', True),
+        ('{"a": 1}', False),
+        ('{"a": 1, "b": 2, "z": 3}', False),
+    ):
+        text = f'{{"x": {given}}}' if inner else given
+        text = f'{{"name": "f", "parameters": {text}}}'
+        assert takes(grammars, matcher.deep_copy(), text) is fits, text
+
+
+def test_pythons_names_of_types_are_understood_among_others(grammars: Grammars):
+    parameters = {"properties": {"x": {"type": ["float", "null"]}}, "required": ["x"]}
+    matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=parameters)], parallel=True)
+    for value, fits in (("1.5", True), ("null", True), ('"a"', False)):
+        text = f'{{"name": "f", "parameters": {{"x": {value}}}}}'
+        assert takes(grammars, matcher.deep_copy(), text) is fits, text
+
+
 def test_parameters_that_may_be_an_object_are_one(grammars: Grammars):
     parameters = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {}}]}
     for schema in (parameters, {"type": ["object", "null"], "properties": {}}):

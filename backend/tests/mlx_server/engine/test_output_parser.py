@@ -216,6 +216,18 @@ def test_what_is_no_call_after_all_keeps_its_logprobs(output: OutputFormat, piec
     assert scored == list(range(len(pieces)))
 
 
+@pytest.mark.parametrize(("output", "stops"), [(PLAIN, []), (PLAIN, ["STOP"]), (HERMES, [])])
+def test_tokens_without_a_text_at_the_end_keep_their_logprobs(
+    output: OutputFormat, stops: list[str]
+):
+    pieces = ["So", "", ""]
+    parser = OutputParser(Pieces(pieces), output, stops)
+    events = [event for token in range(len(pieces)) for event in parser.push(token, logprob(token))]
+    texts = [event for event in [*events, *parser.finish("length")] if isinstance(event, TextDelta)]
+    assert "".join(event.text for event in texts) == "So"
+    assert [score.token_id for event in texts for score in event.logprobs] == [0, 1, 2]
+
+
 def test_tokens_that_make_one_character_share_its_delta() -> None:
     tokenizer = TokenizerWrapper(
         PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer([], [])), BPEStreamingDetokenizer
