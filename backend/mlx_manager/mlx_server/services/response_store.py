@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
-from mlx_manager.mlx_server.errors import ResponseNotFound
+from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
 
 JsonItem = dict[str, Any]
@@ -84,7 +84,11 @@ class ResponseStore:
         self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX))
 
     async def save(self, stored: StoredResponse, owner: str = "") -> None:
-        """Keep it, at the cost of others if need be."""
+        """Keep it, at the cost of others if need be.
+
+        Raises:
+            StorageFailed: there is no room for it, whatever goes.
+        """
         await self._database.call(self._save, stored, owner)
 
     async def find(self, response_id: str, owner: str = "") -> StoredResponse:
@@ -114,6 +118,13 @@ class ResponseStore:
 
     def _save(self, stored: StoredResponse, owner: str) -> None:
         response, asked = json.dumps(stored.response), json.dumps(stored.input)
+        most = self._limits.max_bytes
+        if len(response) + len(asked) > most:
+            # It would take the place of all others, and not be kept either.
+            raise StorageFailed(
+                f"It has {len(response) + len(asked)} bytes; {most} are kept at most "
+                "(MLX_SERVER_RESPONSE_STORE_MB)."
+            )
         row = (
             place(stored.id, owner),
             None if stored.previous is None else place(stored.previous, owner),
@@ -124,7 +135,7 @@ class ResponseStore:
         )
         self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
         self._forget()
-        self._database.execute(OVERFLOW, (self._limits.max_bytes,))
+        self._database.execute(OVERFLOW, (most,))
 
     def _find(self, response_id: str, owner: str) -> StoredResponse:
         self._forget()

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
-from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound
+from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.response_store import ResponseStore, StoredResponse, saving
 
 
@@ -82,6 +82,15 @@ async def test_the_least_recently_used_make_place():
     clock.now += 1
     await store.save(stored("d", size=1000))
     assert await ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
+    store.close()
+
+
+async def test_what_could_not_be_kept_takes_nobodys_place():
+    store = ResponseStore(ResponseLimits(max_bytes=3500), Clock())
+    await store.save(stored("a", size=1000))
+    with pytest.raises(StorageFailed, match="MLX_SERVER_RESPONSE_STORE_MB"):
+        await store.save(stored("b", size=4000), "bob")
+    assert await ids(store, "a", "b") == ["a"]
     store.close()
 
 
