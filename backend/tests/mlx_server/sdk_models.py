@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from openai.types.responses import ResponseFunctionCallArgumentsDoneEvent
 from pydantic import BaseModel, TypeAdapter
+
+BEYOND = {(ResponseFunctionCallArgumentsDoneEvent, "name")}
+"""Required by OpenAI's API description, and unknown to its SDK."""
 
 
 def strictly(kind: Any, value: object) -> Any:
@@ -26,7 +30,10 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 def undeclared(value: object, path: str) -> Iterator[str]:
     match value:
         case BaseModel():
-            yield from (f"{path}.{name}" for name in value.model_extra or ())
+            unknown = [
+                name for name in value.model_extra or () if (type(value), name) not in BEYOND
+            ]
+            yield from (f"{path}.{name}" for name in unknown)
             for name in type(value).model_fields:
                 yield from undeclared(getattr(value, name), f"{path}.{name}")
         case list():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TypeVar
@@ -57,14 +58,28 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise invalid(error.errors(include_url=False, include_context=True)) from None
     if limits.strict_fields and (unknown := body.unknown_fields()):
         raise InvalidParameter(f"Unknown fields: {', '.join(unknown)}.", param=unknown[0])
-    _check_counts(body, limits)
+    check_counts(*conversation(body), limits, beside=parts(body, SYSTEMS))
     return body
 
 
-def _check_counts(body: Wire, limits: ApiLimits) -> None:
-    name, messages = conversation(body)
-    content = [*parts(body, SYSTEMS), *(part for message in messages for part in parts(message))]
+def check_counts(
+    param: str,
+    messages: Sequence[Wire],
+    limits: ApiLimits,
+    *,
+    beside: Iterable[Wire] = (),
+    earlier: str = "",
+) -> None:
+    """
+    param: the field with the messages. beside: content parts that are in none of them.
+    earlier: the field that stands for those of `messages` that were sent before.
+
+    Raises:
+        RequestTooLarge: more messages, content parts or images than may be.
+    """
+    content = [*beside, *(part for message in messages for part in parts(message))]
     images = sum("image" in part.type for part in content)  # type: ignore[attr-defined]
+    those = f"`{param}` and `{earlier}` have" if earlier else f"`{param}` has"
     for what, count, most, setting in (
         ("messages", len(messages), limits.max_messages, "MLX_SERVER_MAX_MESSAGES"),
         ("content parts", len(content), limits.max_parts, "MLX_SERVER_MAX_PARTS"),
@@ -72,7 +87,7 @@ def _check_counts(body: Wire, limits: ApiLimits) -> None:
     ):
         if count > most:
             raise RequestTooLarge(
-                f"`{name}` has {count} {what}; this server accepts {most} ({setting}).", param=name
+                f"{those} {count} {what}; this server accepts {most} ({setting}).", param=param
             )
 
 

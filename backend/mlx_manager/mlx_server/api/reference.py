@@ -51,9 +51,10 @@ parameters (a named function is called once, and so is any with `parallel_tool_c
 "auto" the text is free; if one of `tools` is `strict`, then from the marker that opens a call on,
 its name and its arguments are held to the same (where calls are bare JSON, as Llama's, an object's
 brace at the beginning of the answer is that marker). Once a call is held to its schema, it has no
-parameters that the schema does not name, unless `additionalProperties` allows them, and integers of
-18 digits at most. Texts and lists are as long as the schema lets them be: a model that does not end
-one runs into `max_tokens`, which comes back as `finish_reason` "length".
+parameters that the schema does not name, unless `additionalProperties` allows them or it names
+none at all, and integers of 18 digits at most. Texts and lists are as long as the schema lets them
+be: a model that does not end one runs into `max_tokens`, which comes back as `finish_reason`
+"length".
 
 Where arguments stand one by one (Qwen3-Coder, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi K3,
 MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no form

@@ -60,7 +60,7 @@ class Guidance:
     def _rules(self, request: GenerationRequest, output: OutputFormat) -> Rules | None:
         constraint = request.constraint
         conversation = request.prompt if isinstance(request.prompt, Conversation) else None
-        forced = _forced(conversation) if conversation else ()
+        forced = forced_tools(conversation) if conversation else ()
         shape = output.calls.shape if output.calls else None
         whole = False
         if conversation and forced:
@@ -119,7 +119,7 @@ class Guidance:
         return ThinkingBudget(request.thinking_budget, tuple(end))
 
 
-def _forced(conversation: Conversation) -> Sequence[Tool]:
+def forced_tools(conversation: Conversation) -> Sequence[Tool]:
     """The tools one of which must be called.
 
     Raises:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mlx_manager.mlx_server.backends.guidance import Guidance
+from mlx_manager.mlx_server.backends.guidance import Guidance, forced_tools
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -192,7 +192,8 @@ class TextBackend:
         special: a text's begin with the model's BOS.
 
         Raises:
-            InvalidRequest: the prompt can't be rendered, or has unknown token ids.
+            InvalidRequest: the prompt can't be rendered, has unknown token ids, or asks for a call
+                of a tool that is not there.
         """
         if isinstance(prompt, Text) and not special:
             ids = token_ids(self._loaded.tokenizer, prompt.text)
@@ -226,6 +227,7 @@ class TextBackend:
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
         match prompt:
             case Conversation():
+                forced_tools(prompt)
                 ids = adapter.render(prompt, tokenizer)
                 return ids, adapter.output_format(tokenizer, prompt, ids)
             case Text(text, ""):

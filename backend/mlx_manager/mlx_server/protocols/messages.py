@@ -44,6 +44,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
 from mlx_manager.mlx_server.schemas.anthropic import (
     Block,
@@ -120,7 +121,9 @@ def conversation(body: CountTokensRequest) -> Conversation:
         InvalidParameter: a block where it can't be, or a value that contradicts another.
         UnsupportedParameter: a kind of content, tool or thinking that can't be honoured.
     """
-    messages = [*_system(body), *_merged(_messages(body.messages))]
+    # Anthropic merges neighbours, too, and many templates need it.
+    said = merged(_messages(body.messages), frozenset({"system", "user", "assistant"}))
+    messages = [*_system(body), *said]
     if len(messages) > 1 and messages[-1] == Message("assistant"):
         # At Anthropic this one message may be empty: the answer begins with it.
         messages.pop()
@@ -326,26 +329,6 @@ def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
         f"`{path}` is of type {block.type!r}, which is no part of a message of role {role}.",
         param=f"{path}.type",
     )
-
-
-def _merged(messages: Iterator[Message]) -> Iterator[Message]:
-    """Neighbours of the same role as one message, as Anthropic does; many templates need it."""
-    held: Message | None = None
-    for message in messages:
-        if held is None:
-            held = message
-        elif held.role == message.role != "tool":
-            held = Message(
-                held.role,
-                "\n".join(text for text in (held.content, message.content) if text),
-                reasoning="\n".join(filter(None, (held.reasoning, message.reasoning))) or None,
-                tool_calls=held.tool_calls + message.tool_calls,
-            )
-        else:
-            yield held
-            held = message
-    if held is not None:
-        yield held
 
 
 # ---------------------------------------------------------------------------------------------

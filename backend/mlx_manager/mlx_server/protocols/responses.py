@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
+from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
 from mlx_manager.mlx_server.schemas.responses import (
     Content,
@@ -135,9 +137,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationRequest:
+def request(head: ResponseHead, history: Sequence[Item]) -> GenerationRequest:
     """
-    history: the items of the conversation before this request, as `listed` or streamed.
+    history: the items of the conversation before this request.
 
     Raises:
         InvalidParameter: a value that contradicts another.
@@ -148,7 +150,7 @@ def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationReques
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
     return GenerationRequest(
         model=head.model,
-        prompt=_conversation(body, Items.validate_python(history)),
+        prompt=_conversation(body, history),
         sampling=head.sampling(),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
@@ -157,32 +159,38 @@ def request(head: ResponseHead, history: Sequence[JsonItem]) -> GenerationReques
     )
 
 
+def kept_items(history: Sequence[JsonItem]) -> list[Item]:
+    """Items as `listed` or streamed, as they were."""
+    return Items.validate_python(history)
+
+
 def input_items(body: ResponsesRequest) -> list[Item]:
     if isinstance(body.input, str):
         return [MessageItem(role="user", content=body.input)]
     return body.input
 
 
-def shortened(request: GenerationRequest) -> list[GenerationRequest]:
-    """The request, and ever shorter ones: without the oldest turn, without the two oldest, ...
+class Shortened:
+    """A request, and ever shorter ones: without the oldest turn, without the two oldest, ...
 
-    A turn begins with a user's message. System messages and the last turn always stay.
+    A turn begins with a user's message. System messages and the last turn always stay. Each is made
+    when it is asked for: a long conversation has thousands of turns.
     """
-    prompt = request.prompt
-    assert isinstance(prompt, Conversation)
-    turns = [i for i, message in enumerate(prompt.messages) if message.role == "user"]
-    shorter = [
-        replace(
-            prompt,
-            messages=tuple(
-                message
-                for index, message in enumerate(prompt.messages)
-                if index >= start or message.role == "system"
-            ),
-        )
-        for start in turns[1:]
-    ]
-    return [request, *(replace(request, prompt=each) for each in shorter)]
+
+    def __init__(self, request: GenerationRequest) -> None:
+        assert isinstance(request.prompt, Conversation)
+        self._request, self._prompt = request, request.prompt
+        users = (i for i, said in enumerate(request.prompt.messages) if said.role == "user")
+        self._starts = [0, *islice(users, 1, None)]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> GenerationRequest:
+        start, messages = self._starts[index], self._prompt.messages
+        system = (message for message in messages[:start] if message.role == "system")
+        shorter = replace(self._prompt, messages=(*system, *messages[start:]))
+        return replace(self._request, prompt=shorter)
 
 
 def _refuse(body: ResponsesRequest) -> None:
@@ -326,20 +334,10 @@ def _system(body: ResponsesRequest) -> Iterator[Message]:
 
 def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Message]:
     """What an assistant said, thought and called between two others is one message."""
-    answer: Message | None = None
     # The request's own items are numbered as it has them.
-    for index, item in enumerate([*history, *items], -len(history)):
-        path = f"input[{index}]"
-        piece = _piece(item, path)
-        if piece.role == "assistant":
-            answer = piece if answer is None else _joined(answer, piece)
-            continue
-        if answer is not None:
-            yield answer
-            answer = None
-        yield piece
-    if answer is not None:
-        yield answer
+    numbered = enumerate([*history, *items], -len(history))
+    pieces = (_piece(item, f"input[{index}]") for index, item in numbered)
+    return merged(pieces, frozenset({"assistant"}))
 
 
 def _piece(item: Item, path: str) -> Message:
@@ -361,15 +359,6 @@ def _piece(item: Item, path: str) -> Message:
                 f"`{path}` is of type {item.type!r}, which this server can't read.",
                 param=f"{path}.type",
             )
-
-
-def _joined(first: Message, second: Message) -> Message:
-    return Message(
-        "assistant",
-        "\n".join(text for text in (first.content, second.content) if text),
-        reasoning="\n".join(filter(None, (first.reasoning, second.reasoning))) or None,
-        tool_calls=first.tool_calls + second.tool_calls,
-    )
 
 
 def _text(content: Content, path: str) -> str:
@@ -674,7 +663,7 @@ class ResponseStream:
         cut = self._finished.reason == "length"
         return shell | {
             "status": "incomplete" if cut else "completed",
-            "completed_at": self._completed,
+            "completed_at": None if cut else self._completed,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": _usage(self._finished.usage),
         }
@@ -753,7 +742,12 @@ class ResponseStream:
         place, text = self._place(), self._open.text
         match self._open.kind:
             case "function_call":
-                return self._emit("response.function_call_arguments.done", **place, arguments=text)
+                return self._emit(
+                    "response.function_call_arguments.done",
+                    **place,
+                    name=self._open.names["name"],
+                    arguments=text,
+                )
             case "reasoning":
                 return self._emit(
                     "response.reasoning_text.done", **place, content_index=0, text=text

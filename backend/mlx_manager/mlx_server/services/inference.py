@@ -7,10 +7,10 @@ the server's process.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from pydantic import BaseModel
@@ -42,6 +42,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 L = TypeVar("L")
+
+
+class EverShorter(Protocol):
+    """Requests of which each is shorter than the one before. There may be thousands; few are looked
+    at, in a thread."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> GenerationRequest: ...
 
 
 class Tokenized(Protocol):
@@ -234,16 +243,17 @@ class Inference:
         leasing = self.pool.lease(own[0].model, "text")
         return self.follow(own, leasing, lambda lease, _: rows(lease.backend, own))
 
-    def generate_fitting(
-        self, requests: Sequence[GenerationRequest]
-    ) -> AsyncGenerator[Progress, None]:
+    def generate_fitting(self, requests: EverShorter) -> AsyncGenerator[Progress, None]:
         """As `generate`, of the first of `requests` alone that leaves room for an answer.
 
-        Each is shorter than the one before. If none leaves room, the last is what is generated.
+        If none leaves room, the last is what is generated.
         """
-        own = self._own(requests)
-        leasing = self.pool.lease(own[0].model, "text")
-        return self.follow(own[:1], leasing, lambda lease, _: fitting(lease.backend, own))
+        whole = self._own([requests[0]])
+
+        def work(lease: Lease, _: Call) -> AsyncGenerator[Progress, None]:
+            return fitting(lease.backend, requests, self._own)
+
+        return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """With what is drawn by where they are silent, in the caller's name."""
@@ -321,12 +331,13 @@ class Inference:
 
 
 async def fitting(
-    backend: TokenBackend, requests: Sequence[GenerationRequest]
+    backend: TokenBackend,
+    requests: EverShorter,
+    own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    fits = partial(leaves_room, backend)
-    request = await asyncio.to_thread(first_fitting, requests, fits)
-    async with aclosing(rows(backend, [request])) as progress:
+    request = await asyncio.to_thread(first_fitting, backend, requests)
+    async with aclosing(rows(backend, own([request]))) as progress:
         async for step in progress:
             yield step
 
@@ -338,17 +349,11 @@ def leaves_room(backend: TokenBackend, request: GenerationRequest) -> bool:
     return len(prompt.ids) + wanted <= prompt.context_length
 
 
-def first_fitting(
-    requests: Sequence[GenerationRequest], fits: Callable[[GenerationRequest], bool]
-) -> GenerationRequest:
-    first, last = 0, len(requests) - 1
-    while first < last:
-        middle = (first + last) // 2
-        if fits(requests[middle]):
-            last = middle
-        else:
-            first = middle + 1
-    return requests[first]
+def first_fitting(backend: TokenBackend, requests: EverShorter) -> GenerationRequest:
+    def fits(index: int) -> bool:
+        return leaves_room(backend, requests[index])
+
+    return requests[bisect_left(range(len(requests) - 1), True, key=fits)]
 
 
 async def rows(

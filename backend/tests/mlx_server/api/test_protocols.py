@@ -391,6 +391,19 @@ async def test_tokens_are_counted_without_generating(serve):
     assert not backend.requests
 
 
+async def test_a_conversation_has_no_more_messages_for_having_been_sent_piece_by_piece(serve):
+    async with serve(max_messages=4) as client:
+        first = await answered(client, RESPONSES, False, input=[SAID[0]] * 2)
+        second = await answered(client, RESPONSES, False, previous_response_id=first["id"])
+        going_on = {"input": "x", "previous_response_id": second["id"]}
+        third = await client.post("/v1/responses", json=going_on)
+    assert third.status_code == 413
+    error = third.json()["error"]
+    assert error["param"] == "input"
+    assert "`previous_response_id` have 6 messages" in error["message"]
+    assert "MLX_SERVER_MAX_MESSAGES" in error["message"]
+
+
 async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
     backend = ScriptedBackend(lambda _: says("Hel", "lo"))
     async with serve(pool=ScriptedPool(backend)) as client:

@@ -95,6 +95,14 @@ async def test_what_is_wrong_is_named(
     assert answer.json()["error"]["param"] == param
 
 
+async def test_what_no_message_may_ask_for_is_not_counted_either(client: httpx.AsyncClient):
+    body = {"messages": HELLO, "tools": [], "tool_choice": {"type": "tool", "name": "f"}}
+    counted = await client.post("/v1/messages/count_tokens", json=body)
+    sent = await client.post("/v1/messages", json=body | {"max_tokens": 1})
+    assert counted.status_code == sent.status_code == 422
+    assert counted.json()["error"] == sent.json()["error"]
+
+
 async def test_another_model_is_unknown(client: httpx.AsyncClient):
     answer = await client.post("/v1/tokenize", json={"prompt": "a", "model": "gpt-9"})
     assert answer.status_code == 404

@@ -45,7 +45,7 @@ from mlx_manager.mlx_server.protocols.responses import (
     ResponseAnswer,
     ResponseHead,
     ResponseStream,
-    shortened,
+    Shortened,
 )
 from mlx_manager.mlx_server.schemas.responses import NO_EFFECT, Items, ResponsesRequest
 
@@ -59,7 +59,7 @@ def head(**fields: Any) -> ResponseHead:
 
 
 def ask(*history: dict[str, Any], **fields: Any) -> GenerationRequest:
-    return responses.request(head(**fields), history)
+    return responses.request(head(**fields), responses.kept_items(history))
 
 
 def conversation(*history: dict[str, Any], **fields: Any) -> Conversation:
@@ -212,7 +212,7 @@ def test_the_oldest_turns_are_left_out_first_and_system_text_never():
     answer = {"role": "assistant", "content": "x"}
     request = ask(USER, answer, USER, answer, instructions="S", input="last")
     lengths = []
-    for each in shortened(request):
+    for each in Shortened(request):
         assert isinstance(each.prompt, Conversation)
         lengths.append(len(each.prompt.messages))
         assert each.prompt.messages[0] == Message("system", "S")
@@ -304,6 +304,8 @@ def test_a_full_answer_has_openais_sequence():
     assert data[-1]["response"]["output"] == done
     ids = {event["item"]["id"] for event in added}
     assert {event["item_id"] for event in data if "item_id" in event} == ids
+    ends = [event for event in data if event["type"] == f"response.{arguments}.done"]
+    assert [event["name"] for event in ends] == ["weather", "time"]
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
@@ -338,6 +340,7 @@ def test_an_answer_cut_off_by_its_length_is_incomplete():
     response = data[-1]["response"]
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["completed_at"] is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.connection import check_counts, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.errors import InvalidParameter, StorageFailed, Unsup
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.schemas.responses import (
     DeletedResponse,
+    Item,
     ItemList,
     ResponsesRequest,
     ResponsesResponse,
@@ -38,12 +39,16 @@ async def create_response(request: Request) -> Response:
     model = server.pool.resolve(body.model)
     head = responses.ResponseHead(model, body, partial(server.pool.sampling, model))
     earlier, owner = body.previous_response_id, caller_of(request)
-    history = [] if earlier is None else await server.responses.history(earlier, owner)
+    history: list[Item] = []
+    if earlier is not None:
+        history = responses.kept_items(await server.responses.history(earlier, owner))
+        said = [*history, *responses.input_items(body)]
+        check_counts("input", said, server.settings.api, earlier="previous_response_id")
     asked = responses.request(head, history)
     stream = responses.ResponseStream(head)
     inference = server.inference(request, body)
     if body.truncation == "auto":
-        progress = inference.generate_fitting(responses.shortened(asked))
+        progress = inference.generate_fitting(responses.Shortened(asked))
     else:
         progress = inference.generate([asked])
     if body.store is not False:

@@ -1,0 +1,27 @@
+"""Neighbouring messages of one role as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from mlx_manager.mlx_server.core import Message, Role
+
+
+def merged(messages: Iterable[Message], roles: frozenset[Role]) -> Iterator[Message]:
+    """`messages`, where those that follow each other in one of `roles` are one message."""
+    for role, group in groupby(messages, key=lambda message: message.role):
+        if role not in roles:
+            yield from group
+            continue
+        first, *others = group
+        yield _joined([first, *others]) if others else first
+
+
+def _joined(messages: list[Message]) -> Message:
+    return Message(
+        messages[0].role,
+        "\n".join(message.content for message in messages if message.content),
+        reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
+        tool_calls=tuple(call for message in messages for call in message.tool_calls),
+    )
