@@ -369,6 +369,8 @@ def reread_on_hangup(server: Server) -> None:
 
 
 async def reread_settings(server: Server) -> None:
+    # Who asks while the server starts has changed something that it may have read already.
+    await server.started.wait()
     try:
         await server.reload()
     except MLXManagerError as error:

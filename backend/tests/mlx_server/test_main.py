@@ -120,6 +120,20 @@ async def test_a_start_that_breaks_is_told_instead_of_waited_for():
         assert "nobody foresaw this" in app.state.server.failure.message
 
 
+async def test_settings_that_are_to_be_read_again_during_the_start_are_read_after_it(caplog):
+    class Pool(ScriptedPool):
+        async def reload(self) -> None:
+            assert app.state.server.started.is_set()
+
+    caplog.set_level("INFO")
+    app = main.create_app(MLXServerSettings(), Pool(ScriptedBackend(lambda _: says("x"))))
+    reading = asyncio.create_task(main.reread_settings(app.state.server))
+    await asyncio.sleep(0)
+    async with app.router.lifespan_context(app), asyncio.timeout(60):
+        await reading
+    assert "settings have been read again" in caplog.text
+
+
 async def test_the_default_model_is_loaded_at_start_and_given_back():
     pool = ScriptedPool(ScriptedBackend(lambda _: says("x")))
     app = main.create_app(MLXServerSettings(model=MODEL), pool)
