@@ -124,7 +124,8 @@ class Sampling:
     draw. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
     `repetition_penalty` is sign-aware and multiplicative (CTRL, arXiv:1909.05858) over prompt and
     output; `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
-    The same `seed` gives the same tokens whoever shares the batch; None draws a fresh one.
+    The same `seed` gives the same draws whoever shares the batch, and the same tokens where the
+    batch's rounding of the logits moves none across a border; None draws a fresh one.
     `silent` names the fields that the request left open, for the model's owner and makers to fill.
     """
 

@@ -63,6 +63,14 @@ are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Py
 that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of types
 ("dict", "float", "tuple", "any") are understood in parameters.
 
+## Seeds
+
+A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a
+model computes for a row is rounded otherwise in a batch than alone (by a hundred-thousandth on a
+CPU, by more in bf16 on a GPU), so that a draw that lies at the border of two tokens can give the
+other one, and what follows is another text. At temperature 0 that takes two tokens that are equally
+likely to so many digits.
+
 ## Log probabilities
 
 They are the model's own, before temperature, penalties and masks. With `echo` the prompt's tokens

@@ -2,8 +2,9 @@
 
 Every row's parameters become entries of arrays, so 64 rows with 64 temperatures cost what 64 rows
 with one cost. A row's randomness is one number per token, made on the host from its seed and the
-token's place in its output: the same seed gives the same tokens whoever shares the batch, and no
-noise as large as the vocabulary is drawn.
+token's place in its output: the same seed gives the same draws whoever shares the batch, and no
+noise as large as the vocabulary is drawn. (Logits that the batch's rounding moves may move a token
+across the border that its draw lies at: where thousands are about as likely, one draw in 2,000.)
 """
 
 from __future__ import annotations

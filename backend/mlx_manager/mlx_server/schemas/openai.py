@@ -227,7 +227,7 @@ class GenerationParameters(Timed):
         None, description="Least probability kept, relative to the best; 0 is off"
     )
     seed: int | None = Field(
-        None, ge=-(2**63), le=2**63 - 1, description="Same seed, same tokens, whoever shares"
+        None, ge=-(2**63), le=2**63 - 1, description="Same seed, same draws; see Seeds"
     )
     presence_penalty: Penalty | None = Field(None, description="Over the output; default 0")
     frequency_penalty: Penalty | None = Field(None, description="Over the output; default 0")
