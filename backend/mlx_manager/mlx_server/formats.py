@@ -154,7 +154,7 @@ class CallShape:
     between: tuple[Piece, ...] = ()
     closing: tuple[Piece, ...] = ()
     arguments: ArgumentShape = AsObject()
-    name: str = r"[^\s\"<>]+"
+    name: str = r"[^\s\"<>\\]+"
     bare: bool = False
     whole: bool = False
     other: tuple[tuple[Piece, ...], tuple[Piece, ...]] | None = None

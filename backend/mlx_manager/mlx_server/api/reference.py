@@ -38,7 +38,8 @@ mlx_manager.mlx_server.api.reference`); a test fails when this page and they dif
 of the thinking on. An answer that was cut by the token limit says so (`length`); every other one
 fits. Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance)
 knows it; what it can't hold an answer to (`not`, `if`, `dependencies`, most `oneOf`, look-around
-in patterns) is refused with the reason. Blanks between JSON's tokens are one space, or one or two
+in patterns) is refused with the reason. A property that the schema does not name may come twice,
+and counts twice for `minProperties`. Blanks between JSON's tokens are one space, or one or two
 line breaks with up to 20 blanks. The formats of strings that are enforced are {formats}; with
 `strict` any other is refused, without it is an annotation, as JSON Schema has it. Properties come
 in the schema's order. With `tools` the answer may be a call instead.

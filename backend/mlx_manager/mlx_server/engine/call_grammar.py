@@ -160,7 +160,8 @@ def json_of(schema: Any) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    # JSON lets this one stand as it is, and llguidance does not.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _slashed(regex: str) -> str:

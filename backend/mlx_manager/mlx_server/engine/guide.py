@@ -60,6 +60,7 @@ class Guide:
         self._budget = budget
         self.words = words
         self._forced: deque[int] = deque()
+        self._spent = False
         self._matched = 0
         self._begun = rules is not None and (rules.whole or region == "content")
         self.mask: Mask | None = None
@@ -83,7 +84,7 @@ class Guide:
 
     def _follow(self, rules: Rules, token: int, region: Region, shown: str) -> None:
         if self._begun:
-            if not self._matched and token in rules.openers:
+            if not self._matched and not self._spent and token in rules.openers:
                 self._begun = False
                 return
             self._consume(rules, [token])
@@ -115,7 +116,10 @@ class Guide:
 
     def _spend(self, region: Region, thought: int) -> None:
         budget = self._budget
-        if budget and region == "reasoning" and thought >= budget.tokens and not self._forced:
+        if budget is None or thought < budget.tokens:
+            return
+        self._spent = True
+        if region == "reasoning" and not self._forced:
             self._forced.extend(budget.end)
 
     @property
@@ -140,7 +144,7 @@ class Guide:
             self.mask = None
         elif allowed is None:
             self.mask = _all_but(self._rules.end_ids, self.words)
-        elif not self._matched and self._rules.openers:
+        elif not self._matched and not self._spent and self._rules.openers:
             self.mask = with_tokens(allowed, self._rules.openers)
         else:
             self.mask = allowed

@@ -103,7 +103,7 @@ class Sentence:
             longest_text(folder),
             bool(limits.get("do_lower_case")),
             tuple(dense),
-            {name: text for name, text in (own.get("prompts") or {}).items() if text},
+            {name: text or "" for name, text in (own.get("prompts") or {}).items()},
             own.get("default_prompt_name"),
             bool(dimensions or folder.config.get("is_matryoshka")),
             tuple(dimensions),

@@ -49,19 +49,32 @@ def constraint(body: GenerationParameters) -> Constraint | None:
 
 
 def _response_format(asked: ResponseFormat) -> list[Constraint]:
+    given, schema = asked.json_schema, asked.schema_
+    if given is not None and asked.type != "json_schema":
+        raise InvalidParameter(
+            "`response_format.json_schema` goes with type 'json_schema', and only with it.",
+            param="response_format.json_schema",
+        )
+    if schema is not None and (asked.type == "text" or given is not None):
+        raise InvalidParameter(
+            "`response_format.schema` goes with type 'json_object' or 'json_schema', and not "
+            "beside `response_format.json_schema`.",
+            param="response_format.schema",
+        )
     match asked.type:
         case "text":
             return []
         case "json_object":
-            return [JsonObject() if asked.schema_ is None else _schema(asked.schema_)]
+            return [JsonObject() if schema is None else _schema(schema)]
         case "json_schema":
-            if asked.json_schema is None:
+            if schema is not None:
+                return [_schema(schema)]
+            if given is None:
                 raise InvalidParameter(
                     "`response_format.json_schema` is missing.", param="response_format.json_schema"
                 )
-            given = asked.json_schema
-            schema = True if given.schema_ is None else given.schema_
-            return [_schema(schema, strict=given.strict or False)]
+            wanted = True if given.schema_ is None else given.schema_
+            return [_schema(wanted, strict=given.strict or False)]
 
 
 def _structured(asked: StructuredOutputs) -> list[Constraint]:

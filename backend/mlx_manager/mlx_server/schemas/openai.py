@@ -158,7 +158,7 @@ class ResponseFormat(Wire):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="Of a json_object, as llama.cpp has it"
+        None, alias="schema", description="Instead of `json_schema`, as llama.cpp has it"
     )
 
 

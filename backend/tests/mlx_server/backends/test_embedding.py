@@ -234,7 +234,8 @@ async def test_a_models_own_prompts_are_put_before_texts_by_name(pool: ModelPool
     named = matrix(await embed(pool, "prompted", "fox", prompt="query"))
     assert np.array_equal(named[0], by_hand)
     assert not np.array_equal(named[0], plain)
-    with pytest.raises(InvalidParameter, match="no prompt 'passage'; it has: query"):
+    assert np.array_equal(matrix(await embed(pool, "prompted", "fox", prompt="document"))[0], plain)
+    with pytest.raises(InvalidParameter, match="no prompt 'passage'; it has: document, query"):
         await embed(pool, "prompted", "fox", prompt="passage")
 
 

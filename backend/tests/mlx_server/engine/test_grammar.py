@@ -126,6 +126,7 @@ def takes(grammars: Grammars, matcher: LLMatcher, text: str) -> bool:
         (JsonSchema("true"), ["7", "[]"], ["seven"]),
         (Regex("^[a-c]{2}/?$"), ["ab", "cc/"], ["a", "abc"]),
         (Choice(("yes", 'no "really"')), ["yes", 'no "really"'], ["ye", "maybe"]),
+        (Choice(("a\x7fb", "\x80\u2028")), ["a\x7fb", "\x80\u2028"], ["ab", "a\\u007fb"]),
         (Grammar('start: "a" ("b" | "c")+'), ["abc"], ["a", "d"]),
         (Grammar('root ::= "a" | "b" root'), ["bba"], ["bb"]),
     ],
@@ -332,6 +333,14 @@ def test_the_tool_at_fault_is_named(grammars: Grammars):
             grammars.answer_or_calls(constraint, SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
         assert caught.value.param == "tools[1].function.parameters"
         assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_name_that_json_would_write_otherwise_is_refused(grammars: Grammars, name: str):
+    tool = Tool("App\\Tools", param="tools[0]")
+    with pytest.raises(InvalidParameter, match="no form for") as caught:
+        grammars.calls(SHAPES[name], [tool], parallel=True)
+    assert caught.value.param == "tools[0].name"
 
 
 @pytest.mark.parametrize("name", ["LLAMA", "KIMI_K2"])

@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
+from mlx_manager.mlx_server.engine.guide import Guide, Masks
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -132,18 +133,38 @@ async def test_a_cut_inside_thinking_gives_thinking_alone(rig: Rig):
     assert finished(events).reason == "length"
 
 
-async def test_an_answer_may_begin_to_think_before_its_grammar_begins(rig: Rig):
+def opened_by_a_token(rig: Rig) -> tuple[OutputFormat, int]:
     opener = rig.tokenizer.convert_tokens_to_ids(OPENER)
-    output = OutputFormat(
-        edges={"content": ((OPENER, "reasoning"),), "reasoning": (("</think>", "content"),)},
-        thinking_end="</think>",
-        keep=frozenset({opener}),
-    )
+    edges = {"content": ((OPENER, "reasoning"),), "reasoning": (("</think>", "content"),)}
+    return OutputFormat(edges=edges, thinking_end="</think>", keep=frozenset({opener})), opener
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+async def test_thinking_whose_budget_is_spent_is_not_begun_again(rig: Rig, budget: int):
+    output, opener = opened_by_a_token(rig)
+    asked = {"constraint": Regex("yes"), "thinking_budget": budget}
+    _, guide = Guidance(rig.tokenizer, END).of(GenerationRequest("m", Text("x"), **asked), output)
+    assert guide is not None
+    masks = Masks()
+    for number in range(budget):
+        assert may_draw(guide, opener)
+        guide.observe(opener, "reasoning", number, "")
+        guide.observe(opener, "content", number + 1, "")
+        masks.update([guide])
+    assert not may_draw(guide, opener)
+
+
+def may_draw(guide: Guide, token: int) -> bool:
+    assert guide.mask is not None
+    return bool(guide.mask[token // 32] >> token % 32 & 1)
+
+
+async def test_an_answer_may_begin_to_think_before_its_grammar_begins(rig: Rig):
+    output, opener = opened_by_a_token(rig)
     request = GenerationRequest("m", Text("x"), constraint=Regex("yes"))
     _, guide = Guidance(rig.tokenizer, END).of(request, output)
     assert guide is not None
-    assert guide.mask is not None
-    assert guide.mask[opener // 32] >> opener % 32 & 1
+    assert may_draw(guide, opener)
     guide.observe(opener, "reasoning", 0, "")
     assert guide.matching is None
     guide.observe(70, "content", 1, "ye")

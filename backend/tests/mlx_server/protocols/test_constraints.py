@@ -49,6 +49,11 @@ def found(**fields: Any) -> object:
             JsonSchema("true"),
             "response_format",
         ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            JsonSchema(TEXT),
+            "response_format",
+        ),
         ({"guided_json": SCHEMA}, JsonSchema(TEXT), "guided_json"),
         ({"guided_json": TEXT}, JsonSchema(TEXT), "guided_json"),
         ({"guided_regex": "a+"}, Regex("a+"), "guided_regex"),
@@ -93,6 +98,21 @@ def test_two_forms_exclude_each_other():
         found(guided_regex="a", guided_choice=["a"])
     with pytest.raises(InvalidParameter, match=r"structured_outputs\.json"):
         found(structured_outputs={"json": SCHEMA, "regex": "a"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, "json_schema"),
+        ({"type": "text", "json_schema": {"schema": SCHEMA}}, "json_schema"),
+        ({"type": "text", "schema": SCHEMA}, "schema"),
+        ({"type": "json_schema", "schema": SCHEMA, "json_schema": {"strict": True}}, "schema"),
+    ],
+)
+def test_a_schema_that_would_not_be_held_to_is_refused(fields: dict[str, Any], param: str):
+    with pytest.raises(InvalidParameter, match=f"`response_format.{param}` goes with") as caught:
+        found(response_format=fields)
+    assert caught.value.param == f"response_format.{param}"
 
 
 def test_what_is_wrong_is_named():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import string
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,13 +118,19 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_and_results(message: Message, results: list[Message]) -> list[Message]:
+    """Calls that share an id, as some clients' do, have one result each, the last what is left."""
     placed: list[Message] = []
+    left = Counter(call.id for call in message.tool_calls)
+    by_call: defaultdict[str | None, deque[Message]] = defaultdict(deque)
+    for result in results:
+        by_call[result.tool_call_id].append(result)
     for number, call in enumerate(message.tool_calls):
         said = message if number == 0 else Message("assistant")
         placed.append(replace(said, tool_calls=(call,)))
-        placed += [result for result in results if result.tool_call_id == call.id]
-    ids = {call.id for call in message.tool_calls}
-    return placed + [result for result in results if result.tool_call_id not in ids]
+        left[call.id] -= 1
+        own = by_call[call.id]
+        placed += [own.popleft() for _ in range(min(len(own), 1) if left[call.id] else len(own))]
+    return placed + [result for result in results if result.tool_call_id not in left]
 
 
 def _with_calls_written(message: Message, write_calls: WriteCalls) -> Message:

@@ -212,6 +212,16 @@ def test_half_a_character_in_a_call_or_a_tool_does_no_harm(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("id", ["", "get_weather"])
+def test_results_of_calls_that_share_an_id_come_once_and_in_order(name: str, id: str) -> None:
+    called = Message("assistant", "", tool_calls=(replace(CALL, id=id), replace(OTHER, id=id)))
+    results = (replace(RESULT, tool_call_id=id), replace(OTHER_RESULT, tool_call_id=id))
+    text = rendered(name, chat(USER, called, *results, tools=(WEATHER,)))
+    assert text.count(RESULT.content) == text.count(OTHER_RESULT.content) == 1
+    assert text.index(RESULT.content) < text.index(OTHER_RESULT.content)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_past_call_with_arguments_of_null_has_none(name: str) -> None:
     def history(arguments: str) -> str:
         called = Message("assistant", "", tool_calls=(replace(CALL, arguments=arguments),))
