@@ -145,6 +145,8 @@ class Forward(Protocol):
     Attributes:
         kind: "fused", "ragged", "separate" or "alone".
         stores: the layers' pages; empty when the rows keep mlx-lm's own caches.
+        token_bytes: what a row keeps for each of its tokens besides pages. row_bytes: what it keeps
+            whatever its length, while one step's follows the other's.
         prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
             layers' state, or "none" can be reused.
         looks_ahead: whether a step may be queued before the last one's tokens have been read: not
@@ -161,6 +163,8 @@ class Forward(Protocol):
 
     kind: ClassVar[str]
     stores: list[LayerStore]
+    token_bytes: int
+    row_bytes: int
     prefixes: Prefixes
     looks_ahead: bool
     puts_together_ahead: bool
@@ -232,6 +236,8 @@ class Plain:
     horizon: int = 0
     grain: int = 1
     abreast: int = 0
+    token_bytes: int = 0
+    row_bytes: int = 0
     stores: list[LayerStore]
 
     def serve(self) -> None:
@@ -347,6 +353,8 @@ class SeparateForward(Plain):
         self._page_size = page_size
         self._pass = Pass()
         self._shapes = probe(model)
+        # A step's state is there beside the last one's, and so is a batch beside the new row's.
+        self.row_bytes = 2 * sum(map(_nbytes, filter(_is_state, _filled(model, 2))))
         self._reading = reading
         self._shared = _paged(
             make_prompt_cache(model),
@@ -456,6 +464,10 @@ class AloneForward(Plain):
         self._model = model
         self._own: dict[int, list[Any]] = {}
         self.stores = []
+        # Caches grow by so many tokens at a time. Windows, which end that, are not counted on.
+        few, more = (sum(map(_nbytes, _filled(model, n * KVCache.step))) for n in (1, 2))
+        self.token_bytes = -(-(more - few) // KVCache.step)
+        self.row_bytes = few
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return list(range(len(keys)))
@@ -501,6 +513,21 @@ def probe(model: nn.Module) -> list[LayerShape | None]:
     caches = make_prompt_cache(model)
     model(mx.array([[1, 2]], mx.int32), cache=caches)
     return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
+
+
+def _filled(model: nn.Module, tokens: int) -> list[Any]:
+    """The caches that a pass over so many tokens leaves. As with `probe`, nothing is computed."""
+    caches = make_prompt_cache(model)
+    model(mx.ones((1, tokens), mx.int32), cache=caches)
+    return [leaf for entry in caches for leaf in _leaves(entry)]
+
+
+def _is_state(leaf: Any) -> bool:
+    return isinstance(leaf, ArraysCache)
+
+
+def _nbytes(leaf: Any) -> int:
+    return sum(array.nbytes for array in kept_in([leaf]))
 
 
 def vocabulary_of(model: nn.Module) -> int:

@@ -77,6 +77,8 @@ class Scheduler:
         pool: the pages.
         max_rows: sequences that may hold pages at once.
         grow: adds pages to the pool.
+        enter: whether there is room for what a sequence keeps besides pages; asked when there are
+            pages for it.
         forget: told of each sequence that gives up its pages.
         reuse: whether prefixes may be looked up.
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
@@ -98,6 +100,7 @@ class Scheduler:
         grow: Grow,
         forget: Callable[[Sequence], None],
         reuse: bool,
+        enter: Callable[[Sequence], bool] = lambda _: True,
         restore: Callable[[Sequence, object], None] | None = None,
         horizon: int = 0,
         abreast: int = 0,
@@ -109,8 +112,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._max_rows = max_rows
         self._grow = grow
+        self._enter = enter
         self._forget = forget
-        self._reuse = reuse
+        self.reuse = reuse
         self._restore = restore
         self._horizon = horizon
         self._abreast = abreast
@@ -285,7 +289,7 @@ class Scheduler:
 
     def share(self, sequence: Sequence) -> None:
         """Index the pages that the sequence has filled."""
-        if self._reuse:
+        if self.reuse:
             size = self.pool.page_size
             for start, page in sequence.full_pages(size):
                 tokens = sequence.tokens[start : start + size]
@@ -390,7 +394,7 @@ class Scheduler:
         if len(self.running) + len(self.prefilling) >= self._max_rows:
             return Admission.LATER
         known = self._known(sequence)
-        if self._reuse and self._comes_shortly(sequence, len(known)):
+        if self.reuse and self._comes_shortly(sequence, len(known)):
             return Admission.LATER
         self.pool.retain(known)
         state = self.pool.attachment(known[-1]) if known else None
@@ -399,6 +403,9 @@ class Scheduler:
         # is owed a row: others are paused for it, and it need not wait until pages are added.
         spare = 0 if self._owed(sequence) else len(self.running)
         pages = self._take(count) if self._room(count + spare) else None
+        if pages is not None and not self._enter(sequence):
+            self.pool.release(pages)
+            pages = None
         if pages is None:
             self.pool.release(known)
             return Admission.NO_ROOM
@@ -414,7 +421,7 @@ class Scheduler:
 
     def _known(self, sequence: Sequence) -> list[int]:
         """The pages of the longest prefix that need not be computed."""
-        reuse = self._reuse and not sequence.scores_prompt
+        reuse = self.reuse and not sequence.scores_prompt
         known = self.pool.match(sequence.tokens) if reuse else []
         if self._restore is not None:
             while known and self.pool.attachment(known[-1]) is None:

@@ -156,8 +156,9 @@ class TextEngine:
 
     Args:
         forward: how the model is run.
-        ledger: asked before pages are added; they stand in it as `pages:<name>`, the kept states
-            of recurrent layers as `snapshots:<name>`.
+        ledger: asked before pages are added; they stand in it as `pages:<name>`, what rows keep
+            besides as `states:<name>`, and the kept states of recurrent layers as
+            `snapshots:<name>`. Where rows keep mlx-lm's own caches, pages stand for these.
         looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
             is slower than the device; on a CPU it would turn in-place writes into copies.
         working_bytes: what a step's results may take at once; in the ledger as `prefill:<name>`.
@@ -187,6 +188,9 @@ class TextEngine:
         self._line = f"pages:{name}"
         self._snapshot_line = f"snapshots:{name}"
         self._lacking_for_snapshot = 0
+        self._state_line = f"states:{name}"
+        self._with_state: set[int] = set()
+        self._lacking_for_state = False
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._outbox = Outbox()
@@ -203,7 +207,8 @@ class TextEngine:
         self._pauses = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
-        self.page_bytes = limits.page_size * sum(s.shape.token_bytes for s in forward.stores)
+        on_pages = sum(store.shape.token_bytes for store in forward.stores)
+        self.page_bytes = limits.page_size * (on_pages + forward.token_bytes)
         self._start_over()
         self._working_line = working_line(name)
         if not ledger.reserve(self._working_line, working_bytes):
@@ -221,7 +226,8 @@ class TextEngine:
             self._pool,
             self._limits.max_rows,
             grow=self._grow,
-            forget=lambda sequence: self._forward.forget(sequence.key),
+            enter=self._enter,
+            forget=self._forget,
             reuse=reuse,
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
             horizon=self._forward.horizon,
@@ -293,10 +299,11 @@ class TextEngine:
         needed = self._pool.pages_for(len(sequence.tokens) + 1)
         if needed <= attainable:
             return None
+        own, most = self._forward.row_bytes, attainable * self.page_bytes
+        what = "KV pages" if not own else f"KV pages, beside {own:,} that every row takes"
         return OutOfMemory(
             f"The prompt of {len(sequence.tokens)} tokens takes "
-            f"{needed * self.page_bytes:,} bytes of KV pages, and at most "
-            f"{attainable * self.page_bytes:,} can be had.",
+            f"{needed * self.page_bytes:,} bytes of {what}, and at most {most:,} can be had.",
             retry_after=30,
         )
 
@@ -313,12 +320,13 @@ class TextEngine:
     def _attainable_pages(self) -> int:
         """Pages there could be if no other row held any and nothing was kept for reuse, and no
         other model had to give anything up."""
-        if not self.page_bytes:
-            return 1 << 40
         figures = self._ledger.figures()
-        kept = figures["buffer_cache"] + figures.get(self._snapshot_line, 0)
-        spare = max(0, figures["available"] + kept)
-        return self._pool.size + spare // self.page_bytes
+        kept = sum(figures.get(line, 0) for line in (self._snapshot_line, self._state_line))
+        spare = max(0, figures["available"] + figures["buffer_cache"] + kept)
+        have = self._pool.size * self.page_bytes + spare - self._forward.row_bytes
+        if not self.page_bytes:
+            return 0 if have < 0 else 1 << 40
+        return max(0, have) // self.page_bytes
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -395,6 +403,9 @@ class TextEngine:
         running += full
         if not schedule:
             self._given, self._crew = [], Crew(())
+            if last is None and self._lacking_for_state:
+                # Nothing is under way that would hold the stores as they were.
+                self._give_up_pages()
             self._refuse_stranded()
             return None
         crew = self._crew_of(schedule.rows)
@@ -633,7 +644,7 @@ class TextEngine:
                 self._outbox.put(row.stream, [Admitted()])
             if prefill.final and not row.started:
                 self._prompt_tokens += row.prompt_length
-                if self._limits.prefix_cache:
+                if self._scheduler.reuse:
                     self._prefix_queries += row.prompt_length
                     self._prefix_hits += row.cached or 0
 
@@ -701,9 +712,12 @@ class TextEngine:
     def _granted(self, lacking: int, *, urgent: bool) -> int:
         """How many pages to add, which the ledger has granted; 0 if it has not."""
         wanted = max(lacking, self._least_growth(), self._pool.size // 2)
+        spare = max(self._ledger.available() - self._to_come(), 0)
+        affordable = spare // max(self.page_bytes, 1)
+        if urgent and self._forward.row_bytes:
+            wanted = max(lacking, min(affordable, wanted))
         if self._grants(wanted, urgent=urgent):
             return wanted
-        affordable = self._ledger.available() // max(self.page_bytes, 1)
         worthwhile = WORTHWHILE_AHEAD if self._forward.horizon else WORTHWHILE
         if not urgent and affordable < worthwhile * self._pool.size:
             return 0
@@ -720,23 +734,44 @@ class TextEngine:
 
     def _grants(self, pages: int, *, urgent: bool) -> bool:
         nbytes = pages * self.page_bytes
-        return (urgent or self._ledger.spare(nbytes)) and self._reserve(nbytes)
+        spare = urgent or not nbytes or self._ledger.spare(nbytes + self._to_come())
+        return spare and self._reserve(self._line, nbytes)
 
-    def _reserve(self, nbytes: int) -> bool:
+    def _to_come(self) -> int:
+        """What pages that are not urgent leave to the states of rows that may come, and to what is
+        kept of them: the half of what there is, or two rows'."""
+        own, rows = self._forward.row_bytes, self._limits.max_rows - len(self._with_state)
+        return max(min(rows * own, self._ledger.available() // 2), 2 * own)
+
+    def _reserve(self, line: str, nbytes: int) -> bool:
         if not nbytes:
             return True
         self._growing = True
         try:
-            return self._ledger.reserve(self._line, nbytes)
+            return self._ledger.reserve(line, nbytes)
         finally:
             self._growing = False
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Whether the ledger grants what a row keeps besides pages."""
+        self._lacking_for_state = not self._reserve(self._state_line, self._forward.row_bytes)
+        if not self._lacking_for_state:
+            self._with_state.add(sequence.key)
+        return not self._lacking_for_state
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._forward.forget(sequence.key)
+        if sequence.key in self._with_state:
+            self._with_state.remove(sequence.key)
+            self._ledger.record(self._state_line, len(self._with_state) * self._forward.row_bytes)
 
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""
         if self._growing:
             # These pages are counted on already: giving them up would only copy the stores twice.
-            while isinstance(given_up := self._pool.detach_oldest(), Snapshot):
+            while lacking > 0 and isinstance(given_up := self._pool.detach_oldest(), Snapshot):
                 self._lacking_for_snapshot = given_up.nbytes
+                lacking -= given_up.nbytes
             self._record_snapshots()
             return
         self._give_up_pages()
@@ -758,6 +793,8 @@ class TextEngine:
     def _drop_pages(self) -> None:
         """Also those that have been promised and were never made, if the step failed in that."""
         self._ledger.record(self._snapshot_line, 0)
+        self._with_state.clear()
+        self._ledger.record(self._state_line, 0)
         self._resize(0)
         self._ledger.record(self._line, 0)
 
