@@ -136,9 +136,7 @@ def _first_right(
             return forward
         level = logging.WARNING if forward.kind == "fused" else logging.DEBUG
         log.log(level, "%s: not %s: %s", type(model).__module__, forward.kind, disagreement)
-    log.warning(
-        "%s cannot be batched: its requests are served one at a time", type(model).__module__
-    )
+    log.warning("%s cannot be batched: its rows are computed one at a time", type(model).__module__)
     return AloneForward(model)
 
 

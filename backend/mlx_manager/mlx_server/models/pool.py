@@ -306,7 +306,7 @@ class ModelPoolManager:
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:
-        """The ledger's lines of a model, in bytes: weights, pages, prefill, snapshots."""
+        """The ledger's lines of a model, in bytes: weights, pages, states, prefill, snapshots."""
         lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
         return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
