@@ -739,9 +739,12 @@ class TextEngine:
 
     def _to_come(self) -> int:
         """What pages that are not urgent leave to the states of rows that may come, and to what is
-        kept of them: the half of what there is, or two rows'."""
-        own, rows = self._forward.row_bytes, self._limits.max_rows - len(self._with_state)
-        return max(min(rows * own, self._ledger.available() // 2), 2 * own)
+        kept of them: half of all there is, if they take as much, and two rows' in any case. Pages
+        are not given up again for them while rows run."""
+        own = self._forward.row_bytes
+        held = own * len(self._with_state)
+        whole = self._ledger.available() + self._pool.size * self.page_bytes + held
+        return max(min(own * self._limits.max_rows, whole // 2) - held, 2 * own)
 
     def _reserve(self, line: str, nbytes: int) -> bool:
         if not nbytes:

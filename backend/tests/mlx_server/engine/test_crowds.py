@@ -439,6 +439,20 @@ async def test_what_rows_keep_besides_pages_is_granted_first(tmp_path: Path, fam
         assert "states:tiny" not in figures()
 
 
+async def test_prompts_that_are_kept_leave_room_for_many_rows(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "hybrid", "qwen3_next")
+    async with HandRig(folder, memory=4_000_000) as rig:
+        for n in range(60):
+            rig.submit(prompt(200, n + 1), 2)
+            rig.run()
+        assert rig.ledger.figures()["pages:tiny"] > 1_000_000
+        rows = [rig.submit(prompt(20, n + 100), 40) for n in range(12)]
+        rig.step(20)
+        assert rig.engine.stats().running == 12
+        rig.run()
+        assert all(right(rig, row) for row in rows)
+
+
 @pytest.mark.parametrize("family", ["llama4", "qwen3_next"])
 async def test_a_row_that_fails_gives_back_what_it_kept(tmp_path: Path, family: str) -> None:
     async with HandRig(make_tiny_model(tmp_path / "m", family)) as rig:
