@@ -352,9 +352,10 @@ class SeparateForward(Plain):
         self._model = model
         self._page_size = page_size
         self._pass = Pass()
-        self._shapes = probe(model)
+        leaves = _filled(model, 2)
+        self._shapes = list(map(_shape, leaves))
         # A step's state is there beside the last one's, and so is a batch beside the new row's.
-        self.row_bytes = 2 * sum(map(_nbytes, filter(_is_state, _filled(model, 2))))
+        self.row_bytes = 2 * sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, ArraysCache))
         self._reading = reading
         self._shared = _paged(
             make_prompt_cache(model),
@@ -507,23 +508,17 @@ class AloneForward(Plain):
 def probe(model: nn.Module) -> list[LayerShape | None]:
     """The shape of each key-value cache of `model`, in order, found by two tokens.
 
-    Nothing is computed: what a pass would leave is known before. None for caches of any other kind;
-    a `CacheList` counts as its members.
+    None for caches of any other kind; a `CacheList` counts as its members.
     """
-    caches = make_prompt_cache(model)
-    model(mx.array([[1, 2]], mx.int32), cache=caches)
-    return [_shape(leaf) for entry in caches for leaf in _leaves(entry)]
+    return list(map(_shape, _filled(model, 2)))
 
 
 def _filled(model: nn.Module, tokens: int) -> list[Any]:
-    """The caches that a pass over so many tokens leaves. As with `probe`, nothing is computed."""
+    """The caches that a pass over so many tokens would leave: what they hold is known before it is
+    computed."""
     caches = make_prompt_cache(model)
     model(mx.ones((1, tokens), mx.int32), cache=caches)
     return [leaf for entry in caches for leaf in _leaves(entry)]
-
-
-def _is_state(leaf: Any) -> bool:
-    return isinstance(leaf, ArraysCache)
 
 
 def _nbytes(leaf: Any) -> int:

@@ -84,7 +84,7 @@ class Guide:
 
     def _follow(self, rules: Rules, token: int, region: Region, shown: str) -> None:
         if self._begun:
-            if not self._matched and not self._spent and token in rules.openers:
+            if token in self._openers(rules):
                 self._begun = False
                 return
             self._consume(rules, [token])
@@ -144,10 +144,14 @@ class Guide:
             self.mask = None
         elif allowed is None:
             self.mask = _all_but(self._rules.end_ids, self.words)
-        elif not self._matched and not self._spent and self._rules.openers:
-            self.mask = with_tokens(allowed, self._rules.openers)
+        elif openers := self._openers(self._rules):
+            self.mask = with_tokens(allowed, openers)
         else:
             self.mask = allowed
+
+    def _openers(self, rules: Rules) -> tuple[int, ...]:
+        """The tokens that may begin thinking now."""
+        return () if self._matched or self._spent else rules.openers
 
 
 def _all_but(ids: Iterable[int], words: int) -> Mask:

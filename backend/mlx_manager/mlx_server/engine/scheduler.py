@@ -77,7 +77,7 @@ class Scheduler:
         pool: the pages.
         max_rows: sequences that may hold pages at once.
         grow: adds pages to the pool.
-        enter: whether there is room for what a sequence keeps besides pages; asked when there are
+        enter: makes room for what a sequence keeps besides pages, if it can; called when there are
             pages for it.
         forget: told of each sequence that gives up its pages.
         reuse: whether prefixes may be looked up.
@@ -100,7 +100,7 @@ class Scheduler:
         grow: Grow,
         forget: Callable[[Sequence], None],
         reuse: bool,
-        enter: Callable[[Sequence], bool] = lambda _: True,
+        enter: Callable[[], bool] = lambda: True,
         restore: Callable[[Sequence, object], None] | None = None,
         horizon: int = 0,
         abreast: int = 0,
@@ -154,13 +154,18 @@ class Scheduler:
         return bool(self.running or self.prefilling or self.waiting)
 
     @property
+    def admitted(self) -> int:
+        """How many sequences have a row."""
+        return len(self.running) + len(self.prefilling)
+
+    @property
     def beginning(self) -> int:
         """Prompts that are worked on or could be, and rows that have only just begun, before others
         that were there as they did: those that arrive together have the same claim to a start."""
         prompts = [*self.prefilling, *self.waiting]
         if not prompts:
             return 0
-        free = max(self._max_rows - len(self.running) - len(self.prefilling), 0)
+        free = max(self._max_rows - self.admitted, 0)
         first = min(prompt.submitted_at for prompt in prompts)
         few, most = JUST_BEGUN, MOST_BEGUN
         if self._horizon:
@@ -391,7 +396,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> Admission:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
-        if len(self.running) + len(self.prefilling) >= self._max_rows:
+        if self.admitted >= self._max_rows:
             return Admission.LATER
         known = self._known(sequence)
         if self.reuse and self._comes_shortly(sequence, len(known)):
@@ -403,7 +408,7 @@ class Scheduler:
         # is owed a row: others are paused for it, and it need not wait until pages are added.
         spare = 0 if self._owed(sequence) else len(self.running)
         pages = self._take(count) if self._room(count + spare) else None
-        if pages is not None and not self._enter(sequence):
+        if pages is not None and not self._enter():
             self.pool.release(pages)
             pages = None
         if pages is None:

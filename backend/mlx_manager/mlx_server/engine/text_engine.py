@@ -189,7 +189,6 @@ class TextEngine:
         self._snapshot_line = f"snapshots:{name}"
         self._lacking_for_snapshot = 0
         self._state_line = f"states:{name}"
-        self._with_state: set[int] = set()
         self._lacking_for_state = False
         self._looks_ahead = looks_ahead
         self._clock = clock
@@ -277,7 +276,7 @@ class TextEngine:
             return ServerNotReady("The model has just been unloaded. Try again.")
         scheduler = self._scheduler
         waiting = len(scheduler.waiting)
-        rows = self._limits.max_rows - len(scheduler.running) - len(scheduler.prefilling)
+        rows = self._limits.max_rows - scheduler.admitted
         if not scheduler.may_queue(sequence, self._limits.max_waiting + max(rows, 0)):
             return Overloaded(
                 f"The queue is full: {waiting} requests are waiting, and at most "
@@ -742,7 +741,7 @@ class TextEngine:
         kept of them: half of all there is, if they take as much, and two rows' in any case. Pages
         are not given up again for them while rows run."""
         own = self._forward.row_bytes
-        held = own * len(self._with_state)
+        held = own * self._scheduler.admitted
         whole = self._ledger.available() + self._pool.size * self.page_bytes + held
         return max(min(own * self._limits.max_rows, whole // 2) - held, 2 * own)
 
@@ -755,18 +754,15 @@ class TextEngine:
         finally:
             self._growing = False
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _enter(self) -> bool:
         """Whether the ledger grants what a row keeps besides pages."""
         self._lacking_for_state = not self._reserve(self._state_line, self._forward.row_bytes)
-        if not self._lacking_for_state:
-            self._with_state.add(sequence.key)
         return not self._lacking_for_state
 
     def _forget(self, sequence: Sequence) -> None:
         self._forward.forget(sequence.key)
-        if sequence.key in self._with_state:
-            self._with_state.remove(sequence.key)
-            self._ledger.record(self._state_line, len(self._with_state) * self._forward.row_bytes)
+        if own := self._forward.row_bytes:
+            self._ledger.record(self._state_line, own * self._scheduler.admitted)
 
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""
@@ -796,7 +792,6 @@ class TextEngine:
     def _drop_pages(self) -> None:
         """Also those that have been promised and were never made, if the step failed in that."""
         self._ledger.record(self._snapshot_line, 0)
-        self._with_state.clear()
         self._ledger.record(self._state_line, 0)
         self._resize(0)
         self._ledger.record(self._line, 0)

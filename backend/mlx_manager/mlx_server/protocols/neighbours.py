@@ -14,8 +14,8 @@ def merged(messages: Iterable[Message], roles: frozenset[Role]) -> Iterator[Mess
         if role not in roles:
             yield from group
             continue
-        first, *others = group
-        yield _joined([first, *others]) if others else first
+        said = list(group)
+        yield _joined(said) if len(said) > 1 else said[0]
 
 
 def _joined(messages: list[Message]) -> Message:
