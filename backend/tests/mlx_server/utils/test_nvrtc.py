@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.utils import nvrtc
 from mlx_manager.mlx_server.utils.nvrtc import Code, Compiler, Shelf
 
 PLAIN = "out[0] = float(x[0]) + float(x_shape[1]) + float(x_strides[0]);"
+TWICE = "__device__ float twice(float x) { return 2 * x; }\n" + "// And so on.\n" * 100
 COMPILED = 3
 """The number of the call that compiles."""
 
@@ -23,8 +24,8 @@ COMPILED = 3
 class OneKernel(Jit):
     """A library of its own, in which nothing has been redirected yet; asks for kernels `one`."""
 
-    def one(self, body: str, architecture: str = HOPPER) -> Compiled:
-        source = KernelSource("one", "", body, ("x", "y"), ("out",))
+    def one(self, body: str, architecture: str = HOPPER, header: str = "") -> Compiled:
+        source = KernelSource("one", header, body, ("x", "y"), ("out",))
         text = text_of(source, (mx.bfloat16, mx.uint32), (mx.float32,))
         return self.compile(text, "custom_kernel_one", architecture)
 
@@ -171,6 +172,28 @@ def test_a_library_that_is_not_loaded_yet_is_loaded(jit, shelf, tmp_path):
 @pytest.mark.skipif(mx.cuda.is_available(), reason="needs a build of MLX without CUDA")
 def test_a_library_without_nvrtc_is_left_alone():
     assert nvrtc.answer_mlx() is None
+    assert nvrtc.abbreviated(TWICE) == TWICE
+
+
+@pytest.mark.parametrize("body", ["out[0] = twice(x[0]);", "out[0] = only_in_utils() * twice(1);"])
+def test_an_abbreviated_text_is_compiled_and_kept_as_if_it_stood_there(
+    jit, shelf, monkeypatch, body
+):
+    compiler = answered(jit, shelf)
+    plain = jit.one(body, header=TWICE)
+    assert plain.failed == 0
+    monkeypatch.setattr(nvrtc, "answer_mlx", lambda: compiler)
+    short = nvrtc.abbreviated(TWICE)
+    assert short != TWICE
+    monkeypatch.setattr(Compiler, "_ours", None)
+    assert jit.one(body, header=short) == plain
+    assert len(stored(shelf)) == 1
+    assert compiler.programs == 0
+
+
+def test_no_text_is_not_abbreviated(monkeypatch):
+    monkeypatch.setattr(nvrtc, "answer_mlx", object)
+    assert nvrtc.abbreviated("") == ""
 
 
 def test_what_was_packed_is_unpacked():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+
+from mlx_manager.mlx_server.utils.nvrtc import abbreviated
 
 Kernel = Callable[..., list[mx.array]]
 
@@ -42,7 +44,8 @@ class KernelSource:
 @cache
 def source(*paths: Path) -> str:
     """The text of source files, one after another, without comments and indentation: MLX copies
-    it at every call. Ends with a line of its own, since MLX goes on right behind it."""
+    it at every call, where it can't be abbreviated. Ends with a line of its own, since MLX goes on
+    right behind it."""
     lines = (line.strip() for path in paths for line in path.read_text().splitlines())
     return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
 
@@ -71,20 +74,29 @@ def real(value: float) -> str:
 
 
 def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
+    short = replace(text, header=abbreviated(text.header))
     return _compiled(
-        mx.fast.cuda_kernel, text, ensure_row_contiguous, shared_memory=text.shared_memory
+        mx.fast.cuda_kernel,
+        text.unique_name,
+        short,
+        ensure_row_contiguous,
+        shared_memory=text.shared_memory,
     )
 
 
 def compiled_for_metal(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:
-    return _compiled(mx.fast.metal_kernel, text, ensure_row_contiguous)
+    return _compiled(mx.fast.metal_kernel, text.unique_name, text, ensure_row_contiguous)
 
 
 def _compiled(
-    make: Callable[..., object], text: KernelSource, ensure_row_contiguous: bool, **more: int
+    make: Callable[..., object],
+    name: str,
+    text: KernelSource,
+    ensure_row_contiguous: bool,
+    **more: int,
 ) -> Kernel:
     kernel: Kernel = make(  # type: ignore[assignment]
-        name=text.unique_name,
+        name=name,
         input_names=list(text.inputs),
         output_names=list(text.outputs),
         source=text.body,
