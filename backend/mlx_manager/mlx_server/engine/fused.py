@@ -76,11 +76,15 @@ STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still
 # at the next ones. To queue is to give up Python's lock, and to wait for it again.
 LAYERS_AT_A_TIME = 8
-# What is queued keeps all that it works on, some 150 kB a token and layer of an 8B. So with more
-# tokens than this the host stays at most so many pieces ahead.
-TOKENS_AHEAD = 1024
-PIECES_AHEAD = 1
-# Of steps that are queued whole, what is there at once (measured: 1.4 of an 8B's of 512 tokens).
+# What is queued keeps all that it works on, 147 kB a token and layer of an 8B. So layers that are
+# queued together work on so many bytes, unless it is one, and all that are queued on so many,
+# unless it is three pieces. One layer at a time takes 1 to 2 % of an 8B's prompts' rate, and spares
+# half of what two keep (NOTES 102).
+BYTES_AT_A_TIME = 500_000_000
+BYTES_AHEAD = 1_300_000_000
+LEAST_AHEAD = 3
+# Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
+# tokens).
 STEPS_AHEAD = 1.5
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
 MOST_COMPILED = 64
@@ -692,6 +696,17 @@ class Layer:
     def block(self) -> Block:
         return self.joint.block
 
+    @property
+    def token_bytes(self) -> int:
+        """Of all that is made of a token on the way through: queries rotated and what they attend
+        to, and what the products make and are made from."""
+        shape, block = self.kernels.shape, self.block
+        made = [linear.weight.shape[-2] for linear in (block.output, block.down)]
+        made += [block.qkv.weight.shape[-2], 2 * shape.q_heads * shape.head_dim]
+        gates = block.gate_up.weight.shape[-2]
+        norms = made[:2]
+        return shape.dtype.size * sum([*made, *norms, gates, gates // 2])
+
     def attend(
         self, heads: mx.array, shared: Shared, pool: tuple[mx.array, mx.array], step: Step
     ) -> mx.array:
@@ -748,6 +763,8 @@ class FusedDecoder:
         self._open = open
         self._head = head
         self._planners = {layer.window: layer.kernels for layer in layers}
+        # What a layer makes of a token.
+        self._layer_bytes = max(layer.token_bytes for layer in layers)
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -833,19 +850,30 @@ class FusedDecoder:
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
-        pieces = Pieces(PIECES_AHEAD if step.tokens.size > TOKENS_AHEAD else len(self._layers))
+        at_a_time, pieces_ahead = self._ahead(step.tokens.size)
+        pieces = Pieces(pieces_ahead)
         for number, (layer, store) in enumerate(zip(self._layers, stores, strict=True), 1):
             hidden = layer.ragged(hidden, rotations, store, step.plan)
-            if number % LAYERS_AT_A_TIME == 0:
+            if number % at_a_time == 0:
                 pieces.add(hidden)
         last = hidden if step.wanted is None else hidden[step.wanted]
         return last if step.silent else self._head(last), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
         """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
-        part = (PIECES_AHEAD + 2) * LAYERS_AT_A_TIME / len(self._layers)
-        whole = min(tokens, TOKENS_AHEAD)
+        whole = min(tokens, int(BYTES_AHEAD / (self._layer_bytes * len(self._layers))))
+        at_a_time, pieces = self._ahead(tokens)
+        part = STEPS_AHEAD if pieces is None else at_a_time * pieces / len(self._layers)
         return int(max(STEPS_AHEAD * whole, min(part, STEPS_AHEAD) * tokens))
+
+    def _ahead(self, tokens: int) -> tuple[int, int | None]:
+        """How many layers of a step of so many tokens are queued at a time, and how many such
+        pieces at most; None: all."""
+        layer = tokens * self._layer_bytes
+        if layer * len(self._layers) <= BYTES_AHEAD:
+            return LAYERS_AT_A_TIME, None
+        at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))
+        return at_a_time, max(LEAST_AHEAD, int(BYTES_AHEAD / (at_a_time * layer)))
 
     def _run(  # noqa: PLR0917
         self,

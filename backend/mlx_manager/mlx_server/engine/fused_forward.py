@@ -83,7 +83,7 @@ class FusedForward(OnPages):
         self._decoder = decoder
         self._page_size = page_size
         self._batch: Batch | None = None
-        self._pieces = Pieces(0)
+        self._pieces = Pieces()
         self.stores = list(stores)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -95,7 +95,7 @@ class FusedForward(OnPages):
             ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
             logits, self._pieces = self._decoder.run_ragged(ragged, self.stores)
             return logits
-        self._pieces = Pieces(0)
+        self._pieces = Pieces()
         batch = self._batch = self._next(decode)
         tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
         if lacking:
@@ -112,7 +112,7 @@ class FusedForward(OnPages):
         self._pieces.finish()
 
     def abandon(self) -> None:
-        self._batch, self._pieces = None, Pieces(0)
+        self._batch, self._pieces = None, Pieces()
 
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.

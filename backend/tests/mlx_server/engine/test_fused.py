@@ -145,12 +145,35 @@ def test_only_a_prompts_end_is_multiplied_by_the_vocabulary(final, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layers", "tokens", "at_once"),
-    [(32, 512, 768), (32, 1024, 1536), (32, 2048, 1536), (32, 4096, 3072), (16, 2048, 3072)],
+    ("tokens", "at_once"), [(100, 150), (200, 300), (400, 300), (1600, 300), (6400, 600)]
 )
-def test_a_step_and_the_next_ones_beginning_are_in_memory_together(layers, tokens, at_once):
-    decoder = built(make("llama", {"num_hidden_layers": layers}))
+def test_what_is_in_memory_at_once_is_bounded_by_bytes_not_by_tokens(tokens, at_once, monkeypatch):
+    decoder = built(make("llama", {"num_hidden_layers": 32}))
+    whole = 200 * 32 * decoder._layer_bytes
+    monkeypatch.setattr(fused, "BYTES_AHEAD", whole)
+    monkeypatch.setattr(fused, "BYTES_AT_A_TIME", whole / 3)
     assert decoder.tokens_at_once(tokens) == at_once
+
+
+@pytest.mark.parametrize(("ahead", "at_a_time"), [(1, 1), (1, 20_000), (20_000, 8_000)])
+def test_a_step_in_pieces_is_as_one_that_is_queued_whole(ahead, at_a_time, monkeypatch):
+    decoder = built(make("llama", {"num_hidden_layers": 9}))
+    shape = LayerShape(2, 16, 16, mx.float32)
+    chunk = Chunk(0, Span(PageTable([0, 1]), 2 * PAGE, 2 * PAGE), [5, 7] * PAGE, final=True)
+
+    def logits() -> mx.array:
+        stores = [LayerStore(shape, PAGE) for _ in range(9)]
+        for store in stores:
+            store.resize(4)
+        out, pieces = decoder.run_ragged(RaggedStep.of(None, [chunk], PAGE), stores)
+        assert pieces.unfinished == (ahead == fused.BYTES_AHEAD)
+        pieces.finish()
+        return out
+
+    whole = np.array(logits())
+    monkeypatch.setattr(fused, "BYTES_AHEAD", ahead)
+    monkeypatch.setattr(fused, "BYTES_AT_A_TIME", at_a_time)
+    assert np.array_equal(np.array(logits()), whole)
 
 
 def test_quantised_projections_are_fused_too():

@@ -13,6 +13,7 @@ from engine.rig import HandRig, Row, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused_forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
@@ -125,6 +126,14 @@ def watching(*args: Any, watch: type[Watched] = Watched) -> Any:
     return watch(forward)
 
 
+@pytest.fixture
+def little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of more than a hundred tokens or so are queued in pieces."""
+    monkeypatch.setattr(fused, "BYTES_AHEAD", 4_000_000)
+    monkeypatch.setattr(fused, "BYTES_AT_A_TIME", 1_500_000)
+
+
+@pytest.mark.usefixtures("little_at_once")
 async def test_a_crowd_s_prompts_do_not_keep_back_what_has_been_drawn(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=16)
     prompts = [prompt(200, salt) for salt in range(2, 9)]
@@ -150,6 +159,7 @@ class Failing(Watched):
         super().finish()
 
 
+@pytest.mark.usefixtures("little_at_once")
 async def test_a_pass_that_fails_half_way_leaves_nothing_of_itself(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=16)
     async with HandRig(folder, choose=partial(watching, watch=Failing), prefill_chunk=2048) as rig:

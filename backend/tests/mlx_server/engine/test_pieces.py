@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 import pytest
 
+from mlx_manager.mlx_server.engine import pieces
 from mlx_manager.mlx_server.engine.pieces import Pieces
 
 
-@pytest.mark.parametrize(("ahead", "pieces"), [(1, 1), (1, 2), (1, 3), (0, 4), (9, 4)])
-def test_a_pass_is_finished_when_only_so_many_can_be_under_way(ahead: int, pieces: int) -> None:
-    passing = Pieces(ahead)
-    value = mx.array(1.0)
-    for number in range(pieces):
-        assert passing.unfinished == (number > ahead)
+def chain(length: int) -> Iterator[mx.array]:
+    """Numbers from 1 on, each made from the one before."""
+    value = mx.array(0.0)
+    for _ in range(length):
         value = value + 1
-        passing.add(value)
-    assert passing.unfinished == (pieces > ahead)
+        yield value
+
+
+@pytest.fixture
+def under_way(monkeypatch) -> list[mx.array]:
+    """What has been queued and not been waited for."""
+    queued: list[mx.array] = []
+
+    def wait(piece: mx.array) -> None:
+        assert piece is queued.pop(0)
+
+    monkeypatch.setattr(pieces.mx, "async_eval", queued.append)
+    monkeypatch.setattr(pieces.mx, "eval", wait)
+    return queued
+
+
+@pytest.mark.parametrize("most", [3, 4, 5, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 9])
+def test_no_more_are_queued_than_may_be_with_what_the_last_pass_left(most, count, under_way):
+    for _ in range(2):
+        before, passing = len(under_way), Pieces(most)
+        assert before <= most // 2
+        for piece in chain(count):
+            passing.add(piece)
+            assert len(under_way) <= most
+        # The last pass has run before this one is finished.
+        del under_way[:before]
+        passing.finish()
+        assert not passing.unfinished
+
+
+def test_the_device_has_something_to_do_while_the_next_pass_begins(under_way):
+    passing = Pieces(4)
+    for piece in chain(9):
+        passing.add(piece)
+    assert len(under_way) == 2
+    passing.finish()
+    assert len(under_way) == 2
+
+
+@pytest.mark.parametrize("most", [3, 4, 9, None])
+def test_a_pass_is_finished_when_little_is_under_way(most):
+    passing, made = Pieces(most), list(chain(7))
+    for piece in made:
+        passing.add(piece)
+    assert passing.unfinished == (most is not None)
     passing.finish()
     assert not passing.unfinished
-    assert value.item() == pieces + 1
+    assert [piece.item() for piece in made] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_pass_that_may_be_queued_whole_is(under_way):
+    passing = Pieces()
+    for piece in chain(5):
+        passing.add(piece)
+    assert len(under_way) == 5
+    assert not passing.unfinished
