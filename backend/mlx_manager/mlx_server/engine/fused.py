@@ -86,7 +86,8 @@ LEAST_AHEAD = 3
 # Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
 # tokens).
 STEPS_AHEAD = 1.5
-# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes.
+# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
+# not abbreviated.
 MOST_COMPILED = 64
 
 
