@@ -13,7 +13,7 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.engine import fused
-from mlx_manager.mlx_server.engine.forward import Chunk, RaggedStep
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, RaggedStep
 from mlx_manager.mlx_server.engine.fused import FusedDecoder
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.attention import Span
@@ -174,6 +174,45 @@ def test_a_step_in_pieces_is_as_one_that_is_queued_whole(ahead, at_a_time, monke
     monkeypatch.setattr(fused, "BYTES_AHEAD", ahead)
     monkeypatch.setattr(fused, "BYTES_AT_A_TIME", at_a_time)
     assert np.array_equal(np.array(logits()), whole)
+
+
+def ragged_logits(decoder: FusedDecoder, pages: float) -> np.ndarray:
+    """Of a running row and a chunk, over pages of other numbers in each layer."""
+    cuts = [cut.window for cut in decoder._layers]
+    shape = decoder._layers[0].kernels.shape
+    stores = [
+        LayerStore(LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, shape.dtype, cut), 16)
+        for cut in cuts
+    ]
+    for number, store in enumerate(stores):
+        store.resize(8)
+        store.keys = mx.full(store.keys.shape, pages * number)
+        store.values = mx.full(store.values.shape, pages + number)
+    row = Decode([7], [PageTable([4, 5, 6])], [40], mx.array([11], mx.uint32))
+    chunk = Chunk(0, Span(PageTable([0, 1, 2]), 40, 30), [5, 7, 9] * 10, final=True)
+    logits, _ = decoder.run_ragged(RaggedStep.of(row, [chunk], PAGE), stores)
+    return np.array(logits)
+
+
+def test_layers_that_repeat_what_was_put_together_once_give_what_each_by_itself_does(model):
+    repeating = FusedDecoder.build(model, PAGE, Portable)
+    plain = built(model)
+    for pages in (0.3, -0.2):
+        mine, theirs = (ragged_logits(decoder, pages) for decoder in (repeating, plain))
+        assert mine.shape == (2, 97)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("windows", 2), ("biases", 1)])
+def test_a_step_with_prompts_is_put_together_once_for_each_kind_of_layer(name, kinds):
+    model, put_together = make(*MODELS[name]), []
+
+    def compile(function):
+        return mx.compile(lambda *of: put_together.append(1) or function(*of))
+
+    decoder = FusedDecoder.build(model, PAGE, Portable, compile=compile)
+    ragged_logits(decoder, 0.3)
+    assert len(put_together) == kinds
 
 
 def test_quantised_projections_are_fused_too():

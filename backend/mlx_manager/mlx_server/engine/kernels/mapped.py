@@ -107,7 +107,11 @@ class Carrier:
         self._made: list[Box] = []
 
     def send(self, numbers: NDArray[np.int32]) -> mx.array:
-        """An array as `numbers`, of `MOST_ROOM` - 1 at most, under way to the device's memory."""
+        """An array as `numbers`, of `MOST_ROOM` - 1 at most, under way to the device's memory.
+
+        Nothing is left to be done with it: what is put together once and repeated takes it as it
+        is.
+        """
         room = max(LEAST_ROOM, 1 << numbers.size.bit_length())
         sent = self._sent[room]
         box = self._free_of(sent) if len(sent) == UNDER_WAY else self._box(room)
@@ -116,12 +120,12 @@ class Carrier:
             inputs=[box.array],
             grid=_grid(numbers.size),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(numbers.size,)],
+            output_shapes=[numbers.shape],
             output_dtypes=[mx.int32],
         )
         mx.async_eval(fetched)  # type: ignore[no-untyped-call]
         sent.append((box, fetched))
-        return fetched.reshape(numbers.shape)
+        return fetched
 
     @staticmethod
     def _free_of(sent: deque[tuple[Box, mx.array]]) -> Box:

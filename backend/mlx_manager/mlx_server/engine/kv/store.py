@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,6 +96,17 @@ class LayerStore:
         self.pages = 0
         self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
         self.values = mx.zeros((shape.kv_heads, 0, shape.value_dim), shape.dtype)
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """The pages, and what is `written`."""
+        return self.keys, self.values, self.written
+
+    def alike(self, arrays: Sequence[mx.array]) -> LayerStore:
+        """One like this with other `arrays`."""
+        store = copy(self)
+        store.keys, store.values, store.written = arrays
+        return store
 
     @property
     def room_bytes(self) -> int:
