@@ -44,6 +44,8 @@ from servers import (  # noqa: E402
 
 # Tokens that rows decode: some 0.5 s, or what a run has besides would weigh as much.
 TOKENS = {"1b": 192, "8b": 96}
+# Tokens of streams that run while a prompt arrives: they must outlast it.
+RUNNING = {"1b": 1600, "8b": 400}
 QUANTIZED_PROMPT = 32
 Answers = dict[str, list[dict[str, Any]]]
 
@@ -204,14 +206,15 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
         for number in range(-1, options.rounds):
             rate = inside.measure([512] * 64, 256, 5000 + number, whole=True)["rate"]
             table.append(["in process", str(number + 1), f"{rate:,.0f}", *[""] * 7])
-            table.append([ours.name, str(number + 1), *over_http(ours, 1000 + 17 * number)])
+            table.append([ours.name, str(number + 1), *over_http(ours, shape, 1000 + 17 * number)])
             print(
                 *map(" | ".join, table[-2:]), card_memory(), sep="\n", file=sys.stderr, flush=True
             )
     if "vllm" in options.sides:
         with vllm_server(folder, options.vllm_python) as theirs:
             for number in range(-1, options.rounds):
-                table.append([theirs.name, str(number + 1), *over_http(theirs, 1000 + 17 * number)])
+                found = over_http(theirs, shape, 1000 + 17 * number)
+                table.append([theirs.name, str(number + 1), *found])
                 print(" | ".join(table[-1]), file=sys.stderr, flush=True)
     columns = ["server", "round (0 warms up)", "64 x (512 in, 256 out) tok/s", "median TTFT s"]
     columns += ["32 running: median gap ms", "p99 while 8 000 tokens come ms", "ratio"]
@@ -228,20 +231,21 @@ def card_memory() -> str:
     return f"in use on the card: {told.strip()}"
 
 
-def over_http(server: Server, seed: int) -> list[str]:
+def over_http(server: Server, shape: str, seed: int) -> list[str]:
     found = load([completion(server, p, 256) for p in prompts_of([512] * 64, seed)])
     row = [f"{tokens_per_second(found):,.0f}", f"{time_to_first(found):.3f}"]
     (prompt,) = prompts_of([8000], seed + 1)
     cold, warm = (load([completion(server, prompt, 4)])[0] for _ in range(2))
     times = [answer.first - answer.started for answer in (cold, warm)]
-    row += pace(server, seed + 2)
+    row += pace(server, RUNNING.get(shape, 400), seed + 2)
     return [*row, f"{times[0]:.3f}", f"{times[1]:.3f}", f"{times[1] / times[0]:.3f}"]
 
 
-def pace(server: Server, seed: int) -> list[str]:
-    """Gaps of 32 running streams: when nothing else is there, and while a prompt is processed."""
+def pace(server: Server, tokens: int, seed: int) -> list[str]:
+    """Gaps of 32 running streams of so many tokens: when nothing else is there, and while a prompt
+    is processed."""
     *short, long = prompts_of([128] * 32 + [8000], seed)
-    requests = [completion(server, prompt, 400) for prompt in short]
+    requests = [completion(server, prompt, tokens) for prompt in short]
     late = {**completion(server, long, 2), "after": 1.2}
     found = load([*requests, late])
     begin, end = found[-1].started, found[-1].first
