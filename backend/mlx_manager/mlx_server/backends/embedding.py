@@ -31,6 +31,7 @@ from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine, EncoderS
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
+    GenerationFailed,
     InvalidParameter,
     InvalidRequest,
     UnsupportedParameter,
@@ -41,6 +42,8 @@ from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
 
 Vector = NDArray[np.float32]
+Matrix = NDArray[np.float32]
+"""A row for each text."""
 SMALLEST = 1e-12
 """Of a vector's length, when it is normalised."""
 
@@ -127,12 +130,13 @@ class EncoderBackend:
             InvalidRequest: an input without a token.
             ContextLengthExceeded: an input that is too long, and was not to be cut.
             Overloaded: the queue is full.
+            GenerationFailed: what the model computed is no finite number.
         """
         self._check_dimensions(request.dimensions)
         rows = await asyncio.to_thread(self._inputs, request)
         vectors = await self._read(rows, [None] * len(rows), begun)
-        finished = (self._finish(vector, request.dimensions) for vector in vectors)
-        return Encoded(tuple(map(floats, finished)), sum(map(len, rows)))
+        finished = await asyncio.to_thread(self._finished, vectors, request.dimensions)
+        return Encoded(finished, sum(map(len, rows)))
 
     async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
         """A score for each document; see `core.Encoder`.
@@ -141,13 +145,14 @@ class EncoderBackend:
             InvalidParameter: `truncate_prompt_tokens` is more than the model takes.
             ContextLengthExceeded: a query and document that are too long, and were not to be cut.
             Overloaded: the queue is full.
+            GenerationFailed: what the model computed is no finite number.
         """
         pairs = await asyncio.to_thread(self._pairs, request)
         texts, seconds = [ids for ids, _ in pairs], [second for _, second in pairs]
         logits = await self._read(texts, seconds, begun)
         activation = self._loaded.activation if request.activate else "identity"
-        scores = (activated(logit, activation) for logit in logits)
-        return Encoded(tuple(map(floats, scores)), sum(len(ids) for ids, _ in pairs))
+        scores = await asyncio.to_thread(lambda: floats(activated(np.stack(logits), activation)))
+        return Encoded(scores, sum(len(ids) for ids, _ in pairs))
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
         """A text's tokens. `special`: between the special ones that the model wants.
@@ -303,15 +308,15 @@ class EncoderBackend:
             if not future.done() or future.cancelled():
                 self._thread.post(partial(self._engine.cancel, reading))
 
-    def _finish(self, vector: Vector, dimensions: int | None) -> Vector:
-        kept = vector[:dimensions]
-        if not self._loaded.sentence.normalize:
-            return kept
-        return kept / max(float(np.linalg.norm(kept)), SMALLEST)
+    def _finished(self, vectors: list[Vector], dimensions: int | None) -> tuple[array[float], ...]:
+        kept = np.stack(vectors)[:, :dimensions]
+        if self._loaded.sentence.normalize:
+            kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), SMALLEST)
+        return floats(kept)
 
 
-def activated(logits: Vector, activation: Activation) -> Vector:
-    scores: Vector
+def activated(logits: Matrix, activation: Activation) -> Matrix:
+    scores: Matrix
     match activation:
         case "sigmoid":
             scores = np.reciprocal(1 + np.exp(-logits))
@@ -322,5 +327,15 @@ def activated(logits: Vector, activation: Activation) -> Vector:
     return scores
 
 
-def floats(vector: Vector) -> array[float]:
-    return array("f", vector.astype(np.float32).tobytes())
+def floats(rows: Matrix) -> tuple[array[float], ...]:
+    """
+    Raises:
+        GenerationFailed: a number is not finite, which JSON can't say.
+    """
+    wrong = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if len(wrong):
+        raise GenerationFailed(
+            f"For text {wrong[0]} the model computed what is no finite number; its weights may be "
+            "damaged."
+        )
+    return tuple(array("f", row.tobytes()) for row in rows)

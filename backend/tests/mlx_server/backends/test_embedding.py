@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from minilm import TEXTS, minilm_folder
+from safetensors.numpy import load_file, save_file
 from tiny_encoders import CLS, SEP, make_tiny_encoder
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
+    GenerationFailed,
     InvalidParameter,
     InvalidRequest,
     ModelLoadFailed,
@@ -77,6 +79,13 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         last = tokenizer["added_tokens"][-1]
         tokenizer["added_tokens"].append({**last, "id": 260, "content": "<image>"})
         (beyond / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name in ("damaged", "rank-damaged"):
+        damaged = make_tiny_encoder(folder / name, reranker=name.startswith("rank"))
+        weights = load_file(damaged / "model.safetensors")
+        embedded = next(key for key in weights if key.endswith("word_embeddings.weight"))
+        vocabulary = json.loads((damaged / "tokenizer.json").read_text())["model"]["vocab"]
+        weights[embedded][vocabulary["~"]] = np.nan
+        save_file(weights, damaged / "model.safetensors", {"format": "pt"})
     shouting = make_tiny_encoder(folder / "short")
     (shouting / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": 1}')
     make_tiny_encoder(folder / "logits", reranker=True, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})  # fmt: skip
@@ -192,6 +201,14 @@ async def test_a_token_that_the_model_was_never_given_is_refused(pool: ModelPool
     with pytest.raises(InvalidRequest, match=r"`documents\[0\]` has the token '<image>'"):
         await rank(pool, "rank-beyond", "<image>")
     assert (await embed(pool, "beyond", "x")).tokens == 3
+
+
+async def test_what_is_no_number_is_a_failure_that_names_the_text(pool: ModelPoolManager):
+    with pytest.raises(GenerationFailed, match=r"text 1 .* no finite number"):
+        await embed(pool, "damaged", "a", "a~", "b")
+    with pytest.raises(GenerationFailed, match=r"text 2 .* no finite number"):
+        await rank(pool, "rank-damaged", "a", "b", "a~")
+    assert len((await embed(pool, "damaged", "a", "b")).rows) == 2
 
 
 async def test_tokens_are_counted_with_the_special_ones(pool: ModelPoolManager):
