@@ -1,19 +1,25 @@
-"""The one way from progress to a response, streamed or not, for every protocol."""
+"""The one way from progress to a response, streamed or not, for every protocol; and from what was
+encoded."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.connection import UntilHangup, unknown_header
-from mlx_manager.mlx_server.api.sse import EventStreamResponse
+from mlx_manager.mlx_server.api.sse import EventStreamResponse, Wire
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.inference import Answer, Stream, collect
+
+BLOCK = 64 * 2**10
+"""Characters of a large body that are written before others have their turn."""
 
 
 async def respond(
@@ -35,3 +41,44 @@ async def respond(
         collected = await collect(progress, answer)
     content = collected.model_dump_json(exclude_unset=True)
     return Response(content, media_type="application/json", headers=headers)
+
+
+class LargeResponse(Response):
+    """JSON that is sent as it is written, in blocks, between which the event loop serves others.
+
+    A body of a single block says how long it is. What `pieces` raises comes too late for a status,
+    save in the first two blocks.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Iterator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self._blocks = blocks(pieces)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        block, following = next(self._blocks), next(self._blocks, b"")
+        if not following:
+            self.headers["content-length"] = str(len(block))
+        wire = Wire(send, scope.setdefault("state", {}).setdefault("send", send), self)
+        async with UntilHangup(receive):
+            while following:
+                await wire.send(block)
+                await asyncio.sleep(0)
+                block, following = following, next(self._blocks, b"")
+        await wire.send(block, more=False)
+
+
+def blocks(pieces: Iterator[str]) -> Iterator[bytes]:
+    """The pieces joined to blocks of `BLOCK` characters, or a piece more."""
+    joined: list[str] = []
+    size = 0
+    for piece in pieces:
+        joined.append(piece)
+        size += len(piece)
+        if size >= BLOCK:
+            yield "".join(joined).encode()
+            joined, size = [], 0
+    if joined:
+        yield "".join(joined).encode()

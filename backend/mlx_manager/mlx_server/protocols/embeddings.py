@@ -1,10 +1,14 @@
-"""OpenAI's embeddings and Cohere's rerank: body → request, what was encoded → body. Pure."""
+"""OpenAI's embeddings and Cohere's rerank: body → request, what was encoded → body. Pure.
+
+A body is JSON in pieces, since one of thousands of vectors takes long to write.
+"""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from base64 import b64encode
+from collections.abc import Iterable, Iterator
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import EmbeddingRequest, Encoded
@@ -19,6 +23,7 @@ from mlx_manager.mlx_server.schemas.embeddings import (
     RerankResponse,
     RerankResult,
 )
+from mlx_manager.mlx_server.schemas.wire import Wire
 
 UNSUPPORTED_IN_RERANK: dict[str, Refusal] = {
     "max_chunks_per_doc": Refusal((1,)),
@@ -51,21 +56,17 @@ def inputs(body: EmbeddingsRequest) -> tuple[str | tuple[int, ...], ...]:
             )
 
 
-def vectors(body: EmbeddingsRequest, model: str, encoded: Encoded) -> EmbeddingsResponse:
+def vectors(body: EmbeddingsRequest, model: str, encoded: Encoded) -> Iterator[str]:
+    """An `EmbeddingsResponse`, a vector at a time."""
     as_text = body.encoding_format == "base64"
-    return EmbeddingsResponse(
-        object="list",
-        data=[
-            Embedding(
-                object="embedding",
-                index=index,
-                embedding=base64(row) if as_text else row.tolist(),
-            )
-            for index, row in enumerate(encoded.rows)
-        ],
-        model=model,
-        usage=usage(encoded),
+    around = EmbeddingsResponse(object="list", data=[], model=model, usage=usage(encoded))
+    embeddings = (
+        Embedding(
+            object="embedding", index=index, embedding=base64(row) if as_text else row.tolist()
+        )
+        for index, row in enumerate(encoded.rows)
     )
+    return pieces(around, "data", embeddings)
 
 
 def base64(row: array[float]) -> str:
@@ -99,20 +100,32 @@ def texts(body: RerankRequest) -> tuple[str, ...]:
     )
 
 
-def ranked(body: RerankRequest, asked: core.RerankRequest, encoded: Encoded) -> RerankResponse:
-    """Best first; of equal ones, that which came first."""
+def ranked(body: RerankRequest, asked: core.RerankRequest, encoded: Encoded) -> Iterator[str]:
+    """A `RerankResponse`, a result at a time: best first; of equal ones, that which came first."""
     scores = [row[0] for row in encoded.rows]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    results = [
-        RerankResult(index=index, relevance_score=scores[index])
-        for index in order[: body.top_n or None]
-    ]
-    if body.return_documents is not False:
-        for result in results:
-            result.document = RerankDocument(text=asked.documents[result.index])
-    return RerankResponse(
-        id=asked.request_id, model=asked.model, results=results, usage=usage(encoded)
+    around = RerankResponse(
+        id=asked.request_id, model=asked.model, results=[], usage=usage(encoded)
     )
+
+    def result(index: int) -> RerankResult:
+        found = RerankResult(index=index, relevance_score=scores[index])
+        if body.return_documents is not False:
+            found.document = RerankDocument(text=asked.documents[index])
+        return found
+
+    return pieces(around, "results", map(result, order[: body.top_n or None]))
+
+
+def pieces(around: Wire, name: str, items: Iterable[Wire]) -> Iterator[str]:
+    """JSON of `around` with the items in its empty list `name`, each item in a piece."""
+    # No text in it looks like this: there, quotes are escaped.
+    before, _, after = around.model_dump_json(exclude_unset=True).partition(f'"{name}":[]')
+    separator = f'{before}"{name}":['
+    for item in items:
+        yield separator + item.model_dump_json(exclude_unset=True)
+        separator = ","
+    yield "]" + after
 
 
 def usage(encoded: Encoded) -> EncodingUsage:

@@ -15,6 +15,7 @@ import pytest_asyncio
 from openai_spec import check
 from tiny_encoders import make_tiny_encoder
 
+from mlx_manager.mlx_server.api.respond import BLOCK
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
 
@@ -72,6 +73,22 @@ async def test_openais_sdk_gets_the_same_numbers_in_both_formats(sdk: openai.Asy
         assert len(one.embedding) == 32
     assert packed.usage == plain.usage
     assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum(len(text.encode()) + 2 for text in TEXTS)  # fmt: skip
+
+
+async def test_hundreds_of_vectors_come_in_pieces_and_whole(
+    http: httpx.AsyncClient, sdk: openai.AsyncOpenAI
+):
+    texts = [f"{n} {TEXTS[n % 3]}" for n in range(700)]
+    response = await http.post("embeddings", json={"model": MODEL, "input": texts})
+    assert "content-length" not in response.headers
+    assert len(response.content) > 4 * BLOCK
+    check("CreateEmbeddingResponse", response.json())
+    packed = await sdk.embeddings.create(model=MODEL, input=texts)
+    assert [item.index for item in packed.data] == list(range(700))
+    for one, other in zip(packed.data, response.json()["data"], strict=True):
+        assert np.allclose(one.embedding, other["embedding"], atol=1e-5)
+    few = await http.post("embeddings", json={"model": MODEL, "input": texts[:2]})
+    assert few.headers["content-length"] == str(len(few.content))
 
 
 async def test_base64_is_little_endian_float32(http: httpx.AsyncClient):
@@ -168,6 +185,20 @@ async def test_documents_come_best_first(http: httpx.AsyncClient):
     assert [r["index"] for r in logits["results"]] == [r["index"] for r in body["results"]]
     assert body["id"].startswith("rerank-")
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] > 0
+
+
+async def test_hundreds_of_results_come_in_pieces_and_whole(http: httpx.AsyncClient):
+    documents = [f"{n} {'long ' * 100}" for n in range(300)]
+    asked = {"model": RERANKER, "query": "q", "documents": documents, "truncate_prompt_tokens": 9}
+    response = await http.post("rerank", json=asked)
+    assert len(response.content) > 2 * BLOCK
+    body = response.json()
+    assert sorted(result["index"] for result in body["results"]) == list(range(300))
+    assert all(
+        result["document"]["text"] == documents[result["index"]] for result in body["results"]
+    )
+    scores = [result["relevance_score"] for result in body["results"]]
+    assert scores == sorted(scores, reverse=True)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
 from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.protocols import embeddings
 from mlx_manager.mlx_server.protocols.answer import new_id
@@ -27,6 +28,4 @@ async def create_embeddings(request: Request) -> Response:
     asked = embeddings.embedding(body, server.pool.resolve(body.model), new_id("embd"))
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)
-    answer = embeddings.vectors(body, asked.model, encoded)
-    content = answer.model_dump_json()
-    return Response(content, media_type="application/json", headers=unknown_header(body))
+    return LargeResponse(embeddings.vectors(body, asked.model, encoded), unknown_header(body))
