@@ -84,6 +84,7 @@ class ApiLimits:
     max_messages: int = 4096
     max_parts: int = 16384
     max_images: int = 64
+    max_inputs: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,7 @@ class MLXServerSettings(BaseSettings):
     max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
     max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
     max_images: int = Field(64, ge=0, description="Images among these")
+    max_inputs: int = Field(2048, ge=1, description="Texts that one request has embedded or ranked")
     keepalive_seconds: float = Field(
         10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
     )
@@ -405,6 +407,7 @@ class MLXServerSettings(BaseSettings):
             self.max_messages,
             self.max_parts,
             self.max_images,
+            self.max_inputs,
         )
 
     @cached_property

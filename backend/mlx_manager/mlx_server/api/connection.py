@@ -91,6 +91,21 @@ def check_counts(
             )
 
 
+def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> None:
+    """
+    param: the field with the texts to embed or to rank.
+
+    Raises:
+        RequestTooLarge: more than may be.
+    """
+    if len(inputs) > limits.max_inputs:
+        raise RequestTooLarge(
+            f"`{param}` has {len(inputs)} texts; this server accepts {limits.max_inputs} "
+            "(MLX_SERVER_MAX_INPUTS).",
+            param=param,
+        )
+
+
 async def _read_bytes(request: Request, limit: int, patience: float) -> bytearray:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:

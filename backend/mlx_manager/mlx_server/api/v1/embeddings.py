@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
+from mlx_manager.mlx_server.api.connection import (
+    UntilHangup,
+    check_inputs,
+    read,
+    unknown_header,
+)
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
@@ -26,6 +31,7 @@ async def create_embeddings(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, EmbeddingsRequest, server.settings.api)
     asked = embeddings.embedding(body, server.pool.resolve(body.model), new_id("embd"))
+    check_inputs("input", asked.inputs, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)
     return LargeResponse(embeddings.vectors(body, asked.model, encoded), unknown_header(body))

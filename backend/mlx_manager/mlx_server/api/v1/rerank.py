@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
+from mlx_manager.mlx_server.api.connection import (
+    UntilHangup,
+    check_inputs,
+    read,
+    unknown_header,
+)
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
@@ -26,6 +31,7 @@ async def rerank_documents(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, RerankRequest, server.settings.api)
     asked = embeddings.ranking(body, server.pool.resolve(body.model), new_id("rerank"))
+    check_inputs("documents", asked.documents, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await rank(server.inference(request, body), asked)
     return LargeResponse(embeddings.ranked(body, asked, encoded), unknown_header(body))
