@@ -46,6 +46,8 @@ Matrix = NDArray[np.float32]
 """A row for each text."""
 SMALLEST = 1e-12
 """Of a vector's length, when it is normalised."""
+AT_ONCE = 64
+"""Texts of a call of the tokenizer: no other thread of Python runs while what it gave is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +192,11 @@ class EncoderBackend:
         if self._loaded.sentence.lower_case:
             texts = [text.lower() for text in texts]
         # What is too long is cut or refused here; the tokenizer would warn of "indexing errors".
-        ids: list[list[int]] = self._tokenizer(
-            list(texts), add_special_tokens=False, verbose=False
-        )["input_ids"]
+        ids: list[list[int]] = []
+        for first in range(0, len(texts), AT_ONCE):
+            ids += self._tokenizer(
+                list(texts[first : first + AT_ONCE]), add_special_tokens=False, verbose=False
+            )["input_ids"]
         return ids
 
     def _inputs(self, request: EmbeddingRequest) -> list[Ids]:

@@ -21,6 +21,7 @@ from minilm import TEXTS, minilm_folder
 from safetensors.numpy import load_file, save_file
 from tiny_encoders import CLS, SEP, make_tiny_encoder
 
+from mlx_manager.mlx_server.backends.embedding import AT_ONCE
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
 from mlx_manager.mlx_server.errors import (
@@ -146,6 +147,15 @@ async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolMan
     at_once = await asyncio.gather(*(ask(pool, name, text) for text in texts))
     assert np.abs(together - alone).max() < 2e-5
     assert np.abs(np.concatenate([matrix(one) for one in at_once]) - alone).max() < 2e-5
+
+
+async def test_hundreds_of_texts_keep_their_order(pool: ModelPoolManager):
+    texts = [f"{n} {SAID[n % 4][: n % 7]}" for n in range(2 * AT_ONCE + 5)]
+    together = await embed(pool, "bert-mean", *texts)
+    assert together.tokens == sum(len(text.encode()) + 2 for text in texts)
+    for index in (0, AT_ONCE - 1, AT_ONCE, 2 * AT_ONCE, len(texts) - 1):
+        alone = matrix(await embed(pool, "bert-mean", texts[index]))
+        assert np.abs(matrix(together)[index] - alone[0]).max() < 2e-5
 
 
 @pytest.mark.parametrize("name", ["modernbert", "qwen3", "rank-modernbert"])
