@@ -121,11 +121,10 @@ def pieces(around: Wire, name: str, items: Iterable[Wire]) -> Iterator[str]:
     """JSON of `around` with the items in its empty list `name`, each item in a piece."""
     # No text in it looks like this: there, quotes are escaped.
     before, _, after = around.model_dump_json(exclude_unset=True).partition(f'"{name}":[]')
-    separator = f'{before}"{name}":['
-    for item in items:
-        yield separator + item.model_dump_json(exclude_unset=True)
-        separator = ","
-    yield "]" + after
+    yield f'{before}"{name}":['
+    for number, item in enumerate(items):
+        yield ("," if number else "") + item.model_dump_json(exclude_unset=True)
+    yield f"]{after}"
 
 
 def usage(encoded: Encoded) -> EncodingUsage:

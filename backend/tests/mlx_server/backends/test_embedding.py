@@ -61,6 +61,11 @@ def matrix(encoded: Any) -> np.ndarray[Any, Any]:
     return np.array([list(row) for row in encoded.rows], np.float32)
 
 
+def are_alike(a: Any, b: Any) -> bool:
+    """Equal but for rounding, which differs by a text's place in a batch on some processors."""
+    return bool(np.abs(a - b).max() < 1e-5)
+
+
 @pytest.fixture(scope="module")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoders")
@@ -197,7 +202,7 @@ async def test_token_ids_are_read_as_they_are(pool: ModelPoolManager):
         ids = lease.backend.tokenize(Text("hello")).ids
         assert lease.backend.detokenize(ids) == "[CLS]hello[SEP]"
     by_text, by_ids = matrix(await embed(pool, "bert-mean", "hello", tuple(ids)))
-    assert np.array_equal(by_text, by_ids)
+    assert are_alike(by_text, by_ids)
     assert len(ids) == len(given)
     with pytest.raises(
         InvalidParameter, match=r"`input\[1\]`: token ids must be between 0 and 259"
@@ -234,9 +239,9 @@ async def test_what_is_too_long_is_refused_or_cut_as_asked(pool: ModelPoolManage
     assert error.value.param == "input[1]"
     cut = await embed(pool, "bert-mean", "y" * 200, truncate=-1)
     assert cut.tokens == 128
-    assert np.array_equal(matrix(cut), matrix(await embed(pool, "bert-mean", "y" * 126)))
+    assert are_alike(matrix(cut), matrix(await embed(pool, "bert-mean", "y" * 126)))
     shorter = await embed(pool, "bert-mean", "abcdefgh", truncate=5)
-    assert np.array_equal(matrix(shorter), matrix(await embed(pool, "bert-mean", "abc")))
+    assert are_alike(matrix(shorter), matrix(await embed(pool, "bert-mean", "abc")))
     ids = await embed(pool, "bert-mean", tuple(b"abcdefgh"), truncate=3)
     assert ids.tokens == 3
     for most in (0, 2, 129):
@@ -249,7 +254,7 @@ async def test_what_is_too_long_is_refused_or_cut_as_asked(pool: ModelPoolManage
 
 async def test_settings_of_sentence_transformers_are_honoured(pool: ModelPoolManager):
     upper, lower = matrix(await embed(pool, "short", "HELLO", "hello"))
-    assert np.array_equal(upper, lower)
+    assert are_alike(upper, lower)
     with pytest.raises(ContextLengthExceeded, match="this model takes 8"):
         await embed(pool, "short", "hello world")
     sizes = {model.id: model.context_length for model in await pool.models()}
@@ -259,9 +264,9 @@ async def test_settings_of_sentence_transformers_are_honoured(pool: ModelPoolMan
 async def test_a_models_own_prompts_are_put_before_texts_by_name(pool: ModelPoolManager):
     plain, by_hand = matrix(await embed(pool, "prompted", "fox", "query: fox"))
     named = matrix(await embed(pool, "prompted", "fox", prompt="query"))
-    assert np.array_equal(named[0], by_hand)
-    assert not np.array_equal(named[0], plain)
-    assert np.array_equal(matrix(await embed(pool, "prompted", "fox", prompt="document"))[0], plain)
+    assert are_alike(named[0], by_hand)
+    assert not are_alike(named[0], plain)
+    assert are_alike(matrix(await embed(pool, "prompted", "fox", prompt="document"))[0], plain)
     with pytest.raises(InvalidParameter, match="no prompt 'passage'; it has: document, query"):
         await embed(pool, "prompted", "fox", prompt="passage")
 
