@@ -866,20 +866,25 @@ class FusedDecoder:
         """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
 
         A kind of step (rows, width of the table, length of the work lists) that keeps coming is
-        compiled, which halves the host's share and holds everybody up once.
+        compiled, which halves the host's share and holds everybody up once. Of more kinds than are
+        kept that which did not come for longest goes, and counts anew: where rows are of every
+        length there are hundreds.
         """
         kind = (
             step.table.shape,
             *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
-        run = self._compiled.get(kind)
+        run = self._compiled.pop(kind, None)
         if run is None:
             run = partial(self._run, _cuts(step))
             self._seen[kind] += 1
-            if self._seen[kind] > STEPS_BEFORE_COMPILING:
-                if len(self._compiled) == MOST_COMPILED:
-                    del self._compiled[next(iter(self._compiled))]
-                run = self._compiled[kind] = self._compile(run)
+            if self._seen[kind] <= STEPS_BEFORE_COMPILING:
+                return run(*_arrays(step))
+            del self._seen[kind]
+            if len(self._compiled) == MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            run = self._compile(run)
+        self._compiled[kind] = run
         return run(*_arrays(step))
 
     def launches(self, step: Step) -> list[mx.array]:

@@ -360,32 +360,35 @@ def test_launches_take_every_kernel_that_a_compiled_step_takes(name, quantised, 
     assert joined(list(whole[0])) <= joined(decoder.launches_compiled(step))
 
 
-def test_steps_that_keep_coming_are_compiled_once_and_few_kinds_are_kept():
-    model = make("llama", {})
+def test_steps_that_keep_coming_are_compiled_once_and_few_kinds_are_kept(monkeypatch):
+    monkeypatch.setattr(fused, "STEPS_BEFORE_COMPILING", 4)
+    monkeypatch.setattr(fused, "MOST_COMPILED", 3)
     compiled = []
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=lambda function: compiled.append(1) or function
+        make("llama", {}), PAGE, Portable, compile=lambda function: compiled.append(1) or function
     )
     pools = [(mx.zeros((2, PAGE, 16)), mx.zeros((2, PAGE, 16))) for _ in range(3)]
 
-    def run(width):
-        lengths = np.array([1], np.int32)
-        table = mx.zeros((1, width), mx.int32)
-        splits = decoder.plan(lengths)
-        decoder.run(fused.Step(mx.array([1]), mx.array(lengths - 1), table, pools, splits))
+    def compiled_by(width, times=1):
+        """Steps with tables of that width: how many times that is compiled."""
+        before = len(compiled)
+        for _ in range(times):
+            lengths = np.array([1], np.int32)
+            table = mx.zeros((1, width), mx.int32)
+            splits = decoder.plan(lengths)
+            decoder.run(fused.Step(mx.array([1]), mx.array(lengths - 1), table, pools, splits))
+        return len(compiled) - before
 
-    for _ in range(fused.STEPS_BEFORE_COMPILING):
-        run(1)
-    assert not compiled
-    run(1)
-    run(1)
-    assert len(compiled) == 1
-    for width in range(2, fused.MOST_COMPILED + 2):
-        for _ in range(fused.STEPS_BEFORE_COMPILING + 1):
-            run(width)
-    assert len(compiled) == fused.MOST_COMPILED + 1
-    run(1)
-    assert len(compiled) == fused.MOST_COMPILED + 2
+    assert compiled_by(1, 4) == 0
+    assert compiled_by(1) == 1
+    assert compiled_by(1, 9) == 0
+    assert compiled_by(2, 5) == compiled_by(3, 5) == 1
+    # The first has come since the second, which goes, and has to come as often as at first.
+    assert compiled_by(1) == 0
+    assert compiled_by(4, 5) == 1
+    assert compiled_by(1) == 0
+    assert compiled_by(2, 4) == 0
+    assert compiled_by(2) == 1
 
 
 def test_a_device_without_kernels_is_the_reason():
