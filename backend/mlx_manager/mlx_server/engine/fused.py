@@ -46,7 +46,7 @@ from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import RaggedStep, kept_in
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
-from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend, prepare
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     BlockKind,
@@ -900,6 +900,16 @@ class FusedDecoder:
         compiled = self._compile(partial(self._all_launches, _cuts(step)))
         found: list[mx.array] = compiled(*_arrays(step))
         return found
+
+    def prepare(self, plan: StepPlan, stores: Sequence[LayerStore]) -> None:
+        """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
+        _ = plan.numbers.array
+        done = set()
+        for layer, store in zip(self._layers, stores, strict=True):
+            kind = (layer.kernels.shape, layer.window)
+            if kind not in done:
+                done.add(kind)
+                prepare(layer.kernels.shape.q_heads, store, plan, layer.window)
 
     def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> tuple[mx.array, Pieces]:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and

@@ -25,7 +25,7 @@ from mlx_manager.mlx_server.engine.forward import (
     order_after,
 )
 from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
-from mlx_manager.mlx_server.engine.kernels.mapped import send
+from mlx_manager.mlx_server.engine.kernels.mapped import send, together
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -92,7 +92,9 @@ class FusedForward(OnPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
-            ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
+            with together():
+                ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
+                self._decoder.prepare(ragged.plan, self.stores)
             logits, self._pieces = self._decoder.run_ragged(ragged, self.stores)
             return logits
         self._pieces = Pieces()
@@ -171,14 +173,15 @@ class FusedForward(OnPages):
 
     def _begin(self, decode: Decode) -> Batch:
         lengths = _padded(decode.lengths)
-        return Batch(
-            decode.keys,
-            decode.lengths,
-            sum(map(len, decode.tables)),
-            self._table(decode.tables),
-            send(np.maximum(lengths - 1, 0)),
-            self._decoder.plan(lengths),
-        )
+        with together():
+            return Batch(
+                decode.keys,
+                decode.lengths,
+                sum(map(len, decode.tables)),
+                self._table(decode.tables),
+                send(np.maximum(lengths - 1, 0)),
+                self._decoder.plan(lengths),
+            )
 
     def _table(self, tables: Sequence[PageTable]) -> mx.array:
         """All the pages that the rows have, also those that they will grow into."""

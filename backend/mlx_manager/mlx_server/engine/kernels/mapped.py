@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -105,6 +107,8 @@ class Carrier:
         self._sent: dict[int, deque[tuple[Box, mx.array]]] = defaultdict(deque)
         self._free: list[Box] = []
         self._made: list[Box] = []
+        # What is to set out together, where something is.
+        self._waiting: list[mx.array] | None = None
 
     def send(self, numbers: NDArray[np.int32]) -> mx.array:
         """An array as `numbers`, of `MOST_ROOM` - 1 at most, under way to the device's memory.
@@ -123,9 +127,23 @@ class Carrier:
             output_shapes=[numbers.shape],
             output_dtypes=[mx.int32],
         )
-        mx.async_eval(fetched)  # type: ignore[no-untyped-call]
         sent.append((box, fetched))
+        if self._waiting is None:
+            mx.async_eval(fetched)  # type: ignore[no-untyped-call]
+        else:
+            self._waiting.append(fetched)
         return fetched
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `together`; not one within the other."""
+        waiting = self._waiting = []
+        try:
+            yield
+        finally:
+            self._waiting = None
+            if waiting:
+                mx.async_eval(waiting)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _free_of(sent: deque[tuple[Box, mx.array]]) -> Box:
@@ -188,6 +206,18 @@ def carrier() -> Carrier | Unsupported:
         return found
     log.info("arrays go between the host and the GPU by MLX alone: %s", wrong)
     return Unsupported(wrong)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What is sent within sets out at its end, all at once: to queue is to give up Python's lock,
+    and to wait for it again."""
+    match carrier():
+        case Carrier() as found:
+            with found.together():
+                yield
+        case _:
+            yield
 
 
 def send(numbers: NDArray[np.int32]) -> mx.array:

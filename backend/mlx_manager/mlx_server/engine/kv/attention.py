@@ -422,6 +422,18 @@ class PagedLayer:
         return attend(queries, self.store, self.plan, scale, window, sinks)
 
 
+def prepare(q_heads: int, store: LayerStore, plan: StepPlan, window: int | None) -> None:
+    """Send what `attend` takes of `plan` with kernels, for queries of so many heads."""
+    if store.kernels is None:
+        return
+    shape = store.attention(q_heads)
+    decoding, chunked = plan.decoding, plan.chunked
+    if decoding.queries:
+        decoding.splits(store.kernels[shape], window)
+    if chunked is not None and not isinstance(tiler := store.kernels.chunks(shape), Unsupported):
+        chunked.plan(tiler, window)
+
+
 def attend(  # noqa: PLR0917
     queries: mx.array,
     store: LayerStore,

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_manager.mlx_server.engine.kernels import mapped
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import (
     FETCH,
@@ -14,8 +15,11 @@ from mlx_manager.mlx_server.engine.kernels.mapped import (
     TELL,
     THREADS,
     UNDER_WAY,
+    Box,
+    Carrier,
     carrier,
     send,
+    together,
 )
 
 ON_CUDA = mx.cuda.is_available() and mx.default_device().type == mx.gpu
@@ -78,3 +82,59 @@ def test_without_an_nvidia_gpu_there_are_no_boxes():
 @pytest.mark.skipif(not ON_CUDA, reason="needs an NVIDIA GPU")
 def test_on_an_nvidia_gpu_there_are():
     assert not isinstance(carrier(), Unsupported)
+
+
+class Sending:
+    """A carrier whose boxes are arrays of the host's, and what it has had set out, by calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.set_out: list[int] = []
+        queue = mx.async_eval
+
+        def fetch(*, inputs, output_shapes, **options):
+            words = np.array(inputs[0])[1 : 1 + int(np.prod(output_shapes[0]))]
+            return [mx.array(words.view(np.int32)).reshape(output_shapes[0])]
+
+        def async_eval(*arrays):
+            self.set_out.append(sum(len(each) if isinstance(each, list) else 1 for each in arrays))
+            queue(*arrays)
+
+        def box(words):
+            seen = np.zeros(words, np.uint32)
+            return Box(seen, seen)
+
+        monkeypatch.setattr(Box, "of", box)
+        monkeypatch.setattr(mapped.mx, "async_eval", async_eval)
+        own = Carrier(fetch, fetch)
+        monkeypatch.setattr(mapped, "carrier", lambda: own)
+
+
+def test_what_is_sent_together_sets_out_at_once_at_the_end(monkeypatch):
+    sending = Sending(monkeypatch)
+    numbers = [np.arange(n, dtype=np.int32).reshape(1, -1) for n in range(1, UNDER_WAY + 9)]
+    send(numbers[0])
+    assert sending.set_out == [1]
+    with together():
+        sent = [send(each) for each in numbers]
+        assert sending.set_out == [1]
+    assert sending.set_out == [1, len(numbers)]
+    for given, array in zip(numbers, sent, strict=True):
+        assert array.shape == given.shape
+        np.testing.assert_array_equal(np.array(array), given)
+    send(numbers[0])
+    assert sending.set_out == [1, len(numbers), 1]
+
+
+def test_what_was_sent_before_a_failure_sets_out_all_the_same(monkeypatch):
+    sending = Sending(monkeypatch)
+
+    def fail():
+        with together():
+            send(np.arange(3, dtype=np.int32))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with together():
+        pass
+    assert sending.set_out == [1]

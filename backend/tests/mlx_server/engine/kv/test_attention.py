@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_manager.mlx_server.engine.kv import attention, store
 from mlx_manager.mlx_server.engine.kv.attention import (
     GROUP_SPREAD,
     SLICE_TOKENS,
@@ -21,6 +23,14 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     Span,
     StepPlan,
     attend,
+    prepare,
+)
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
+    KernelSet,
+    Splits,
+    chunk_plan,
+    splits,
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
@@ -467,3 +477,58 @@ def test_a_long_chunk_of_many_heads_does_not_hold_all_its_scores_at_once() -> No
     # All at once take several times the scores themselves.
     scores = heads * queries * context * 4
     assert mx.get_peak_memory() - before < scores / 2
+
+
+class Planning:
+    """Kernels that plan as on a GPU, and attend to nothing."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, lengths: Any, *, window: int | None = None, table_rows: Any = None) -> Splits:
+        cut = {"blocks_per_item": 2, "blocks_wanted": 264}
+        return splits.plan(lengths, window=window, table_rows=table_rows, **cut)
+
+    def attend(self, queries: mx.array, *given: Any, splits: Splits, **options: Any) -> mx.array:
+        return queries
+
+
+class PlanningChunks(Planning):
+    def plan(self, runs: Any, window: int | None = None) -> chunk_plan.ChunkPlan:  # type: ignore[override]
+        return chunk_plan.cut(runs, chunk_plan.Blocks(64, 64, 2, 132), window)
+
+    def attend(self, queries: mx.array, *given: Any, **options: Any) -> mx.array:
+        return queries
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(PageTable([0, 1, 2]), 40), Span(PageTable([3]), 9)],
+        [Span(PageTable([0, 1, 2]), 40, 20)],
+        [Span(PageTable([0, 1, 2]), 40), Span(PageTable([3, 4]), 30, 30)],
+    ],
+    ids=["rows", "a chunk", "both"],
+)
+def test_what_has_been_prepared_is_all_that_is_sent_to_attend(
+    spans: list[Span], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    for module in (attention, store, splits, chunk_plan):
+        monkeypatch.setattr(module, "send", lambda numbers: sent.append(1) or mx.array(numbers))
+    kernels = KernelSet(Planning, lambda shape: once(PlanningChunks(shape)))  # type: ignore[arg-type]
+    layer = LayerStore(LayerShape(2, 16, 16, mx.float32), 16, kernels)
+    plan = StepPlan(spans, 16)
+    prepare(4, layer, plan, window)
+    before = len(sent)
+    queries = mx.zeros((len(plan.positions), 4, 1, 16))
+    attend(queries, layer, plan, 1.0, window)
+    assert before > 1
+    assert len(sent) == before
+
+
+def once(result: Any) -> Any:
+    """Steps of one."""
+    yield
+    return result

@@ -55,9 +55,9 @@ class ChunkKernels:
         self._blocks = blocks_of(tiles, shape, device)
         # Blocks of cut contexts that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_PARTS * shape.kv_heads,), mx.int32)
-        mx.eval(self._arrivals)
-        self._kernels: dict[Variant, Kernel] = {}
         self._no_sinks = mx.zeros((1,), mx.float32)
+        mx.eval(self._arrivals, self._no_sinks)
+        self._kernels: dict[Variant, Kernel] = {}
 
     def of_heads(self, kv_heads: int) -> ChunkKernels:
         """The same kernel for so many key/value heads and their queries."""

@@ -132,9 +132,9 @@ class CudaKernels:
         self._write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
-        mx.eval(self._arrivals)
         self._no_sinks = mx.zeros((1,), mx.float32)
         self._no_norm = mx.zeros((1,), shape.dtype)
+        mx.eval(self._arrivals, self._no_sinks, self._no_norm)
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
