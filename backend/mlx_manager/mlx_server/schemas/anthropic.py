@@ -17,6 +17,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopK, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
+    StopString,
     Timed,
     Wire,
     choose,
@@ -198,8 +199,10 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: MaxTokens = Field(description="Most tokens generated, thinking included")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
-    stop_sequences: Annotated[list[NonEmpty], Field(max_length=16)] | None = Field(
-        None, description="Up to 16 strings that end the answer, not part of it"
+    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = Field(
+        None,
+        description="Up to 16 strings of up to 1,024 characters that end the answer, "
+        "not part of it",
     )
     temperature: Temperature | None = Field(
         None, description="0 is greedy; default: the model's, or 1"

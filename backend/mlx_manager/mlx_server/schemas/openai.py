@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.limits import (
 )
 from mlx_manager.mlx_server.schemas.wire import (
     NonEmpty,
+    StopString,
     Timed,
     Wire,
     choose,
@@ -204,8 +205,8 @@ class StreamOptions(Wire):
 
 
 Stop = Annotated[
-    Annotated[NonEmpty, Tag("<text>")]
-    | Annotated[list[NonEmpty], Field(max_length=16), Tag("<list>")],
+    Annotated[StopString, Tag("<text>")]
+    | Annotated[list[StopString], Field(max_length=16), Tag("<list>")],
     choose(text_or_list, "a string or a list of at most 16 strings"),
 ]
 
@@ -238,7 +239,9 @@ class GenerationParameters(Timed):
         None, description="Token id to a bias from -100 to 100"
     )
     stop: Stop | None = Field(
-        None, description="Up to 16 strings that end the answer, not part of it"
+        None,
+        description="Up to 16 strings of up to 1,024 characters that end the answer, "
+        "not part of it",
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = Field(
         None, description="Tokens that end the answer"

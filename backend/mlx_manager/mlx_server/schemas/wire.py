@@ -16,6 +16,8 @@ SYSTEMS = ("system",)
 CONTENTS = ("content", "output")
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+"""What finds stop strings has a node for each of their characters."""
 Seconds = Annotated[float, Field(gt=0)]
 
 

@@ -65,6 +65,8 @@ async def test_an_unknown_model_is_not_found(serve):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "content parts"),
         ({"stop": 5}, "stop", "a list of at most 16 strings"),
         ({"stop": ["a", ""]}, "stop[1]", "`stop[1]` should have at least 1 character."),
+        ({"stop": "x" * 1025}, "stop", "`stop` should have at most 1024 characters."),
+        ({"stop": ["x" * 1025]}, "stop[0]", "`stop[0]` should have at most 1024 characters."),
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
         ({"prediction": {}}, "prediction", "not supported"),

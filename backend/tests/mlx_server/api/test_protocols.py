@@ -475,6 +475,23 @@ async def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(serve):
     assert [len(request.prompt.messages) for request in backend.requests] == [5, 2]
 
 
+@pytest.mark.parametrize(
+    ("protocol", "name"),
+    [(CHAT, "stop"), (COMPLETIONS, "stop"), (MESSAGES, "stop_sequences")],
+    ids=lambda given: given.path if isinstance(given, Protocol) else given,
+)
+async def test_a_stop_string_that_is_too_long_is_refused_by_name(
+    serve, protocol: Protocol, name: str
+):
+    async with serve() as client:
+        longest = asked(protocol, False) | {name: ["x" * 1024]}
+        too_long = asked(protocol, False) | {name: ["x", "x" * 1025]}
+        taken = await client.post(protocol.path, json=longest)
+        refused = await client.post(protocol.path, json=too_long)
+    assert (taken.status_code, refused.status_code) == (200, 422)
+    assert f"`{name}[1]` should have at most 1024 char" in failure(protocol, refused.json())
+
+
 @everywhere
 @pytest.mark.parametrize("ask", ["body", "header"])
 async def test_a_time_out_is_a_504_that_names_limit_and_phase(serve, protocol: Protocol, ask: str):

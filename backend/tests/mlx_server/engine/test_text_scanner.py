@@ -38,3 +38,11 @@ def test_text_that_repeats_a_beginning_goes_out_as_it_comes(stop: str) -> None:
     given_out = [scanner.feed("ab")[0] for _ in range(30)]
     assert len("".join(given_out)) >= 60 - len(stop)
     assert all(given_out[2:])
+
+
+def test_rows_that_seek_the_same_are_at_places_of_their_own() -> None:
+    one, other = TextScanner(["abc"]), TextScanner(["abc"])
+    assert one.feed("ab") == ("", None, "")
+    assert other.feed("c") == ("c", None, "")
+    assert one.feed("cd") == ("", 0, "d")
+    assert other.feed("abc") == ("", 0, "")
