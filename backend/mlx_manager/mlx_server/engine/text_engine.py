@@ -615,6 +615,9 @@ class TextEngine:
             events = [started, *events]
         if row.outcome is not None:
             events += row.parser.finish(row.outcome)
+            if row.parser.stopped is not None:
+                # It may have been found only in what had been held back.
+                row.outcome = "stop"
             if token in row.stop_ids and score is not None and row.scores_prompt:
                 # Whoever scores texts counts on a score for each token, drawn or given.
                 events.append(TextDelta("", (score,)))

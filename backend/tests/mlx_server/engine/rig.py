@@ -25,7 +25,7 @@ from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 GREEDY = Sampling(temperature=0.0)
@@ -128,10 +128,11 @@ class Rig:
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
         owner: str = "",
+        output: OutputFormat = PLAIN,
     ) -> Row:
         """A sequence that has not been submitted."""
         stream = EventStream(asyncio.get_running_loop())
-        parser = RecordingParser(self.texts.stream(PLAIN), PLAIN, stop)
+        parser = RecordingParser(self.texts.stream(output), output, stop)
         sequence = Sequence(
             prompt,
             limit=limit,

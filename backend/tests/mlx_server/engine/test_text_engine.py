@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,10 +10,11 @@ import pytest
 from engine.rig import GREEDY, HandRig, Rig, alone, prompt
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.core import Finished, Sampling
+from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
 from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
+from mlx_manager.mlx_server.formats import PLAIN
 from mlx_manager.mlx_server.utils.memory import Relief
 
 
@@ -58,6 +60,21 @@ async def test_a_stop_token_ends_the_row_and_is_counted_but_not_shown(llama: Pat
         assert row.tokens == drawn[:place]
         assert finished.reason == "stop"
         assert finished.usage.completion_tokens == place + 1
+
+
+async def test_a_stop_string_in_what_was_held_back_to_the_limit_ends_the_row(llama: Path) -> None:
+    async with Rig(llama) as rig:
+        shown = await rig.submit(prompt(9)).events()
+        text = "".join(event.text for event in shown if isinstance(event, TextDelta))
+        stop = text[-3:]
+        # Until the limit this might have been the beginning of a marker.
+        output = replace(PLAIN, edges={"content": ((stop + "!", "reasoning"),)})
+        events = await rig.submit(prompt(9), stop=(stop,), output=output).events()
+        said = "".join(event.text for event in events if isinstance(event, TextDelta))
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert said == text[: text.index(stop)]
+        assert (finished.reason, finished.stop_sequence) == ("stop", stop)
 
 
 async def test_min_tokens_forbids_the_stop_token_before_them(llama: Path) -> None:
