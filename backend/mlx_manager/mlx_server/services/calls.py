@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Literal, TypeVar
 
 from mlx_manager.mlx_server.config import TimeLimits
@@ -26,8 +26,10 @@ WHERE: dict[Phase, str] = {
 class Call:
     """One call, from its arrival to the end of its last row, with the clock that may end it.
 
-    Whoever works on it awaits through `wait`, so that `interrupt` ends the work and nothing else:
-    a caller that is busy with what it has got already learns of it when it asks for more.
+    Whoever works on it awaits through `wait`, so that `interrupt` ends the work and nothing else.
+    While its caller is busy with what it has got already, for as long as a client does not read
+    say, nobody waits: what the call holds is let go of all the same (`letting_go`), and the caller
+    learns of it when it asks for more.
 
     Attributes:
         requests: its rows.
@@ -46,6 +48,8 @@ class Call:
         self._queued = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Task[Any] | None = None
+        self._held: AsyncExitStack | None = None
+        self._letting_go: asyncio.Task[bool | None] | None = None
         self._error: MLXManagerError | None = None
         self._arm()
 
@@ -90,12 +94,27 @@ class Call:
         finally:
             self._waiter = None
 
+    @asynccontextmanager
+    async def letting_go(self, held: AsyncExitStack) -> AsyncIterator[None]:
+        """A context in which an interruption that nobody waits for leaves all that is `held`."""
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+            if self._letting_go is not None:
+                await asyncio.shield(self._letting_go)
+
     def interrupt(self, error: MLXManagerError) -> None:
         """End the call with `error`. The first one counts."""
-        if self._error is None:
-            self._error = error
-            if self._waiter is not None:
-                self._waiter.cancel()
+        if self._error is not None:
+            return
+        self._error = error
+        if self._waiter is not None:
+            self._waiter.cancel()
+        elif self._held is not None:
+            leave = self._held.pop_all().__aexit__(type(error), error, None)
+            self._letting_go = self._loop.create_task(leave)
 
     def close(self) -> None:
         if self._timer is not None:

@@ -279,21 +279,20 @@ class Inference:
         The one path of every protocol: the key's turn, the model, the clock, the observers.
         """
         self.account.check_priority(requests)
-        with (
-            self.calls.enter(requests, self.limits) as call,
-            observe_all(self.observers, requests) as observations,
-        ):
-            async with AsyncExitStack() as held:
-                await call.wait(held.enter_async_context(self.account.turn()))
-                call.enter("load")
-                if not self.pool.is_loaded(requests[0].model):
-                    for observation in observations:
-                        observation.loading()
-                lease = await call.wait(held.enter_async_context(leasing))
-                call.enter("queue")
+        async with AsyncExitStack() as held:
+            call = held.enter_context(self.calls.enter(requests, self.limits))
+            observations = held.enter_context(observe_all(self.observers, requests))
+            await call.wait(held.enter_async_context(self.account.turn()))
+            call.enter("load")
+            if not self.pool.is_loaded(requests[0].model):
                 for observation in observations:
-                    observation.leased()
-                progress = await held.enter_async_context(aclosing(work(lease, call)))
+                    observation.loading()
+            lease = await call.wait(held.enter_async_context(leasing))
+            call.enter("queue")
+            for observation in observations:
+                observation.leased()
+            progress = await held.enter_async_context(aclosing(work(lease, call)))
+            async with call.letting_go(held):
                 while (step := await call.wait(anext(progress, None))) is not None:
                     call.follow(step)
                     for observation in observations:

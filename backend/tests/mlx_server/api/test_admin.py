@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,45 @@ def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Own
     assert "The server's owner has ended this request." in last
     owner.until(lambda: not owner.get("requests")["data"])
     assert owner.post("models/unload", {"model": "b"})["unloaded"]
+
+
+def unread(owner: Owner, body: dict[str, Any]) -> socket.socket:
+    """A connection with an answer that nobody reads."""
+    content = json.dumps(body).encode()
+    connection = socket.socket()
+    # Of what is sent the system keeps little on this side.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.settimeout(120)
+    connection.connect((owner.http.base_url.host, owner.http.base_url.port))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+    )
+    return connection
+
+
+def test_a_request_whose_client_does_not_read_ends_when_it_is_cancelled(owner: Owner):
+    body = ENDLESS | {"n": 8, "logprobs": 20}
+    with closing(unread(owner, body)) as connection:
+        owner.until(lambda: len(owner.get("requests")["data"]) == 1)
+        (call,) = owner.get("requests")["data"]
+        # Each is 1 KB or so; a system takes on 4 MB for a reader.
+        owner.until(lambda: owner.get("requests")["data"][0]["tokens"] > 10_000)
+        owner.post(f"requests/{call['id']}/cancel")
+        deadline = time.monotonic() + 60
+        owner.until(lambda: not owner.get("requests")["data"] or time.monotonic() > deadline)
+        assert not owner.get("requests")["data"]
+        record = owner.get("audit?limit=1")["data"][0]
+        assert (record["request_id"], record["outcome"]) == (
+            call["request_id"],
+            "request_cancelled",
+        )
+        engine = owner.http.get("/debug/memory").json()["engines"]["a"]
+        assert (engine["running"], engine["waiting"], engine["pages_held"]) == (0, 0, 0)
+        told = b""
+        while piece := connection.recv(1 << 20):
+            told = told[-1000:] + piece
+    assert b'"code":"request_cancelled"' in told.replace(b" ", b"")
 
 
 def test_prompts_kept_for_reuse_are_forgotten(owner: Owner):

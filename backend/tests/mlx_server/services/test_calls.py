@@ -6,7 +6,7 @@ import threading
 import pytest
 from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
 
-from mlx_manager.mlx_server.config import TimeLimits
+from mlx_manager.mlx_server.config import KeyLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
     Admitted,
     EmbeddingRequest,
@@ -16,10 +16,13 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
 )
 from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
+from mlx_manager.mlx_server.observability.records import CallRecord, Recorder
+from mlx_manager.mlx_server.services.accounts import Account
 from mlx_manager.mlx_server.services.calls import Calls
 from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.embeddings import embed
 from mlx_manager.mlx_server.services.inference import Inference
+from mlx_manager.mlx_server.services.keys import ApiKey
 
 SOON = 0.02
 REQUEST = GenerationRequest(MODEL, Text("x"))
@@ -156,6 +159,48 @@ async def test_who_is_busy_with_what_came_learns_of_the_interruption_when_asking
     with pytest.raises(GenerationFailed, match="lost"):
         await anext(answer)
     assert len(calls) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("limits", [TimeLimits(total=SOON), TimeLimits()])
+async def test_rows_end_at_once_though_their_caller_asks_for_no_more(rows: int, limits: TimeLimits):
+    calls, pool, records = Calls(), endless(STARTED), list[CallRecord]()
+    inference = Inference(pool, [Recorder([records.append])], calls=calls, limits=limits)
+    answer = inference.generate([REQUEST] * rows)
+    await anext(answer)
+    if limits.total is None:
+        calls.interrupt(lambda: RequestTimedOut("late"))
+    assert await calls.ended(60)
+    assert (pool.leases, pool.backend.running, pool.backend.cancelled) == (0, 0, rows)
+    assert [record.outcome for record in records] == ["timeout"]
+    with pytest.raises(RequestTimedOut):
+        await anext(answer)
+    assert len(records) == 1
+
+
+async def test_a_keys_turn_is_free_though_its_caller_asks_for_no_more():
+    calls, pool = Calls(), endless(STARTED)
+    account = Account(ApiKey("a", "", KeyLimits(max_concurrent=1)))
+    stalled = Inference(pool, account=account, calls=calls).generate([REQUEST])
+    await anext(stalled)
+    calls.interrupt(lambda: GenerationFailed("lost"))
+    assert await calls.ended(60)
+    other = Inference(pool, account=account).generate([REQUEST])
+    await anext(other)
+    await other.aclose()
+    await stalled.aclose()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_caller_may_leave_while_the_rows_are_being_ended(turns: int):
+    calls, pool = Calls(), endless(STARTED)
+    answer = Inference(pool, calls=calls).generate([REQUEST] * 2)
+    await anext(answer)
+    calls.interrupt(lambda: GenerationFailed("lost"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await answer.aclose()
+    assert (len(calls), pool.leases, pool.backend.cancelled) == (0, 0, 2)
 
 
 async def test_a_caller_who_is_cancelled_is_cancelled_and_not_interrupted():
