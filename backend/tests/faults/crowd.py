@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from live import LiveServer
 
 PEOPLE = 8
 slow = pytest.mark.skipif(os.environ.get("MLX_TEST_ALL") != "1", reason="MLX_TEST_ALL=1 runs it")
@@ -109,3 +112,17 @@ class Crowd:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     told.take(line)
+
+
+async def connect(server: LiveServer, first: bytes, receive_buffer: int = 0) -> socket.socket:
+    """A connection on which `first` has been sent. Of what comes the system keeps little on this
+    side, if the buffer is small."""
+    address = urlsplit(server.url)
+    made = socket.socket()
+    if receive_buffer:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    made.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(made, (address.hostname, address.port))
+    await loop.sock_sendall(made, first)
+    return made

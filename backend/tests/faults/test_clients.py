@@ -6,11 +6,10 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from crowd import Crowd, question, slow
+from crowd import Crowd, connect, question, slow
 from live import LiveServer, live_server
 
 CHAT = "/v1/chat/completions"
@@ -37,18 +36,6 @@ async def http(server: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
 
 def open_files(server: LiveServer) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
-
-
-async def connect(server: LiveServer, first: bytes, receive_buffer: int = 0) -> socket.socket:
-    address = urlsplit(server.url)
-    made = socket.socket()
-    if receive_buffer:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    made.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(made, (address.hostname, address.port))
-    await loop.sock_sendall(made, first)
-    return made
 
 
 async def closed_by_server(connection: socket.socket) -> bool:

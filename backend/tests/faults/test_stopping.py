@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sqlite3
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from crowd import PEOPLE, Crowd, question, slow
+from crowd import PEOPLE, Crowd, connect, question, slow
 from live import LiveServer, live_server
+from tiny_models import make_tiny_model
 
 CHAT = "/v1/chat/completions"
 
@@ -75,6 +77,38 @@ async def test_at_the_deadline_each_client_is_told_that_its_answer_was_cut(tmp_p
         )
         assert await ended(server) == -signal.SIGTERM
     assert "Traceback" not in log.read_text()
+
+
+async def test_clients_that_do_nothing_keep_the_server_from_ending_for_seconds_at_most(
+    tmp_path: Path,
+):
+    log = tmp_path / "log"
+    model = make_tiny_model(tmp_path / "model", max_position_embeddings=200_000)
+    endless = {"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}
+    body = json.dumps(endless | {"n": 8, "logprobs": 20}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(body)
+    )
+    # They would be dropped anyway, but minutes later.
+    patience = {"drain_seconds": 0.1, "client_timeout_seconds": 600}
+    async with served(log, model=model, **patience) as (server, http):
+        sends_half = await connect(server, head + body[:10])
+        reads_nothing = await connect(server, head + body, receive_buffer=2048)
+        # Each is 1 KB or so; a system takes on 4 MB for a reader.
+        while await drawn(http) < 10_000:
+            pass
+        server.process.terminate()
+        assert await ended(server) == -signal.SIGTERM
+        sends_half.close()
+        reads_nothing.close()
+    assert "Traceback" not in log.read_text()
+
+
+async def drawn(http: httpx.AsyncClient) -> int:
+    """Tokens of all answers so far."""
+    engines = (await http.get("/debug/memory")).json()["engines"].values()
+    return sum(engine["generated_tokens"] for engine in engines)
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])

@@ -1,7 +1,7 @@
 """The program's socket: how long a client may keep it busy, and how it closes.
 
 While the server drains the socket stays open, so that probes and clients read a 503 with
-Retry-After instead of meeting a closed port; it closes when the last call has ended.
+Retry-After instead of meeting a closed port; it closes when the last call has ended or been cut.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
+from mlx_manager.mlx_server.services.drain import LAST_WORDS
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
-
-GRACE = 5
-"""Seconds that responses get to be taken once no call is under way."""
 
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Clients keep theirs for 5 to 60; were ours shorter, a
@@ -188,13 +186,19 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(self._client_timeout, self._drop)
+        self._stall = self.loop.call_later(self._client_timeout, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+
+    def drop(self) -> None:
+        """Close the connection at once, whatever the client has not taken."""
+        # First: uvloop lets whoever waits to write go on, and then raises when it does.
+        self._hang_up()
+        self.transport.abort()
 
     def _count_head(self, size: int) -> None:
         self._head_size += size
@@ -226,11 +230,6 @@ class Connection(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":
             app = ended_by_closing(cycle, app)
         super()._start_asgi_task(cycle, app)
-
-    def _drop(self) -> None:
-        # First: uvloop lets whoever waits to write go on, and then raises when it does.
-        self._hang_up()
-        self.transport.abort()
 
     def _hang_up(self) -> None:
         """Tell the request that is being answered; uvicorn tells the last one that came."""
@@ -302,6 +301,18 @@ class Listener(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         self.url.set_result(url_of(host, port))
 
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Close the port, and each connection once its client has taken what it was told, or
+        `LAST_WORDS` seconds from now."""
+        ending = self._loop.call_later(LAST_WORDS, self._drop_all)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    def _drop_all(self) -> None:
+        connections: set[Any] = self.server_state.connections
+        for connection in tuple(connections):
+            connection.drop()
+
     def _no_address(self, error: OSError) -> MLXManagerError:
         taken = error.errno == errno.EADDRINUSE
         reason = "another program listens there" if taken else error.strerror or str(error)
@@ -352,5 +363,6 @@ def configuration(app: FastAPI, settings: MLXServerSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=GRACE,
+        # For what even a lost connection does not end.
+        timeout_graceful_shutdown=LAST_WORDS + 1,
     )

@@ -8,8 +8,9 @@ import math
 from mlx_manager.mlx_server.errors import ServerNotReady
 from mlx_manager.mlx_server.services.calls import Calls
 
-LAST_WORDS = 5.0
-"""Seconds that calls which have been cut, or have failed, get to tell their clients."""
+LAST_WORDS = 4
+"""Seconds that clients get to take what they are told last: of calls that were cut, or failed, or
+ended just before the server did."""
 
 
 class Drain:
@@ -52,7 +53,7 @@ class Drain:
             self._draining = None
 
     async def done(self) -> None:
-        """Wait until every call has ended, or was cut and had its time to say so."""
+        """Wait until every call has ended, or was cut."""
         if self._draining is not None:
             await asyncio.wait([self._draining])
 
@@ -75,4 +76,3 @@ class Drain:
     async def _drain(self) -> None:
         if not await self._calls.ended(self.seconds):
             self._calls.interrupt(self._cut)
-            await self._calls.ended(LAST_WORDS)
