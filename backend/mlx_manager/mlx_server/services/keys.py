@@ -103,7 +103,8 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
     some: whether the file must have one. The last may be taken from a server that runs.
 
     Raises:
-        InvalidSettings: the file can't be read, has no key, or something else in it; says what.
+        InvalidSettings: the file can't be read, has no key, has one of the environment key's name,
+            or something else in it; says what.
     """
     keys: list[ApiKey] = []
     if rules.key is not None:
@@ -114,6 +115,12 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
             raise InvalidSettings(
                 f"MLX_SERVER_API_KEYS_FILE: there is no key in {rules.keys_file}. "
                 f"Make one: mlx-manager key add NAME --file {rules.keys_file}"
+            )
+        if rules.key is not None and ENVIRONMENT_KEY in entries:
+            raise InvalidSettings(
+                f"The key of MLX_SERVER_API_KEY is named {ENVIRONMENT_KEY!r}, and so is one in "
+                f"{rules.keys_file}: what one has kept, the other would find. Give that one "
+                "another name, or leave MLX_SERVER_API_KEY out."
             )
         keys += [
             ApiKey(name, entry.sha256, entry.limits(rules.limits))

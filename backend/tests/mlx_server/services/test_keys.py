@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_manager.mlx_server.config import AccessRules, KeyLimits
-from mlx_manager.mlx_server.errors import AuthenticationFailed, MLXManagerError
+from mlx_manager.mlx_server.errors import AuthenticationFailed, InvalidSettings, MLXManagerError
 from mlx_manager.mlx_server.services.accounts import Accounts
 from mlx_manager.mlx_server.services.keys import (
     Keyring,
@@ -89,6 +89,16 @@ def test_a_file_that_is_wrong_is_refused_with_the_place(tmp_path: Path, content:
 def test_a_file_that_is_missing_is_refused_with_what_makes_one(tmp_path: Path):
     with pytest.raises(MLXManagerError, match="mlx-manager key add"):
         read_keys(AccessRules(keys_file=tmp_path / "keys.toml"))
+
+
+def test_no_key_of_the_file_may_pass_for_the_environments(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    secret = add_key(file, "default", {})
+    found = Keyring(read_keys(AccessRules(keys_file=file))).find(secret)
+    assert found is not None
+    assert found.name == "default"
+    with pytest.raises(InvalidSettings, match=r"MLX_SERVER_API_KEY is named 'default'.*keys\.toml"):
+        read_keys(AccessRules(key="another secret", keys_file=file))
 
 
 def test_the_last_key_may_be_taken_from_a_server_that_runs(tmp_path: Path):
