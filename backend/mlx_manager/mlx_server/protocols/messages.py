@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, assert_never
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import (
@@ -489,18 +489,25 @@ class _Open:
     call: ToolCallStarted | None = None
     pieces: list[str] = field(default_factory=list)
 
-    def block(self) -> TextBlock | ThinkingBlock | ToolUseBlock:
+    def block(self, *, cut: bool) -> TextBlock | ThinkingBlock | ToolUseBlock:
+        """
+        cut: whether the token limit came within it.
+
+        Raises:
+            GenerationFailed: a call's arguments are no JSON object.
+        """
         text = "".join(self.pieces)
         if self.call is not None:
-            given = _input(self.call.name, text)
+            given = _input(self.call.name, text, cut=cut)
             return ToolUseBlock(type="tool_use", id=self.call.id, name=self.call.name, input=given)
         if self.kind == "thinking":
             return ThinkingBlock(type="thinking", thinking=text, signature=_signature(text))
         return TextBlock(type="text", text=text)
 
 
-def _input(name: str, arguments: str) -> dict[str, Any]:
-    """A call's arguments as far as they were written: an answer may be cut off within them.
+def _input(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
+    """A call's arguments as far as they were written: an answer may be cut off within them. None
+    are left of those that were cut where they can't be read.
 
     Raises:
         GenerationFailed: they are no JSON object.
@@ -508,11 +515,25 @@ def _input(name: str, arguments: str) -> dict[str, Any]:
     try:
         given = from_json(arguments, allow_partial=True) if arguments else {}
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise GenerationFailed(
-            f"The model called {name} with what is no JSON object: {arguments[:200]}"
-        )
+        given = _deeply_nested(arguments)
+    if isinstance(given, dict):
+        return given
+    if cut:
+        return {}
+    raise GenerationFailed(
+        f"The model called {name} with what is no JSON object, or one nested too deep: "
+        f"{arguments[:200]}"
+    )
+
+
+def _deeply_nested(arguments: str) -> Any:
+    """JSON of more levels than pydantic reads (200), if it can write as many; None if it can't."""
+    try:
+        given = json.loads(arguments)
+        # As deep as in the body: a message's content has blocks.
+        to_json([[[given]]])
+    except (ValueError, RecursionError):
+        return None
     return given
 
 
@@ -522,10 +543,15 @@ class MessageAnswer:
     def __init__(self, head: MessageHead) -> None:
         self.head = head
         self._blocks: list[_Open] = []
+        self._content: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
         self._started: Started | None = None
         self._finished: Finished | None = None
 
     def add(self, progress: Progress) -> None:
+        """
+        Raises:
+            GenerationFailed: a call's arguments are no JSON object.
+        """
         for _, events in progress:
             for event in events:
                 self._add(event)
@@ -543,6 +569,8 @@ class MessageAnswer:
             case ToolCallDelta(_, arguments):
                 self._blocks[-1].pieces.append(arguments)
             case Finished():
+                last = len(self._blocks) - 1 if event.reason == "length" else None
+                self._content = [b.block(cut=i == last) for i, b in enumerate(self._blocks)]
                 self._finished = event
 
     def _grow(self, kind: str, text: str) -> None:
@@ -551,15 +579,11 @@ class MessageAnswer:
         self._blocks[-1].pieces.append(text)
 
     def body(self) -> MessagesResponse:
-        """The response, once the answer has finished. Serialise it with `exclude_unset`.
-
-        Raises:
-            GenerationFailed: a call's arguments are no JSON object.
-        """
+        """The response, once the answer has finished. Serialise it with `exclude_unset`."""
         assert self._started is not None
         assert self._finished is not None
         message = _start(self.head, self._started)
-        message.content = [block.block() for block in self._blocks]
+        message.content = self._content
         message.stop_reason = _stop_reason(self.head, self._finished)
         message.stop_sequence = self._finished.stop_sequence
         message.usage = _usage(self._finished.usage)

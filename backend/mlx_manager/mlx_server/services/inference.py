@@ -416,7 +416,12 @@ class Stream(Protocol):
 class Answer(Protocol):
     """Collects progress into a body; `protocols` has one for each shape of answer."""
 
-    def add(self, progress: Progress) -> None: ...
+    def add(self, progress: Progress) -> None:
+        """
+        Raises:
+            MLXManagerError: there is no body for what the model wrote.
+        """
+        ...
 
     def body(self) -> BaseModel: ...
 
@@ -425,7 +430,12 @@ async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> B
     """The body of an answer that is not streamed: the stream, collected."""
     async with aclosing(progress):
         async for step in progress:
-            answer.add(step)
+            try:
+                answer.add(step)
+            except MLXManagerError as error:
+                # Those who watch the call see it fail.
+                await progress.athrow(error)
+                raise
     return answer.body()
 
 

@@ -19,7 +19,15 @@ from scripted import MODEL, Script, ScriptedBackend, ScriptedPool, says
 from sdk_models import events, strictly
 
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.core import Admitted, Finished, Started, TextDelta, Usage
+from mlx_manager.mlx_server.core import (
+    Admitted,
+    Finished,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+    Usage,
+)
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -473,6 +481,23 @@ async def test_truncation_leaves_out_the_oldest_turns_that_do_not_fit(serve):
         for truncation in ("disabled", "auto"):
             await answered(client, RESPONSES, False, input=turns, truncation=truncation)
     assert [len(request.prompt.messages) for request in backend.requests] == [5, 2]
+
+
+async def test_a_call_that_has_no_place_in_a_body_is_a_failure_to_all(serve):
+    call = [ToolCallStarted(0, "a", "f"), ToolCallDelta(0, "[1]")]
+    script = lambda _: [[Started(1)], [*call, Finished("tool_calls", Usage(1, 2))]]  # noqa: E731
+    async with serve(script, admin_token="correct horse") as client:
+        response = await client.post(MESSAGES.path, json=asked(MESSAGES, False))
+        owner = {"authorization": "Bearer correct horse"}
+        [kept] = (await client.get("/v1/admin/audit", headers=owner)).json()["data"]
+        metrics = (await client.get("/metrics")).text
+    assert response.status_code == 500
+    assert "called f with what is no JSON object" in failure(MESSAGES, response.json())
+    assert kept["outcome"] == "generation_failed"
+    assert (
+        'request_errors_total{code="generation_failed",model_name="mlx-manager/demo"} 1.0'
+        in metrics
+    )
 
 
 @pytest.mark.parametrize(

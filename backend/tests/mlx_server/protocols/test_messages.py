@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -397,6 +398,54 @@ def test_a_call_with_what_is_no_object_fails(arguments: str):
         collected(
             [STARTED, ToolCallStarted(0, "a", "f"), ToolCallDelta(0, arguments), end("tool_calls")]
         )
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("cut", [nested(2000)[:1500], nested(2000)[:9000], '{"a" 1', '"tex'])
+def test_of_an_answer_cut_off_within_a_call_that_can_not_be_read_the_rest_is_given(cut: str):
+    body = collected(
+        [
+            STARTED,
+            TextDelta("So."),
+            ToolCallStarted(0, "a", "f"),
+            ToolCallDelta(0, nested(220)),
+            ToolCallStarted(1, "b", "f"),
+            ToolCallDelta(1, cut),
+            end("length"),
+        ]
+    )
+    given, whole, beginning = body["content"]
+    assert given["text"] == "So."
+    assert whole["input"] == json.loads(nested(220))
+    assert beginning == {"type": "tool_use", "id": "b", "name": "f", "input": {}}
+
+
+def written(levels: int) -> bool:
+    """Whether an answer with a call so deep has a body.
+
+    Raises:
+        GenerationFailed: it has none.
+    """
+    answer = MessageAnswer(HEAD)
+    call = [ToolCallStarted(0, "a", "f"), ToolCallDelta(0, nested(levels))]
+    answer.add([(0, [STARTED, *call, end("tool_calls")])])
+    return nested(levels).replace(" ", "") in answer.body().model_dump_json(exclude_unset=True)
+
+
+def test_a_call_is_written_as_deep_as_it_is():
+    assert all(written(levels) for levels in (150, 201, 240))
+
+
+def test_a_call_that_is_too_deep_to_be_written_fails_by_name():
+    for levels in range(241, 260):
+        with suppress(GenerationFailed):
+            assert written(levels)
+    for levels in (260, 2000):
+        with pytest.raises(GenerationFailed, match=r"called f with .* nested too deep"):
+            written(levels)
 
 
 words = st.text(max_size=6)
