@@ -315,18 +315,26 @@ class SpanObservation:
                     "gen_ai.usage.cache_read.input_tokens": sum(s.cached_tokens for s in asked),
                 }
             )
-        # Of rows that were cut short nobody knows the number.
+        if self._starts and self._generates:
+            drawn = sum(self._drawn(row) for row in self._starts)
+            self._span.set_attribute("gen_ai.usage.output_tokens", drawn)
         if self._ends and self._generates:
             ends = [self._ends[row] for row in sorted(self._ends)]
-            usages = [end.usage for end in ends]
+            # How many of a row that was cut short were thinking nobody knows.
+            thinking = sum(end.usage.reasoning_tokens for end in ends)
             self._span.set_attributes(
                 {
-                    "gen_ai.usage.output_tokens": sum(u.completion_tokens for u in usages),
-                    "gen_ai.usage.reasoning.output_tokens": sum(u.reasoning_tokens for u in usages),
+                    "gen_ai.usage.reasoning.output_tokens": thinking,
                     "gen_ai.response.finish_reasons": [end.reason for end in ends],
                 }
             )
         self._span.end(now)
+
+    def _drawn(self, row: int) -> int:
+        """Tokens of a row's answer, delivered or not."""
+        if row in self._ends:
+            return self._ends[row].usage.completion_tokens
+        return self._starts[row].drawn()
 
     def _cut_short(self, now: int) -> None:
         if not self._leased:
@@ -339,7 +347,8 @@ class SpanObservation:
             if row in self._ends:
                 continue
             if row in self._starts:
-                self._row_phase("decode", row, self._begun[row], now, {})
+                said = {"mlx_manager.completion_tokens": self._drawn(row)}
+                self._row_phase("decode", row, self._begun[row], now, said)
                 continue
             turn = self._admitted.get(row)
             self._row_phase("queue", row, self._queued, turn or now, {})

@@ -196,8 +196,26 @@ async def test_a_failure_is_on_the_span():
     told = spans.one()
     assert told["error.type"] == "generation_failed"
     assert told["gen_ai.usage.input_tokens"] == 7
-    # How many there were before it broke nobody knows.
-    assert "gen_ai.usage.output_tokens" not in told
+    assert told["gen_ai.usage.output_tokens"] == 0
+
+
+def test_tokens_of_rows_that_were_cut_short_are_counted_too():
+    from opentelemetry import trace
+
+    from mlx_manager.mlx_server.core import Finished, GenerationRequest, Text, Usage
+    from mlx_manager.mlx_server.observability.tracing import SpanTracer
+
+    spans = capture()
+    asked = [GenerationRequest(MODEL, Text("x"))] * 3
+    with SpanTracer(trace.get_tracer("tests")).observe(asked) as observation:
+        observation.leased()
+        observation.add([(0, [Started(7), Finished("stop", Usage(7, 2))])])
+        observation.add([(1, [Started(7, drawn=lambda: 5)])])
+    told = spans.named(f"text_completion {MODEL}")[0]["attributes"]
+    assert told["gen_ai.usage.output_tokens"] == 2 + 5
+    assert told["gen_ai.response.finish_reasons"] == ("stop",)
+    counts = [span["attributes"]["mlx_manager.completion_tokens"] for span in spans.named("decode")]
+    assert counts == [2, 5]
 
 
 async def test_the_span_lives_until_the_stream_ends():
