@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -223,26 +223,33 @@ class TextBackend:
         template = templates.get("default") if isinstance(templates, dict) else templates
         return self._vocabulary.info(self._loaded.context_length, template)
 
-    def _tokenise(self, prompt: Prompt) -> tuple[list[int], OutputFormat]:
+    def _tokenise(
+        self, prompt: Prompt, check: Callable[[Prompt, int], None] = lambda *_: None
+    ) -> tuple[list[int], OutputFormat]:
+        """check: asked about the characters that the tokenizer is about to be given."""
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
         match prompt:
             case Conversation():
                 forced_tools(prompt)
-                ids = adapter.render(prompt, tokenizer)
+                # Only the template knows what of thinking, calls and tools it writes.
+                text = adapter.render_text(prompt, tokenizer)
+                check(prompt, len(text))
+                ids = adapter.encode_text(text, tokenizer)
                 return ids, adapter.output_format(tokenizer, prompt, ids)
             case Text(text, ""):
+                check(prompt, len(text))
                 return adapter.encode_text(text, tokenizer), PLAIN
             case Text(text, suffix):
+                check(prompt, len(text) + len(suffix))
                 return adapter.encode_infill(text, suffix, tokenizer), PLAIN
             case Tokens(ids=given):
                 self._vocabulary.check(given, "prompt")
                 return list(given), PLAIN
 
     def _prepare(self, request: GenerationRequest) -> Prepared:
-        self._check_size(request)
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
-        ids, output = self._tokenise(request.prompt)
+        ids, output = self._tokenise(request.prompt, self._check_size)
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
@@ -251,20 +258,13 @@ class TextBackend:
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
         return Prepared(ids, *self._guidance.of(request, output))
 
-    def _check_size(self, request: GenerationRequest) -> None:
+    def _check_size(self, prompt: Prompt, characters: int) -> None:
         """Refuse at once what no tokenizer could fit in: 10 MB take it ten seconds to find out."""
-        match request.prompt:
-            case Conversation(messages):
-                characters = sum(len(message.content) for message in messages)
-            case Text(text, suffix):
-                characters = len(text) + len(suffix)
-            case Tokens(ids):
-                characters = len(ids)
         if characters > self._most_characters:
             raise ContextLengthExceeded(
                 f"The prompt has {characters} characters, which can't fit in this model's context "
                 f"of {self._loaded.context_length} tokens.",
-                param=request.prompt.param,
+                param=prompt.param,
             )
 
     def _check_length(self, request: GenerationRequest, length: int) -> None:

@@ -69,8 +69,8 @@ class ModelAdapter(Protocol):
         """The template's text for messages in its own form (dicts with `role` and `content`)."""
         ...
 
-    def render(self, conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
-        """The prompt's tokens, with exactly one BOS if the model wants one.
+    def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
+        """The prompt's text, as the template renders it.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the conversation.
@@ -78,12 +78,8 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
-        """The prompt's text, as the template renders it. Raises as `render` does."""
-        ...
-
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """A raw prompt's tokens, with exactly one BOS if the model wants one."""
+        """A prompt's tokens, rendered or raw, with exactly one BOS if the model wants one."""
         ...
 
     def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
@@ -153,9 +149,6 @@ class DefaultAdapter:
             messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
         )
         return text
-
-    def render(self, conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
-        return self.encode_text(self.render_text(conversation, tokenizer), tokenizer)
 
     def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
         if not tokenizer.has_chat_template:

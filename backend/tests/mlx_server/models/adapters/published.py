@@ -17,6 +17,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from mlx_manager.mlx_server.core import Conversation
+from mlx_manager.mlx_server.models.adapters import ModelAdapter
+
 TEMPLATES = Path(__file__).parents[5].parent / "shared" / "templates"
 
 _TOKEN = re.compile(
@@ -92,6 +95,13 @@ def loaded(name: str) -> tuple[dict[str, Any], TokenizerWrapper]:
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), published, template)
         return {"model_type": published.model_type}, load(Path(folder))
+
+
+def prompt_ids(
+    adapter: ModelAdapter, conversation: Conversation, tokenizer: TokenizerWrapper
+) -> list[int]:
+    """The tokens that the model gets to see."""
+    return adapter.encode_text(adapter.render_text(conversation, tokenizer), tokenizer)
 
 
 def write_tokenizer(folder: Path, published: Published, template: str | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.outputs import OFFERED, of_mlx, parse
 from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-from models.adapters.published import Published, write_tokenizer
+from models.adapters.published import Published, prompt_ids, write_tokenizer
 from transformers import tokenization_utils_base
 
 from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
@@ -164,7 +164,7 @@ def test_a_tokenizer_without_bos_gets_none(tmp_path: Path) -> None:
 def test_a_template_that_forgets_the_bos_gets_the_tokenizers(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), CHATML)
     adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
-    ids = adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+    ids = prompt_ids(adapter, Conversation((Message("user", "hi"),)), tokenizer)
     assert tokenizer.decode(ids) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -188,7 +188,7 @@ def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), None)
     adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
     with pytest.raises(InvalidRequest, match="/v1/completions") as refusal:
-        adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+        prompt_ids(adapter, Conversation((Message("user", "hi"),)), tokenizer)
     assert refusal.value.param == "messages"
 
 
@@ -197,7 +197,7 @@ def test_arguments_of_the_template_reach_it(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), template)
     adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
     conversation = Conversation((Message("user", "hi"),), template_args={"mood": "calm"})
-    assert tokenizer.decode(adapter.render(conversation, tokenizer)) == "hi calm"
+    assert tokenizer.decode(prompt_ids(adapter, conversation, tokenizer)) == "hi calm"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools"])
@@ -208,7 +208,7 @@ def test_arguments_of_the_template_can_not_be_those_of_the_renderer(
     adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
     conversation = Conversation((Message("user", "hi"),), template_args={name: "{{ 1 }}"})
     with pytest.raises(InvalidParameter, match=name) as refusal:
-        adapter.render(conversation, tokenizer)
+        prompt_ids(adapter, conversation, tokenizer)
     assert refusal.value.param == "chat_template_kwargs"
 
 
@@ -226,8 +226,10 @@ def test_arguments_of_a_past_call_are_an_object_if_they_can_be(
     tokenizer = make(tmp_path, Published("x", "qwen2", None, "</s>"), template)
     adapter = get_adapter({"model_type": "qwen2"}, "x", tokenizer)
     call = ToolCall("call_1", "now", arguments)
-    ids = adapter.render(
-        Conversation((Message("user", "hi"), Message("assistant", tool_calls=(call,)))), tokenizer
+    ids = prompt_ids(
+        adapter,
+        Conversation((Message("user", "hi"), Message("assistant", tool_calls=(call,)))),
+        tokenizer,
     )
     text = tokenizer.decode(ids)
     assert text == "hinow" + shown if shown else arguments in text

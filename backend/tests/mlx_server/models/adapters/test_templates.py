@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine.outputs import Answer
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-from models.adapters.published import NAMES, Published, loaded, write_tokenizer
+from models.adapters.published import NAMES, Published, loaded, prompt_ids, write_tokenizer
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, Message, Tool, ToolCall
@@ -54,7 +54,9 @@ def model(name: str) -> tuple[ModelAdapter, TokenizerWrapper]:
 
 def rendered(name: str, conversation: Conversation) -> str:
     adapter, tokenizer = model(name)
-    text: str = tokenizer.decode(adapter.render(conversation, tokenizer), skip_special_tokens=False)
+    text: str = tokenizer.decode(
+        prompt_ids(adapter, conversation, tokenizer), skip_special_tokens=False
+    )
     return text
 
 
@@ -65,7 +67,7 @@ def chat(*messages: Message, **more: object) -> Conversation:
 def said(name: str, conversation: Conversation, text: str) -> Answer:
     """The answer, when the model says `text` to this conversation."""
     adapter, tokenizer = model(name)
-    prompt = adapter.render(conversation, tokenizer)
+    prompt = prompt_ids(adapter, conversation, tokenizer)
     output = adapter.output_format(tokenizer, conversation, prompt)
     parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
     answer = Answer()
@@ -88,7 +90,7 @@ def said(name: str, conversation: Conversation, text: str) -> Answer:
 def test_a_prompt_holds_the_messages_and_at_most_one_bos(name: str) -> None:
     adapter, tokenizer = model(name)
     conversation = chat(USER, Message("assistant", "It rains."), Message("user", "And tomorrow?"))
-    ids = adapter.render(conversation, tokenizer)
+    ids = prompt_ids(adapter, conversation, tokenizer)
     text = tokenizer.decode(ids)
     for message in conversation.messages:
         assert message.content in text
@@ -241,7 +243,7 @@ def test_a_call_as_the_template_writes_it_is_read_as_that_call(
     called = replace(asked, messages=(USER, Message("assistant", "", tool_calls=calls)))
     prompt = replace(asked, add_generation_prompt=True)
     adapter, tokenizer = model(name)
-    before, after = adapter.render(prompt, tokenizer), adapter.render(called, tokenizer)
+    before, after = prompt_ids(adapter, prompt, tokenizer), prompt_ids(adapter, called, tokenizer)
     common = next(
         (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before)
     )
@@ -262,10 +264,10 @@ def test_a_call_as_the_template_writes_it_is_what_a_demanded_call_looks_like(
     adapter, tokenizer = model(name)
     tools = (replace(WEATHER, strict=strict), NOW)
     asked = chat(USER, tools=tools, tool_choice="auto" if strict else "required")
-    prompt = adapter.render(asked, tokenizer)
+    prompt = prompt_ids(adapter, asked, tokenizer)
     called = Message("assistant", "", tool_calls=(CALL,))
     history = replace(asked, messages=(USER, called), add_generation_prompt=False)
-    after = adapter.render(history, tokenizer)
+    after = prompt_ids(adapter, history, tokenizer)
     pairs = enumerate(zip(prompt, after, strict=False))
     common = next((n for n, (a, b) in pairs if a != b), len(prompt))
     text = tokenizer.decode(after[common:]).rpartition("</think>")[2].strip()
@@ -297,10 +299,10 @@ def test_deepseek_32_writes_and_reads_its_own_markup(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
     adapter = get_adapter({"model_type": "deepseek_v32"}, "x", tokenizer)
     asked = chat(USER, tools=(WEATHER, NOW), tool_choice="required")
-    prompt = adapter.render(asked, tokenizer)
+    prompt = prompt_ids(adapter, asked, tokenizer)
     called = Message("assistant", "", tool_calls=(CALL, OTHER))
     history = chat(USER, called, RESULT, OTHER_RESULT, tools=(WEATHER, NOW))
-    text = tokenizer.decode(adapter.render(history, tokenizer), skip_special_tokens=False)
+    text = tokenizer.decode(prompt_ids(adapter, history, tokenizer), skip_special_tokens=False)
     assert "It rains frogs." in text
     assert "It snows owls." in text
     begins = text.rindex("<｜DSML｜function_calls>")
