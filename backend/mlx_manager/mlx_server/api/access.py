@@ -69,10 +69,8 @@ def template(scope: Scope) -> str:
     if "route" not in scope:
         return ""
     path: str = scope["path"]
-    for name, value in reversed(scope["path_params"].items()):
-        head, _, tail = f"{path}/".rpartition(f"/{value}/")
-        path = f"{head}/{{{name}}}/{tail}"[:-1]
-    return path
+    own: str = scope["route"].path_format
+    return path.removesuffix(own.format(**scope["path_params"])) + own
 
 
 def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) -> dict[str, Any]:

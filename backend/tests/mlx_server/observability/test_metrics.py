@@ -198,11 +198,12 @@ def test_failures_are_counted_by_code_and_answers_by_route(client: httpx.Client)
             client.post(CHAT, json=HELLO | {"model": "nobody/knows-it"}).status_code,
             client.post(CHAT, json=HELLO | {"temperature": -1}).status_code,
             client.get("/v1/responses/resp_that_is_not_there").status_code,
+            client.get("/v1/responses/input_items/input_items").status_code,
             client.get("/some/path/or/other").status_code,
         ]
 
     counted, statuses = change(client, fail)
-    assert statuses == [400, 404, 422, 404, 404]
+    assert statuses == [400, 404, 422, 404, 404, 404]
     assert counted("request_errors_total", code="context_length_exceeded") == 1
     assert counted("request_success_total", finished_reason="stop") == 0
     nobody = {"model_name": "", "code": "model_not_found"}
@@ -212,6 +213,7 @@ def test_failures_are_counted_by_code_and_answers_by_route(client: httpx.Client)
         (CHAT, "POST", "404"),
         (CHAT, "POST", "422"),
         ("/v1/responses/{response_id}", "GET", "404"),
+        ("/v1/responses/{response_id}/input_items", "GET", "404"),
         ("", "GET", "404"),
     ):
         labels = {"handler": handler, "method": method, "status": status}
