@@ -157,6 +157,7 @@ def build(
             )
         head = head_of(folder.config, labels, model_id)
     model = Encoder(folder.config, sentence.pooling, head)
+    check_padding(model, model_id)
     model.dense = [dense_layer(layer) for layer in sentence.dense]
     weights = dict(body_weights(found, model))
     if head is not None:
@@ -168,6 +169,19 @@ def build(
     fill(model, weights, model_id)
     model.eval()
     return model
+
+
+def check_padding(model: Encoder, model_id: str) -> None:
+    """MLX reads whatever memory an id beyond the embedding's rows leads to.
+
+    Raises:
+        ModelLoadFailed: short rows would be filled up with such an id.
+    """
+    if not 0 <= model.padding < model.vocabulary:
+        raise ModelLoadFailed(
+            f"{model_id} can't be loaded: its config.json has the pad_token_id {model.padding}, "
+            f"and with its vocab_size it may be between 0 and {model.vocabulary - 1}."
+        )
 
 
 def arrays_in(file: Path) -> dict[str, mx.array]:

@@ -363,6 +363,9 @@ async def test_chats_and_embeddings_share_the_thread(pool: ModelPoolManager):
         ({"model_type": "mpnet"}, "'mpnet' model. Embedding models and rerankers of the"),
         ({"id2label": {"0": "A", "1": "B"}, "architectures": ["BertForSequenceClassification"]}, "classifier of 2 labels"),
         ({"hidden_size": 64}, "has the shape"),
+        ({"pad_token_id": 2 * 10**9}, "the pad_token_id 2000000000, .* between 0 and 259"),
+        ({"pad_token_id": 260}, "the pad_token_id 260, .* between 0 and 259"),
+        ({"pad_token_id": -1}, "the pad_token_id -1, .* between 0 and 259"),
     ],
 )  # fmt: skip
 async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, Any], message: str):
