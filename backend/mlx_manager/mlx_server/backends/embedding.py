@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.backends.contents import Content, contents, sliced
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.backends.wrapping import Ids, Wrapping, shortened
 from mlx_manager.mlx_server.config import EngineLimits
@@ -38,6 +39,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.sentence import Activation
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
 
@@ -46,8 +48,8 @@ Matrix = NDArray[np.float32]
 """A row for each text."""
 SMALLEST = 1e-12
 """Of a vector's length, when it is normalised."""
-AT_ONCE = 64
-"""Texts of a call of the tokenizer: no other thread of Python runs while what it gave is freed."""
+TOKENISING = 2
+"""Threads of a model that make tokens: a call of the tokenizer can't be ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class EncoderBackend:
         self._vocabulary = Vocabulary(loaded.tokenizer, loaded.model.vocabulary)
         self._single = Wrapping.single(self._tokenizer)
         self._pair = Wrapping.pair(self._tokenizer) if loaded.kind == "reranker" else self._single
+        self._threads = DaemonThreads(TOKENISING)
         self._engine = EncoderEngine(
             loaded.id,
             loaded.model,
@@ -135,7 +138,7 @@ class EncoderBackend:
             GenerationFailed: what the model computed is no finite number.
         """
         self._check_dimensions(request.dimensions)
-        rows = await asyncio.to_thread(self._inputs, request)
+        rows = await self._inputs(request)
         vectors = await self._read(rows, [None] * len(rows), begun)
         finished = await asyncio.to_thread(self._finished, vectors, request.dimensions)
         return Encoded(finished, sum(map(len, rows)))
@@ -149,7 +152,7 @@ class EncoderBackend:
             Overloaded: the queue is full.
             GenerationFailed: what the model computed is no finite number.
         """
-        pairs = await asyncio.to_thread(self._pairs, request)
+        pairs = await self._pairs(request)
         texts, seconds = [ids for ids, _ in pairs], [second for _, second in pairs]
         logits = await self._read(texts, seconds, begun)
         activation = self._loaded.activation if request.activate else "identity"
@@ -192,47 +195,81 @@ class EncoderBackend:
         if self._loaded.sentence.lower_case:
             texts = [text.lower() for text in texts]
         # What is too long is cut or refused here; the tokenizer would warn of "indexing errors".
-        ids: list[list[int]] = []
-        for first in range(0, len(texts), AT_ONCE):
-            ids += self._tokenizer(
-                list(texts[first : first + AT_ONCE]), add_special_tokens=False, verbose=False
-            )["input_ids"]
+        ids: list[list[int]] = self._tokenizer(
+            list(texts), add_special_tokens=False, verbose=False
+        )["input_ids"]
         return ids
 
-    def _inputs(self, request: EmbeddingRequest) -> list[Ids]:
+    async def _inputs(self, request: EmbeddingRequest) -> list[Ids]:
+        """A slice at a time; between two of them others have their turn, or the caller is gone."""
         most = self._most(request.truncate)
         prompt = self._prompt(request.prompt)
         cut = request.truncate is not None
-        texts = [prompt + text for text in request.inputs if type(text) is str]
-        encoded = iter(self._encode(texts) if texts else ())
         rows: list[Ids] = []
-        for index, given in enumerate(request.inputs):
+        for first, part in sliced(request.inputs, most):
+            rows += await self._threads.run(partial(self._rows, part, first, prompt, most, cut))
+        return rows
+
+    def _rows(
+        self, inputs: Sequence[str | Ids], first: int, prompt: str, most: int, cut: bool
+    ) -> list[Ids]:
+        texts = [prompt + given for given in inputs if type(given) is str]
+        found = iter(contents(self._encode, texts, most))
+        rows: list[Ids] = []
+        for index, given in enumerate(inputs, first):
+            whole = True
             match given:
                 case str():
-                    content = next(encoded)
-                    self._check_embedded(content, f"input[{index}]")
-                    row = self._single.of(content[: most - self._single.length] if cut else content)
+                    content = next(found)
+                    whole = content.whole or cut
+                    self._check_embedded(content.ids, f"input[{index}]")
+                    kept = content.ids[: most - self._single.length] if cut else content.ids
+                    row = self._single.of(kept)
                 case ids:
                     self._vocabulary.check(ids, f"input[{index}]")
                     row = ids[:most] if cut else ids
             if not row:
                 raise InvalidRequest(f"Input {index} has no tokens.", param=f"input[{index}]")
-            self._check_length(len(row), f"Input {index}", f"input[{index}]")
+            self._check_length(len(row), f"Input {index}", f"input[{index}]", whole)
             rows.append(row)
         return rows
 
-    def _pairs(self, request: RerankRequest) -> list[tuple[Ids, int | None]]:
-        most = self._most(request.truncate) - self._pair.length
-        query, *documents = self._encode([request.query, *request.documents])
-        self._check_embedded(query, "query")
+    async def _pairs(self, request: RerankRequest) -> list[tuple[Ids, int | None]]:
+        """A slice at a time, as `_inputs`."""
+        cut = request.truncate is not None
+        most = self._most(request.truncate)
+        query = await self._threads.run(partial(self._query, request.query, most, cut))
+        # Which of two texts is longer tells how both are cut.
+        enough = max(most, len(query))
         pairs: list[tuple[Ids, int | None]] = []
-        for index, document in enumerate(documents):
-            self._check_embedded(document, f"documents[{index}]")
-            first, second = len(query), len(document)
-            if request.truncate is not None:
-                first, second = shortened(first, second, most)
-            ids, start = self._pair.of_pair(query[:first], document[:second])
-            self._check_length(len(ids), f"The query and document {index}", f"documents[{index}]")
+        for first, part in sliced(request.documents, enough):
+            made = partial(self._paired, query, part, first, enough, most if cut else None)
+            pairs += await self._threads.run(made)
+        return pairs
+
+    def _query(self, text: str, most: int, cut: bool) -> list[int]:
+        if cut:
+            query = Content(self._encode([text])[0], whole=True)
+        else:
+            [query] = contents(self._encode, [text], most)
+            length = len(query.ids) + self._pair.length
+            self._check_length(length, "The query", "query", query.whole)
+        self._check_embedded(query.ids, "query")
+        return query.ids
+
+    def _paired(
+        self, query: list[int], documents: Sequence[str], first: int, enough: int, most: int | None
+    ) -> list[tuple[Ids, int | None]]:
+        pairs: list[tuple[Ids, int | None]] = []
+        for index, document in enumerate(contents(self._encode, documents, enough), first):
+            param = f"documents[{index}]"
+            self._check_embedded(document.ids, param)
+            lengths = len(query), len(document.ids)
+            if most is not None:
+                lengths = shortened(*lengths, most - self._pair.length)
+            ids, start = self._pair.of_pair(query[: lengths[0]], document.ids[: lengths[1]])
+            whole = document.whole or most is not None
+            self._check_length(len(ids), f"The query and document {index}", param, whole)
             pairs.append((ids, start))
         return pairs
 
@@ -272,11 +309,17 @@ class EncoderBackend:
     def _check_embedded(self, ids: Sequence[int], param: str) -> None:
         self._vocabulary.check_embedded(ids, self._loaded.model.vocabulary, param)
 
-    def _check_length(self, length: int, what: str, param: str) -> None:
+    def _check_length(self, length: int, what: str, param: str, whole: bool) -> None:
+        """whole: those are all tokens; there are more of a text that nobody looked at to its end.
+
+        Raises:
+            ContextLengthExceeded: more than the model takes.
+        """
         context = self._loaded.context_length
         if length > context:
+            count = f"{length}" if whole else f"more than {length}"
             raise ContextLengthExceeded(
-                f"{what}: {length} tokens, and this model takes {context}. Shorten it, or have it "
+                f"{what}: {count} tokens, and this model takes {context}. Shorten it, or have it "
                 "cut with `truncate_prompt_tokens`: -1.",
                 param=param,
             )

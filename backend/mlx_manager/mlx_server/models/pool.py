@@ -11,11 +11,9 @@ waits for them to be given back, for a while.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import gc
 import importlib
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -57,6 +55,7 @@ from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, re
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.models.tokenizers import Tokenizers
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
@@ -552,7 +551,8 @@ class ModelPoolManager:
                 param="model",
             )
         with explained(source.id):
-            path = await in_daemon_thread(partial(hub.fetch, source.repository))
+            # It may take hours, in which the program can end.
+            path = await DaemonThreads(1).run(partial(hub.fetch, source.repository))
         self.catalog.rescan()
         return path
 
@@ -686,22 +686,6 @@ def without_frames(error: MLXManagerError) -> MLXManagerError:
     """The error without its tracebacks, whose frames would keep a model's weights alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """`asyncio.to_thread` for what may take hours: the program can end while it runs."""
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        # Whoever waits may leave; the future is told the outcome all the same.
-        outcome.set_running_or_notify_cancel()
-        try:
-            outcome.set_result(function())
-        except (MLXManagerError, *BROKEN) as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(outcome)
 
 
 def _next_piece(

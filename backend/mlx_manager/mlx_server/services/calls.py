@@ -10,10 +10,14 @@ from typing import Any, Literal, TypeVar
 from mlx_manager.mlx_server.config import TimeLimits
 from mlx_manager.mlx_server.core import Admitted, Finished, GenerationRequest, Progress, Usage
 from mlx_manager.mlx_server.errors import MLXManagerError, RequestNotFound, RequestTimedOut
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
 Phase = Literal["load", "queue", "prompt", "answer"]
 UNHURRIED = TimeLimits()
+ASKED_AT_ONCE = 2
+"""Questions to tokenizers, which can't be ended: those of callers who have left are answered, too,
+and loads and chats need threads beside them."""
 
 WHERE: dict[Phase, str] = {
     "load": "its model was still being loaded",
@@ -155,9 +159,13 @@ class Calls:
     """Every call under way. Belongs to the event loop.
 
     refusal: why no more are taken, if they are not.
+
+    Attributes:
+        questions: where tokenizers are asked.
     """
 
     def __init__(self, refusal: Callable[[], MLXManagerError | None] = lambda: None) -> None:
+        self.questions = DaemonThreads(ASKED_AT_ONCE)
         self._calls: dict[Call, None] = {}
         self._refusal = refusal
         self._none = asyncio.Event()

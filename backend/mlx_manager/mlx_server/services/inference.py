@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from pydantic import BaseModel
@@ -305,7 +306,7 @@ class Inference:
         question: Callable[[TokenBackend], T],
         kind: Literal["text"] | None = None,
     ) -> T:
-        """What a model's tokenizer knows; `question` is asked in a thread of its own.
+        """What a model's tokenizer knows; `question` is asked in another thread.
 
         kind: "text" if an embedding model has no answer to it.
 
@@ -320,7 +321,7 @@ class Inference:
                 call.enter("load")
                 lease = await call.wait(held.enter_async_context(leasing))
                 call.enter("prompt")
-                return await call.wait(asyncio.to_thread(question, lease.backend))
+                return await call.wait(self.calls.questions.run(partial(question, lease.backend)))
 
     def reading(self, model: str, request_id: str) -> GenerationRequest:
         """What those who watch the calls see of one that generates nothing."""

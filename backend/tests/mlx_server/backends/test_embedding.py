@@ -9,7 +9,8 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from minilm import TEXTS, minilm_folder
 from safetensors.numpy import load_file, save_file
 from tiny_encoders import CLS, SEP, make_tiny_encoder
 
-from mlx_manager.mlx_server.backends.embedding import AT_ONCE
+from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
+from mlx_manager.mlx_server.backends.embedding import EncoderBackend
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
 from mlx_manager.mlx_server.errors import (
@@ -250,6 +252,95 @@ async def test_what_is_too_long_is_refused_or_cut_as_asked(pool: ModelPoolManage
     with pytest.raises(ContextLengthExceeded, match=r"query and document 1: \d+ tokens"):
         await rank(pool, "rank-bert", "x", "y" * 200)
     assert (await rank(pool, "rank-bert", "y" * 200, truncate=40)).tokens == 40
+
+
+@pytest.fixture(name="tokenised")
+def _tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters the encoders' tokenizers were given in each call."""
+    calls: list[int] = []
+    encode = EncoderBackend._encode
+
+    def counted(self: EncoderBackend, texts: Sequence[str]) -> list[list[int]]:
+        calls.append(sum(map(len, texts)))
+        return encode(self, texts)
+
+    monkeypatch.setattr(EncoderBackend, "_encode", counted)
+    return calls
+
+
+async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_made_tokens(
+    pool: ModelPoolManager, tokenised: list[int]
+):
+    long = "word " * 100_000
+    refusal = r"{}: more than \d{{4}} tokens, and this model takes 128"
+    with pytest.raises(ContextLengthExceeded, match=refusal.format("Input 1")) as error:
+        await embed(pool, "bert-mean", "x", long)
+    assert error.value.param == "input[1]"
+    with pytest.raises(
+        ContextLengthExceeded, match=refusal.format("The query and document 1")
+    ) as error:
+        await rank(pool, "rank-bert", "x", long)
+    assert error.value.param == "documents[1]"
+    assert await rank(pool, "rank-bert", "y" * 200, long, truncate=40)
+    cut = matrix(await embed(pool, "bert-mean", long, truncate=-1))
+    assert are_alike(cut, matrix(await embed(pool, "bert-mean", long[:126])))
+    assert max(tokenised) <= 2 * HEAD
+
+
+async def test_too_long_a_query_is_named(pool: ModelPoolManager, tokenised: list[int]):
+    for query, said in (("q" * 200, "203 tokens"), ("q" * 100_000, r"more than \d+ tokens")):
+        asked = RerankRequest("rank-bert", query, ("x", "y"))
+        async with pool.lease("rank-bert", "reranker") as lease:
+            with pytest.raises(ContextLengthExceeded, match=f"The query: {said}, .* 128") as error:
+                await lease.backend.rank(asked, lambda: None)
+        assert error.value.param == "query"
+    assert max(tokenised) <= HEAD
+
+
+async def test_what_a_caller_who_left_has_sent_is_not_made_tokens_any_more(
+    pool: ModelPoolManager, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on = threading.Event(), threading.Event()
+    given: list[str] = []
+    encode = EncoderBackend._encode
+
+    def held_up(self: EncoderBackend, texts: Sequence[str]) -> list[list[int]]:
+        given.extend(texts)
+        begun.set()
+        assert go_on.wait(30)
+        return encode(self, texts)
+
+    async with pool.lease("bert-mean"):
+        monkeypatch.setattr(EncoderBackend, "_encode", held_up)
+        asking = asyncio.create_task(embed(pool, "bert-mean", *("x" * 3 * AT_ONCE)))
+        assert await asyncio.to_thread(begun.wait, 30)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        go_on.set()
+        await embed(pool, "bert-mean", "after")
+    assert given == ["x"] * AT_ONCE + ["after"]
+
+
+async def test_chats_go_on_while_texts_are_made_tokens(
+    pool: ModelPoolManager, monkeypatch: pytest.MonkeyPatch
+):
+    go_on = threading.Event()
+    encode = EncoderBackend._encode
+
+    def held_up(self: EncoderBackend, texts: Sequence[str]) -> list[list[int]]:
+        assert go_on.wait(30)
+        return encode(self, texts)
+
+    async with pool.lease("bert-mean"):
+        monkeypatch.setattr(EncoderBackend, "_encode", held_up)
+        # More than asyncio has threads.
+        asking = [asyncio.create_task(embed(pool, "bert-mean", "x")) for _ in range(40)]
+        async with asyncio.timeout(20), pool.lease("mlx-manager/demo", "text") as lease:
+            asked = GenerationRequest("mlx-manager/demo", Text("Hello"), max_tokens=2)
+            assert [events async for events in lease.backend.generate(asked)]
+        go_on.set()
+        assert len(await asyncio.gather(*asking)) == 40
 
 
 async def test_settings_of_sentence_transformers_are_honoured(pool: ModelPoolManager):

@@ -44,7 +44,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models import pool as pool_module
 from mlx_manager.mlx_server.models import tokenizers
 from mlx_manager.mlx_server.models.loading import LoadedModel
-from mlx_manager.mlx_server.models.pool import ModelPoolManager, in_daemon_thread
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
@@ -397,14 +397,6 @@ async def test_a_model_stays_until_those_who_waited_for_its_load_have_had_it(mod
         assert asked == ["a"]
         # Nobody waits for it any more.
         assert await pool.unload("a") is not None
-
-
-async def test_a_download_that_breaks_off_is_not_waited_for_for_ever():
-    def download() -> Path:
-        return Path({}["path"])
-
-    with pytest.raises(KeyError, match="path"):
-        await in_daemon_thread(download)
 
 
 async def test_closing_while_loading_and_while_in_use_frees_everything(models_dir: Path):
