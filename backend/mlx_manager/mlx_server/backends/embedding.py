@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.backends.contents import Content, contents, sliced
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
-from mlx_manager.mlx_server.backends.wrapping import Ids, Wrapping, shortened
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -39,6 +38,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.sentence import Activation
+from mlx_manager.mlx_server.models.wrapping import Ids, shortened
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
@@ -88,8 +88,7 @@ class EncoderBackend:
         self._thread = thread
         self._tokenizer = loaded.tokenizer
         self._vocabulary = Vocabulary(loaded.tokenizer, loaded.model.vocabulary)
-        self._single = Wrapping.single(self._tokenizer)
-        self._pair = Wrapping.pair(self._tokenizer) if loaded.kind == "reranker" else self._single
+        self._single, self._pair = loaded.single, loaded.pair
         self._threads = DaemonThreads(TOKENISING)
         self._engine = EncoderEngine(
             loaded.id,

@@ -24,6 +24,8 @@ from mlx_manager.mlx_server.models.weights import default_device
 
 ALIAS = "mlx_manager_architectures"
 """The name that `mlx_embeddings.models` is imported by."""
+SEGMENTED = ("bert", "xlm_roberta")
+"""Architectures that are told which of two texts a token is of."""
 SHORTEST = 64
 """Tokens of the shortest batch, where batches are filled up to few shapes."""
 
@@ -89,6 +91,11 @@ class Encoder(nn.Module):  # type: ignore[misc]
     def vocabulary(self) -> int:
         """How many token ids there are."""
         return int(self.body.config.vocab_size)
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are; of an architecture that does not read them, both."""
+        return int(self.body.config.type_vocab_size) if self._name in SEGMENTED else 2
 
     @property
     def dimensions(self) -> int:

@@ -42,6 +42,7 @@ from mlx_manager.mlx_server.models.weights import (
     activation_dtype,
     widened,
 )
+from mlx_manager.mlx_server.models.wrapping import Wrapping
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps, beside
@@ -56,7 +57,8 @@ OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 class LoadedEncoder:
     """An embedding model or reranker in memory. `activation` is a reranker's.
 
-    nbytes: its weights', measured. context_length: tokens of an input, special ones included.
+    single, pair: how a text and, for a reranker, two are put to the model. nbytes: its weights',
+    measured. context_length: tokens of an input, special ones included.
     """
 
     id: str
@@ -66,6 +68,8 @@ class LoadedEncoder:
     tokenizer: PreTrainedTokenizerBase
     config: Mapping[str, Any]
     sentence: Sentence
+    single: Wrapping
+    pair: Wrapping
     activation: Activation
     family: str
     context_length: int
@@ -105,6 +109,9 @@ def loading_encoder(
         yield None
         tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
         tokenizer = yield from beside(partial(tokenizers.encoder, folder.path))
+        single = Wrapping.single(tokenizer)
+        pair = Wrapping.pair(tokenizer) if kind == "reranker" else single
+        check_wrapping(pair, model, source.id)
         yield from read(model, found, folder.weight_files)
         found.clear()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
@@ -119,6 +126,8 @@ def loading_encoder(
             tokenizer,
             folder.config,
             sentence,
+            single,
+            pair,
             rank_activation(folder) if kind == "reranker" else "identity",
             folder.model_type,
             context,
@@ -181,6 +190,25 @@ def check_padding(model: Encoder, model_id: str) -> None:
         raise ModelLoadFailed(
             f"{model_id} can't be loaded: its config.json has the pad_token_id {model.padding}, "
             f"and with its vocab_size it may be between 0 and {model.vocabulary - 1}."
+        )
+
+
+def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
+    """As `check_padding`, of what the tokenizer puts around texts.
+
+    Raises:
+        ModelLoadFailed: a token or a segment that the model has not.
+    """
+    highest = max(wrapping.special, default=0)
+    if highest >= model.vocabulary:
+        raise ModelLoadFailed(
+            f"{model_id} can't be loaded: its tokenizer puts the special token {highest} to texts, "
+            f"and by the vocab_size of its config.json ids are below {model.vocabulary}."
+        )
+    if wrapping.segments and model.segments < 2:
+        raise ModelLoadFailed(
+            f"{model_id} can't be loaded: its tokenizer gives the second text of a pair the "
+            f"segment 1, and the type_vocab_size of its config.json is {model.segments}, not 2."
         )
 
 

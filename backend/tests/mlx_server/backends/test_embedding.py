@@ -468,6 +468,51 @@ async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, 
             await pool.get_model("odd")
 
 
+@pytest.mark.parametrize(
+    ("reranker", "change", "message"),
+    [
+        (
+            False,
+            {"letters": "bcd"},
+            "odd can't be loaded: its tokenizer has no token for the letter 'a'",
+        ),
+        (True, {"post_processor": None}, "no separator between the two texts of a pair"),
+        (False, {"special": 260}, "the special token 260 to texts, .* ids are below 260"),
+        (True, {"special": 3 * 10**9}, "the special token 3000000000 to texts, .* below 260"),
+    ],
+)
+async def test_a_tokenizer_that_does_not_fit_is_told_before_the_weights_are_read(
+    tmp_path: Path, reranker: bool, change: dict[str, Any], message: str
+):
+    file = make_tiny_encoder(tmp_path / "odd", reranker=reranker) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    match change:
+        case {"letters": letters}:
+            tokenizer["model"]["vocab"] = {
+                letter: index for index, letter in enumerate((*letters, "[PAD]", "[CLS]", "[SEP]", "[UNK]"))
+            }  # fmt: skip
+        case {"special": number}:
+            tokenizer["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [number]
+        case _:
+            tokenizer |= change
+    file.write_text(json.dumps(tokenizer))
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises(ModelLoadFailed, match=message):
+            await pool.get_model("odd")
+        assert "weights:odd" not in pool.ledger.figures()
+
+
+async def test_a_segment_that_the_model_has_not_is_told(tmp_path: Path):
+    folder = make_tiny_encoder(tmp_path / "odd", reranker=True, type_vocab_size=1)
+    arrays = load_file(folder / "model.safetensors")
+    segments = next(key for key in arrays if "token_type" in key)
+    arrays[segments] = arrays[segments][:1]
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises(ModelLoadFailed, match=r"type_vocab_size of its config\.json is 1"):
+            await pool.get_model("odd")
+
+
 def quantize(folder: Path) -> None:
     """As mlx-embeddings' converter leaves a model: packed layers, and said so in config.json."""
     stored: Any = mx.load(str(folder / "model.safetensors"))

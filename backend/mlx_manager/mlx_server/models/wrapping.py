@@ -25,19 +25,31 @@ class Wrapping:
 
     @staticmethod
     def single(tokenizer: Any) -> Wrapping:
+        """
+        Raises:
+            ValueError: the tokenizer can't tell.
+        """
         made = tokenizer("a", return_special_tokens_mask=True)
         before, after = runs(made["input_ids"], made["special_tokens_mask"], texts=1)
         return Wrapping(before, (), after, segments=False)
 
     @staticmethod
     def pair(tokenizer: Any) -> Wrapping:
+        """
+        Raises:
+            ValueError: the tokenizer puts two texts together as if they were one.
+        """
         made = tokenizer("a", "a", return_special_tokens_mask=True, return_token_type_ids=True)
         before, between, after = runs(made["input_ids"], made["special_tokens_mask"], texts=2)
         return Wrapping(before, between, after, segments=any(made["token_type_ids"]))
 
     @property
+    def special(self) -> Ids:
+        return (*self.before, *self.between, *self.after)
+
+    @property
     def length(self) -> int:
-        return len(self.before) + len(self.between) + len(self.after)
+        return len(self.special)
 
     def of(self, text: Sequence[int]) -> Ids:
         return (*self.before, *text, *self.after)
@@ -49,14 +61,23 @@ class Wrapping:
 
 
 def runs(ids: Sequence[int], special: Sequence[int], *, texts: int) -> list[Ids]:
-    """The special tokens before, between and after `texts` texts."""
+    """The special tokens before, between and after `texts` texts.
+
+    Raises:
+        ValueError: as many texts can't be told apart.
+    """
     found: list[list[int]] = [[]]
     for is_special, run in groupby(zip(ids, special, strict=True), key=lambda pair: pair[1]):
         if is_special:
             found[-1] += [token for token, _ in run]
         else:
             found.append([])
-    assert len(found) == texts + 1
+    if len(found) == 1:
+        raise ValueError("its tokenizer has no token for the letter 'a', by which it is tried.")
+    if len(found) < texts + 1:
+        raise ValueError("its tokenizer puts no separator between the two texts of a pair.")
+    if len(found) > texts + 1:
+        raise ValueError("its tokenizer puts special tokens inside a text, not around it.")
     return [tuple(run) for run in found]
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from mlx_manager.mlx_server.backends.wrapping import shortened
+from mlx_manager.mlx_server.models.wrapping import shortened
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(3, 50))
