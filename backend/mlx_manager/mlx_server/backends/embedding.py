@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -90,6 +91,10 @@ class EncoderBackend:
         self._vocabulary = Vocabulary(loaded.tokenizer, loaded.model.vocabulary)
         self._single, self._pair = loaded.single, loaded.pair
         self._threads = DaemonThreads(TOKENISING)
+        # With the memory that there is when nobody else has any.
+        self._room = ledger.limit - loaded.nbytes
+        lengths = range(loaded.context_length + 1)
+        self._readable = bisect_right(lengths, self._room, key=self._bytes_of) - 1
         self._engine = EncoderEngine(
             loaded.id,
             loaded.model,
@@ -312,7 +317,7 @@ class EncoderBackend:
         """whole: those are all tokens; there are more of a text that nobody looked at to its end.
 
         Raises:
-            ContextLengthExceeded: more than the model takes.
+            ContextLengthExceeded: more than the model takes, or than there will ever be memory for.
         """
         context = self._loaded.context_length
         if length > context:
@@ -322,6 +327,18 @@ class EncoderBackend:
                 "cut with `truncate_prompt_tokens`: -1.",
                 param=param,
             )
+        if length > self._readable:
+            raise ContextLengthExceeded(
+                f"{what}: {length} tokens, which take {self._bytes_of(length):,} bytes to read. "
+                f"Beside the model's weights the memory limit leaves {self._room:,}, enough for "
+                f"{self._readable}. Shorten it, or have it cut with `truncate_prompt_tokens`: "
+                f"{self._readable}.",
+                param=param,
+            )
+
+    def _bytes_of(self, length: int) -> int:
+        """What a text of so many tokens takes to read."""
+        return self._loaded.model.working_bytes(1, length)
 
     def _check_dimensions(self, wanted: int | None) -> None:
         own, sentence = self._loaded.model.dimensions, self._loaded.sentence

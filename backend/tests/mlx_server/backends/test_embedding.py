@@ -287,6 +287,33 @@ async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_made_tokens(
     assert max(tokenised) <= 2 * HEAD
 
 
+async def test_a_text_that_there_will_never_be_memory_for_is_too_long(tmp_path: Path):
+    for name, reranker in (("long", False), ("rank-long", True)):
+        make_tiny_encoder(
+            tmp_path / name, "modernbert", reranker=reranker, max_position_embeddings=4000
+        )
+    settings = MLXServerSettings(
+        # No other model is kept.
+        model=str(tmp_path / "long"),
+        models_dir=tmp_path,
+        hf_cache=False,
+        memory_limit_gb=0.05,
+    )
+    refusal = r"{}: (\d+) tokens, which take [\d,]+ bytes to read.* enough for (\d+)\. .*`: \2\.$"
+    async with open_pool(settings) as pool:
+        assert isinstance(pool, ModelPoolManager)
+        with pytest.raises(ContextLengthExceeded, match=refusal.format("Input 1")) as error:
+            await embed(pool, "long", "x", "y" * 3000)
+        assert error.value.param == "input[1]"
+        with pytest.raises(ContextLengthExceeded, match=refusal.format("The query and document 0")):
+            await rank(pool, "rank-long", "y" * 3000)
+        most = int(error.value.message.rpartition(" ")[2].rstrip("."))
+        assert 512 < most < 3000
+        assert (await embed(pool, "long", "y" * 3000, truncate=most)).tokens == most
+        with pytest.raises(ContextLengthExceeded, match=refusal.format("Input 0")):
+            await embed(pool, "long", "y" * 3000, truncate=most + 1)
+
+
 async def test_too_long_a_query_is_named(pool: ModelPoolManager, tokenised: list[int]):
     for query, said in (("q" * 200, "203 tokens"), ("q" * 100_000, r"more than \d+ tokens")):
         asked = RerankRequest("rank-bert", query, ("x", "y"))
