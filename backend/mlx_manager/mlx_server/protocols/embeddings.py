@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import EmbeddingRequest, Encoded
+from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
 from mlx_manager.mlx_server.schemas.embeddings import (
     Embedding,
@@ -33,9 +34,21 @@ UNSUPPORTED_IN_RERANK: dict[str, Refusal] = {
 
 
 def embedding(body: EmbeddingsRequest, model: str, request_id: str) -> EmbeddingRequest:
+    """
+    Raises:
+        InvalidParameter: a prompt to put before token ids.
+    """
+    given = inputs(body)
+    ids = next((index for index, one in enumerate(given) if isinstance(one, tuple)), None)
+    if body.prompt_name is not None and ids is not None:
+        raise InvalidParameter(
+            f"`prompt_name` is for texts, and `input[{ids}]` is token ids. Send the text, or ids "
+            "that begin with the prompt's.",
+            param="prompt_name",
+        )
     return EmbeddingRequest(
         model,
-        inputs(body),
+        given,
         body.dimensions,
         body.truncate_prompt_tokens,
         body.prompt_name,

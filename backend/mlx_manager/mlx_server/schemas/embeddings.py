@@ -54,7 +54,7 @@ class EmbeddingsRequest(Timed):
     prompt_name: str | None = Field(
         None,
         description="Which of the model's own prompts (config_sentence_transformers.json) to put "
-        "before texts, such as `query`",
+        "before texts, such as `query`; not with token ids",
     )
     user: Any = None
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.core import Encoded
+from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols import embeddings
 from mlx_manager.mlx_server.schemas.embeddings import (
     Embedding,
@@ -22,7 +23,17 @@ from mlx_manager.mlx_server.schemas.embeddings import (
 )
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+IDS_AND_TEXTS: list[Any] = [([1, 2], 0), ([[1, 2]], 0), (["a", [1, 2]], 1)]
 NAMES = st.text() | st.sampled_from(['"data":[]', '{"results":[]}', "[]", "\\"])
+
+
+@pytest.mark.parametrize(("given", "index"), IDS_AND_TEXTS)
+def test_a_prompt_is_not_put_before_token_ids(given: Any, index: int):
+    body = EmbeddingsRequest(input=given, prompt_name="query")
+    with pytest.raises(InvalidParameter, match=rf"`prompt_name` .* `input\[{index}\]`") as error:
+        embeddings.embedding(body, "m", "embd-1")
+    assert error.value.param == "prompt_name"
+    assert embeddings.embedding(EmbeddingsRequest(input=given), "m", "embd-1").prompt is None
 
 
 @given(rows=st.lists(st.lists(NUMBERS, min_size=1), min_size=1), name=NAMES)
