@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.models.kinds import ENCODERS, SENTENCE_TRANSFORMERS
 Pooling = Literal["mean", "cls", "last"]
 Activation = Literal["identity", "tanh", "sigmoid"]
 
+PROMPTS = "config_sentence_transformers.json"
 BERT_LIMITS = "sentence_bert_config.json"
 POOLINGS: dict[str, Pooling] = {
     "mean": "mean",
@@ -94,7 +95,6 @@ class Sentence:
                             f"{folder.path / SENTENCE_TRANSFORMERS} has a module {kind!r}, which "
                             "is not known here."
                         )
-        own = optional(folder.path / "config_sentence_transformers.json")
         limits = optional(folder.path / BERT_LIMITS)
         dimensions = folder.config.get("matryoshka_dimensions") or ()
         return Sentence(
@@ -103,11 +103,28 @@ class Sentence:
             longest_text(folder),
             bool(limits.get("do_lower_case")),
             tuple(dense),
-            {name: text or "" for name, text in (own.get("prompts") or {}).items()},
-            own.get("default_prompt_name"),
+            *prompts_of(folder.path / PROMPTS),
             bool(dimensions or folder.config.get("is_matryoshka")),
             tuple(dimensions),
         )
+
+
+def prompts_of(file: Path) -> tuple[Mapping[str, str], str | None]:
+    """The prompts, and the name of that which is taken when none is named.
+
+    Raises:
+        ModelLoadFailed: they are no texts.
+    """
+    own = optional(file)
+    prompts, default = own.get("prompts") or {}, own.get("default_prompt_name")
+    if not isinstance(prompts, dict):
+        raise ModelLoadFailed(f"{file}: `prompts` should be texts by name, not {prompts!r}.")
+    for name, text in prompts.items():
+        if not isinstance(text, str | None):
+            raise ModelLoadFailed(f"{file}: `prompts.{name}` should be a text, not {text!r}.")
+    if not isinstance(default, str | None):
+        raise ModelLoadFailed(f"{file}: `default_prompt_name` should be a text, not {default!r}.")
+    return {name: text or "" for name, text in prompts.items()}, default
 
 
 def longest_text(folder: ModelFolder) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -567,6 +568,24 @@ async def test_quantised_weights_give_nearly_the_same(tmp_path: Path, name: str,
     async with open_pool(settings) as pool:
         rough, exact = matrix(await embed(pool, "q", *SAID)), matrix(await embed(pool, "f", *SAID))
     assert (rough * exact).sum(axis=1).min() > 0.995
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"prompts": {"query": "q: ", "q": 5}}, r"`prompts\.q` should be a text, not 5"),
+        ({"prompts": ["q: "]}, "`prompts` should be texts by name, not "),
+        ({"default_prompt_name": ["q"]}, "`default_prompt_name` should be a text, not "),
+    ],
+)
+async def test_prompts_that_are_no_texts_are_told_when_the_model_is_loaded(
+    tmp_path: Path, said: dict[str, Any], message: str
+):
+    file = make_tiny_encoder(tmp_path / "odd") / "config_sentence_transformers.json"
+    file.write_text(json.dumps(said))
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises(ModelLoadFailed, match=rf"{re.escape(file.name)}: {message}"):
+            await pool.get_model("odd")
 
 
 async def test_a_module_that_nobody_knows_is_refused(tmp_path: Path):
