@@ -7,6 +7,7 @@ keys of config.json that vLLM reads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, Literal
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.folder import ModelFolder, read_json, read_json_list
 from mlx_manager.mlx_server.models.kinds import ENCODERS, SENTENCE_TRANSFORMERS
+
+log = logging.getLogger(__name__)
 
 Pooling = Literal["mean", "cls", "last"]
 Activation = Literal["identity", "tanh", "sigmoid"]
@@ -85,7 +88,12 @@ class Sentence:
                     case "Pooling" if (path / "config.json").is_file():
                         pooling = pooling_of(path / "config.json")
                     case "Pooling":
-                        pass
+                        log.warning(
+                            "%s names a Pooling, and %s is missing: the pooling is %s",
+                            folder.path / SENTENCE_TRANSFORMERS,
+                            path / "config.json",
+                            pooling,
+                        )
                     case "Dense":
                         dense.append(Dense(path, dense_activation(path / "config.json")))
                     case "Normalize":

@@ -588,6 +588,17 @@ async def test_prompts_that_are_no_texts_are_told_when_the_model_is_loaded(
             await pool.get_model("odd")
 
 
+async def test_a_pooling_that_is_missing_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    pooling = make_tiny_encoder(tmp_path / "odd", pooling="cls_token") / "1_Pooling" / "config.json"
+    pooling.unlink()
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        await pool.get_model("odd")
+    said = f"names a Pooling, and {pooling} is missing: the pooling is mean"
+    assert [record.levelname for record in caplog.records if said in record.message] == ["WARNING"]
+
+
 async def test_a_module_that_nobody_knows_is_refused(tmp_path: Path):
     folder = make_tiny_encoder(tmp_path / "odd")
     modules = json.loads((folder / "modules.json").read_text())
