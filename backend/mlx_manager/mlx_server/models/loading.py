@@ -310,17 +310,9 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
         OutOfMemory: there is less left, even after relief.
     """
     line = weights_line(model_id)
-    if nbytes > ledger.limit:
-        raise ModelTooLarge(
-            f"The weights of {model_id} take {nbytes:,} bytes, and the memory limit is "
-            f"{ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
-        )
+    check_room(model_id, nbytes, ledger)
     if not ledger.reserve(line, nbytes):
-        raise OutOfMemory(
-            f"The weights of {model_id} take {nbytes:,} bytes, and {ledger.available():,} of "
-            f"{ledger.limit:,} are left beside the models in use.",
-            retry_after=10,
-        )
+        raise crowded(model_id, nbytes, ledger.available(), ledger.limit)
     loaded = False
     try:
         yield None
@@ -329,6 +321,28 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
         if not loaded:
             ledger.record(line, 0)
             mx.clear_cache()
+
+
+def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
+    """Ask before anything goes for the weights: in vain, it would go again for who asks next.
+
+    Raises: what `granted` raises.
+    """
+    if nbytes > ledger.limit:
+        raise ModelTooLarge(
+            f"The weights of {model_id} take {nbytes:,} bytes, and the memory limit is "
+            f"{ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
+        )
+    if nbytes > (attainable := ledger.attainable()):
+        raise crowded(model_id, nbytes, attainable, ledger.limit)
+
+
+def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"The weights of {model_id} take {nbytes:,} bytes, and {left:,} of {limit:,} are left "
+        "beside the models in use.",
+        retry_after=10,
+    )
 
 
 @contextmanager

@@ -41,9 +41,12 @@ from mlx_manager.mlx_server.models.encoder_loading import (
     checked_encoder,
     loading_encoder,
 )
+from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loading import (
     LoadedModel,
+    adapter_bytes,
+    check_room,
     checked_folder,
     explained,
     loading,
@@ -84,7 +87,7 @@ class Way:
     check: raises what is wrong with a model's files. tokenizer: reads it, or has it.
     """
 
-    check: Callable[[ModelSource, PoolLimits], object]
+    check: Callable[[ModelSource, PoolLimits], ModelFolder]
     loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
     tokenizer: Callable[[Tokenizers, Path], object]
 
@@ -559,8 +562,8 @@ class ModelPoolManager:
     async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
-            if len(self._residents.all()) >= self._limits.max_models and self._idle():
-                await asyncio.to_thread(self._check_files, source)
+            if self._idle():
+                await self._check(source, recipe)
             await self._thread.call(self._make_place_on_mlx)
             load = self._bring_on_mlx(source, recipe)
             steps = self._beside_on_mlx(load)
@@ -576,10 +579,16 @@ class ModelPoolManager:
             finally:
                 await self._thread.call(steps.close)
 
-    def _check_files(self, source: ModelSource) -> None:
+    async def _check(self, source: ModelSource, recipe: Recipe) -> None:
         """No model goes for one that can't be loaded."""
+        nbytes = await asyncio.to_thread(self._checked_bytes, source, recipe)
+        await self._thread.call(partial(check_room, source.id, nbytes, self.ledger))
+
+    def _checked_bytes(self, source: ModelSource, recipe: Recipe) -> int:
+        """How many the weights have, by files that are sound."""
         with explained(source.id):
-            way_of(source).check(source, self._limits)
+            folder = way_of(source).check(source, self._limits)
+            return folder.nbytes + adapter_bytes(recipe.adapter)
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""

@@ -133,6 +133,24 @@ async def test_eviction_by_bytes(models_dir: Path):
             await pool.get_model("a")
 
 
+@pytest.mark.parametrize("max_models", [2, 8])
+async def test_no_idle_model_goes_for_one_that_does_not_fit_beside_those_in_use(
+    tmp_path: Path, max_models: int
+):
+    for name in ("a", "b"):
+        make_tiny_model(tmp_path / name)
+    size = (make_tiny_model(tmp_path / "c", vocab_size=30_000) / "model.safetensors").stat().st_size
+    async with open_pool(tmp_path, max_models=max_models, patience=0.0) as pool:
+        for name in ("b", "a"):
+            await answer(pool, name)
+        async with pool.lease("a"):
+            taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
+            pool.ledger.limit = size + taken // 2
+            with pytest.raises(OutOfMemory, match="are left beside the models in use"):
+                await pool.get_model("c")
+            assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
+
+
 async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(
     models_dir: Path, caplog: pytest.LogCaptureFixture
 ):
