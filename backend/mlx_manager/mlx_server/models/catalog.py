@@ -81,6 +81,10 @@ class Catalog:
                 self._fresh_until = self._clock() + RESCAN_SECONDS
             return tuple(self._found.values())
 
+    def has(self, model_id: str) -> bool:
+        """Whether it was on offer at the last look. Reads no disk."""
+        return model_id in self._found and self.allows(model_id)
+
     def find(self, model_id: str) -> ModelSource:
         """
         Raises:

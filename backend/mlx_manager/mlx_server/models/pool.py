@@ -111,6 +111,7 @@ class Thread(Protocol):
 class ModelPoolManager:
     """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
 
+    To make one reads the disk, as the catalog does.
     make_backend: its steps are run on the MLX thread. models: the owner's settings of
     single models, until they are read again.
     """
@@ -156,6 +157,8 @@ class ModelPoolManager:
         # Of the MLX thread, hence made there.
         self._beside: mx.Stream | None = None
         set_memory_limit(self.ledger.limit)
+        # Before any name is asked about.
+        self.catalog.models()
 
     # -- asking for a model --------------------------------------------------------------------
 
@@ -211,13 +214,26 @@ class ModelPoolManager:
     def resolve(self, model_id: str | None) -> str:
         """The id that a request's `model` means: none, "" and "default" mean the default one.
 
-        Any other name is an alias if it fits one's pattern, and else the id itself.
+        What is on offer or loaded means itself. Any other name is an alias if it fits one's
+        pattern, as may be what that stands for; if that leads round in a circle, it is none. What
+        comes of it means itself.
         """
         if model_id is None or model_id in ("", "default"):
             return self._default
-        aliases = (*self._policy.models.aliases(), *self._aliases)
-        fits = (model for name, model in aliases if fnmatchcase(model_id, name))
-        return next(fits, model_id)
+        aliases = self._all_aliases()
+        name, passed = model_id, {model_id}
+        while not self._is_here(name):
+            meant = next((model for alias, model in aliases if fnmatchcase(name, alias)), name)
+            if meant == name:
+                break
+            if meant in passed:
+                return model_id
+            passed.add(name := meant)
+        return name
+
+    def _is_here(self, name: str) -> bool:
+        loaded = name in self._residents and self.catalog.allows(name)
+        return loaded or name == self._default or self.catalog.has(name)
 
     def is_loaded(self, model_id: str) -> bool:
         """Whether the model is in memory now."""
@@ -467,12 +483,19 @@ class ModelPoolManager:
         return reloaded
 
     async def _tell_unknown(self) -> tuple[str, ...]:
-        """Names in the models' settings that nothing on offer has; the log has them, too."""
+        """Names in the models' settings that nothing on offer has; the log has them, too, and the
+        aliases that are names of what is on offer."""
         offered = {source.id for source in await asyncio.to_thread(self.catalog.models)}
         unknown = tuple(name for name in self._policy.models.models if name not in offered)
         for name in unknown:
             log.warning("%s has settings of %r, which is not on offer", self._models_file, name)
+        for alias, model in self._all_aliases():
+            if alias in offered and alias != model:
+                log.warning("%r is no alias of %r: it is on offer itself", alias, model)
         return unknown
+
+    def _all_aliases(self) -> tuple[tuple[str, str], ...]:
+        return (*self._policy.models.aliases(), *self._aliases)
 
     def _preload(self) -> None:
         task = asyncio.create_task(self._preload_all(), name="preload")

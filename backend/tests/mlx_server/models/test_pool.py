@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -442,6 +443,40 @@ async def test_a_name_that_fits_an_aliass_pattern_means_what_it_stands_for(model
         assert pool.resolve("") == pool.resolve(None) == str(models_dir / "a")
         async with pool.lease("claude-x") as lease:
             assert lease.id == "c"
+
+
+async def test_what_is_on_offer_or_loaded_is_meant_by_its_own_name_whatever_alias_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for name in "abc":
+        make_tiny_model(tmp_path / name)
+    async with open_pool(tmp_path, aliases="x=a,a=b,*=c") as pool:
+        for name, meant in (("a", "a"), ("b", "b"), ("x", "a"), (None, str(tmp_path / "a"))):
+            async with pool.lease(name) as lease:
+                assert lease.id == pool.resolve(name) == meant
+        shutil.rmtree(tmp_path / "b")
+        pool.catalog.rescan()
+        assert "b" in {status.id for status in await pool.models()}
+        assert pool.resolve("b") == "b"
+        await pool.unload("b")
+        await pool.models()
+        assert pool.resolve("b") == "c"
+        async with tended(pool):
+            said = "'a' is no alias of 'b': it is on offer itself"
+            await until(lambda: said in caplog.messages)
+
+
+async def test_an_alias_may_stand_for_another_and_one_that_stands_for_itself_for_nothing(
+    models_dir: Path,
+):
+    async with open_pool(models_dir, aliases="x=y,y=b,p=q,q=p,z-*=z-1,w=nope") as pool:
+        for name, meant in (("x", "b"), ("p", "p"), ("q", "q"), ("z-2", "z-1"), ("w", "nope")):
+            assert pool.resolve(name) == pool.resolve(pool.resolve(name)) == meant
+        async with pool.lease("x") as lease:
+            assert lease.id == "b"
+        for name in ("p", "z-2", "w"):
+            with pytest.raises(ModelNotFound, match=f"no model '{pool.resolve(name)}'"):
+                await pool.get_model(name)
 
 
 @pytest.mark.parametrize("aliases", ["a", "=b", "a=", "a=b,c"])
