@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.utils.text import encodable
 
 WEIGHTS = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,7 +54,7 @@ class ModelFolder:
 
     @property
     def model_type(self) -> str:
-        return str(self.config.get("model_type", ""))
+        return encodable(str(self.config.get("model_type", "")))
 
     @property
     def context_length(self) -> int:
@@ -84,7 +85,7 @@ class ModelFolder:
         settings = self.path / "tokenizer_config.json"
         length = read_json(settings).get("model_max_length") if settings.exists() else None
         # transformers writes 1e30 for "unknown".
-        return int(length) if isinstance(length, int | float) and 0 < length < 1e8 else None
+        return int(length) if isinstance(length, int | float) and 1 <= length < 1e8 else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def context_length(config: Mapping[str, Any], tokenizer_length: int | None = Non
     factor = rope.get("factor")
     # Gemma 3 extends by a linear factor that its max_position_embeddings counts.
     counted = kind in EXTENDED_ROPES or str(text.get("model_type", "")).startswith("gemma3")
-    if counted or not isinstance(factor, int | float):
+    if counted or not isinstance(factor, int | float) or factor <= 0:
         return length
     if kind == "yarn":
         length = rope.get("original_max_position_embeddings") or length

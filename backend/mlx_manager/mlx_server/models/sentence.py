@@ -140,11 +140,26 @@ def longest_text(folder: ModelFolder) -> int:
 
     As many as the model has positions for (RoBERTa's begin after the padding's), or fewer where
     sentence-transformers' settings say so.
+
+    Raises:
+        ModelLoadFailed: a file is broken, or says what can't be; the message names file and key.
     """
     positions = folder.context_length
     if ENCODERS.get(folder.model_type) == "xlm_roberta":
         positions -= int(folder.config.get("pad_token_id", 1)) + 1
-    return min(optional(folder.path / BERT_LIMITS).get("max_seq_length") or positions, positions)
+    if positions < 1:
+        raise ModelLoadFailed(
+            f"{folder.path / 'config.json'}: max_position_embeddings must exceed pad_token_id + 1."
+        )
+    file = folder.path / BERT_LIMITS
+    match optional(file).get("max_seq_length"):
+        case None:
+            return positions
+        case bool():
+            pass
+        case int() as length if length >= 1:
+            return min(length, positions)
+    raise ModelLoadFailed(f"{file}: max_seq_length must be a whole number from 1 on, or null.")
 
 
 def pooling_of(file: Path) -> Pooling:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -8,11 +9,13 @@ from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
 from mlx_manager.demo_model import demo_model_path
+from mlx_manager.mlx_server.api.v1.models import card
 from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
 from mlx_manager.mlx_server.errors import ModelNotFound
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import RESCAN_SECONDS, Catalog
 from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile
+from mlx_manager.mlx_server.models.status import ModelStatus
 
 
 class Clock:
@@ -129,6 +132,39 @@ def test_a_config_of_nonsense_hides_no_other_model(tmp_path: Path, config: str):
     (tmp_path / "models" / "odd" / "config.json").write_text(config)
     models = catalog(tmp_path, models_dir=tmp_path / "models").models()
     assert [source.id for source in models] == [DEMO_MODEL, "a", "odd", "z"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "file", "changes"),
+    [
+        ("bert", "sentence_bert_config.json", {"max_seq_length": 12.5}),
+        ("bert", "sentence_bert_config.json", {"max_seq_length": "12"}),
+        ("bert", "sentence_bert_config.json", {"max_seq_length": -1}),
+        ("bert", "sentence_bert_config.json", {"max_seq_length": True}),
+        ("bert", "config.json", {"model_type": "\ud800"}),
+        ("roberta", "config.json", {"max_position_embeddings": 4}),
+        ("qwen3", "config.json", {"rope_scaling": {"rope_type": "linear", "factor": -1}}),
+    ],
+)
+def test_what_a_folder_says_and_can_not_be_spoils_no_answer_about_models(
+    tmp_path: Path, architecture: str, file: str, changes: dict[str, object]
+):
+    folder = make_tiny_encoder(tmp_path / "models" / "odd", architecture)
+    said = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps(said | changes))
+    found = catalog(tmp_path, models_dir=tmp_path / "models").find("odd")
+    status = ModelStatus(
+        found.id,
+        "loadable",
+        found.origin,
+        found.family,
+        found.model_type,
+        found.context_length,
+        found.nbytes,
+        kind=found.kind,
+    )
+    assert card(status, {}, 0).model_dump_json()
+    assert found.context_length >= 0
 
 
 def test_a_name_that_is_no_text_is_not_offered(tmp_path: Path):
