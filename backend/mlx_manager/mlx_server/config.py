@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -455,11 +456,17 @@ class MLXServerSettings(BaseSettings):
         return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
 
 
+def expanded(path: Path | str) -> Path:
+    """With the home for `~`; one that there is not stays as it is written, and is not found."""
+    return Path(os.path.expanduser(path))
+
+
 def is_folder(model: str) -> bool:
     """Whether what the owner calls a model so is a folder, there or not; or else it is an id."""
     if model == DEMO_MODEL:
         return False
-    return model.startswith(("/", ".", "~")) or Path(model).is_dir()
+    # Unlike Path's, it says no of a name that is too long.
+    return model.startswith(("/", ".", "~")) or os.path.isdir(model)
 
 
 def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
@@ -468,7 +475,7 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
     for variable in sorted(variables):
         if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
             yield f"{variable} is no setting"
-    if settings.models_dir is not None and not settings.models_dir.expanduser().is_dir():
+    if settings.models_dir is not None and not os.path.isdir(expanded(settings.models_dir)):
         yield f"MLX_SERVER_MODELS_DIR: {settings.models_dir} is no folder"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_manager.demo_model import demo_model_path
-from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, is_folder
+from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, expanded, is_folder
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
@@ -141,7 +142,7 @@ class Catalog:
         for name in self._sources.available_models:
             yield self._named(name, cached, downloadable=self._sources.allow_download)
         if self._sources.models_dir is not None:
-            yield from folders_in(self._sources.models_dir.expanduser())
+            yield from folders_in(expanded(self._sources.models_dir))
         if self._sources.hf_cache:
             for repository, snapshot in cached.items():
                 source = described(repository, snapshot, "hf_cache")
@@ -155,10 +156,10 @@ class Catalog:
         if name == DEMO_MODEL:
             return described(DEMO_MODEL, demo_model_path(), "embedded")
         if is_folder(name):
-            return described(name, Path(name).expanduser(), "configured")
+            return described(name, expanded(name), "configured")
         if (models_dir := self._sources.models_dir) is not None:
-            inside = models_dir.expanduser() / name
-            if (inside / "config.json").is_file():
+            inside = expanded(models_dir) / name
+            if os.path.isfile(inside / "config.json"):
                 return described(name, inside, "models_dir")
         if name in cached:
             return described(name, cached[name], "configured")

@@ -38,6 +38,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from mlx_manager.mlx_server.config import expanded
 from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed
 from mlx_manager.mlx_server.limits import (
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 NEVER = math.inf
 
 
@@ -72,11 +74,22 @@ def _seconds(value: object) -> float:
 
 def _beside(path: Path, info: ValidationInfo) -> Path:
     folder: Path = info.context  # type: ignore[assignment]
-    return folder / path.expanduser()
+    if CONTROL.search(str(path)):
+        raise ValueError("must have no control characters")
+    try:
+        found = folder / path.expanduser()
+        # Whether it is there is asked when it is loaded; here, whether that can be asked.
+        found.is_dir()
+    except OSError as error:
+        raise ValueError(f"must be a path that can be used ({error.strerror})") from error
+    except RuntimeError as error:
+        raise ValueError("must be a path in a home that there is") from error
+    return found
 
 
 def _id_or_folder(name: str, info: ValidationInfo) -> str:
-    return str(_beside(Path(name), info)) if name.startswith((".", "~")) else name
+    found = _beside(Path(name), info)
+    return str(found) if name.startswith((".", "~")) else name
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -213,7 +226,7 @@ def read_models_file(path: Path | None) -> ModelsFile:
     """
     if path is None:
         return ModelsFile()
-    path = path.expanduser()
+    path = expanded(path)
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         found = _FILE.validate_python(content, context=path.absolute().parent)

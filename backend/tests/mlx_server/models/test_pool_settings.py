@@ -167,6 +167,9 @@ async def test_settings_that_can_not_be_leave_the_old_ones_in_force(
         write(tmp_path, '[models.a]\naliases = ["second"]\npinned = "perhaps"')
         with pytest.raises(InvalidSettings, match=r"models.a.pinned: must be true or false"):
             await pool.reload()
+        write(tmp_path, f'[models.a]\naliases = ["second"]\n[models.s]\nbase = "{"x" * 300}"')
+        with pytest.raises(InvalidSettings, match=r"models.s.base: must be a path that can be"):
+            await pool.reload()
         file.unlink()
         with pytest.raises(InvalidSettings, match="can't be read"):
             await pool.reload()

@@ -135,6 +135,15 @@ def test_who_is_allowed(tmp_path: Path):
             "models.b.aliases: 'x' stands for 'a' already",
         ),
         ('[models.a]\naliases = ["b"]\n[models.b]', "'b' is a model's own name"),
+        (
+            '[models.a]\nbase = "~nosuch/x"',
+            r"models\.a\.base: must be a path in a home that there is",
+        ),
+        ('[models.a]\nadapter = "~nosuch/x"', r"models\.a\.adapter: must be a path in a home"),
+        (f'[models.a]\nbase = "{"x" * 300}"', r"a\.base: must be a path that can.*name too long"),
+        (f'[models.a]\nadapter = "{"x" * 300}"', r"a\.adapter: must be a path.*name too long"),
+        ('[models.a]\nbase = "\\u0000"', r"models\.a\.base: must have no control characters"),
+        ('[models.a]\nadapter = "b\\n"', r"models\.a\.adapter: must have no control characters"),
         ("models = ", "models.toml is not TOML: "),
         ("[models.a]\n[models.a]", "models.toml is not TOML: "),
     ],
@@ -150,6 +159,8 @@ def test_what_can_not_be_is_named_with_file_and_key_and_what_may_be(
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path):
     with pytest.raises(InvalidSettings, match=r"gone.toml can't be read: No such file"):
         read_models_file(tmp_path / "gone.toml")
+    with pytest.raises(InvalidSettings, match=r"gone.toml can't be read: No such file"):
+        read_models_file(Path("~nosuch/gone.toml"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidSettings, match=r"binary.toml is not TOML"):
         read_models_file(tmp_path / "binary.toml")
