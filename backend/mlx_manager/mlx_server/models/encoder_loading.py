@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
+    Checked,
     allowed_context,
     explained,
     granted,
@@ -95,15 +96,9 @@ def loading_encoder(
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
-        folder = checked_encoder(source)
-        kind = kind_of(folder)
-        sentence = Sentence.read(folder)
-        context = allowed_context(source.id, sentence.max_length, recipe)
-    if recipe.adapter is not None:
-        raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
-    for layer in sentence.dense:
-        check_safetensors(layer.path / "model.safetensors")
-    with granted(source.id, folder.nbytes, ledger), explained(source.id):
+        checked = checked_encoder(source, recipe)
+    folder, kind, sentence = checked.folder, checked.kind, checked.sentence
+    with granted(source.id, checked.nbytes, ledger), explained(source.id):
         found = dict(stored(folder))
         model = build(folder, kind, sentence, source.id, found)
         yield None
@@ -128,25 +123,48 @@ def loading_encoder(
             sentence,
             single,
             pair,
-            rank_activation(folder) if kind == "reranker" else "identity",
+            checked.activation,
             folder.model_type,
-            context,
+            checked.context_length,
             nbytes,
             weights,
         )
 
 
-def checked_encoder(source: ModelSource) -> ModelFolder:
+@dataclass(frozen=True, slots=True)
+class CheckedEncoder(Checked):
+    """`activation` is a reranker's."""
+
+    kind: Kind
+    sentence: Sentence
+    activation: Activation
+
+
+def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     """
     Raises:
-        ModelNotSupported: an architecture or a variation that is not known here.
-        ModelLoadFailed: a file is missing or broken.
+        ModelNotSupported: an architecture or a variation that is not known here, or an adapter.
+        ModelLoadFailed: a file is missing or broken, or the recipe asks for what can't be.
     """
     assert source.path is not None, "it is downloaded before it is loaded"
     folder = ModelFolder.read(source.path)
     check_supported(folder, source.id)
     folder.check_weights()
-    return folder
+    if recipe.adapter is not None:
+        raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
+    kind = kind_of(folder)
+    activation: Activation = "identity"
+    if kind == "reranker":
+        if (labels := labels_of(folder.config)) != 1:
+            raise ModelNotSupported(
+                f"{source.id} is a classifier of {labels} labels; a reranker has one."
+            )
+        activation = rank_activation(folder)
+    sentence = Sentence.read(folder)
+    for layer in sentence.dense:
+        check_safetensors(layer.path / "model.safetensors")
+    context = allowed_context(source.id, sentence.max_length, recipe)
+    return CheckedEncoder(folder, context, folder.nbytes, kind, sentence, activation)
 
 
 def build(
@@ -159,12 +177,7 @@ def build(
     """The encoder with its weights, lazily. found: the arrays of its folder's files."""
     head = None
     if kind == "reranker":
-        labels = labels_of(folder.config)
-        if labels != 1:
-            raise ModelNotSupported(
-                f"{model_id} is a classifier of {labels} labels; a reranker has one."
-            )
-        head = head_of(folder.config, labels, model_id)
+        head = head_of(folder.config, labels_of(folder.config), model_id)
     model = Encoder(folder.config, sentence.pooling, head)
     check_padding(model, model_id)
     model.dense = [dense_layer(layer) for layer in sentence.dense]

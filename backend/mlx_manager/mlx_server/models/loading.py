@@ -123,10 +123,9 @@ def loading(
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
-        folder = checked_folder(source, limits)
-        context = allowed_context(source.id, folder.context_length, recipe)
-    nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
-    with granted(source.id, nbytes, ledger), explained(source.id):
+        checked = checked_text(source, limits, recipe)
+    folder = checked.folder
+    with granted(source.id, checked.nbytes, ledger), explained(source.id):
         found: dict[str, mx.array] = {}
         model, config = load_model(
             folder.path,
@@ -153,7 +152,7 @@ def loading(
             config,
             adapter,
             adapter.family,
-            context,
+            checked.context_length,
             longest,
             embedded(config) or len(tokenizer),
             nbytes,
@@ -178,12 +177,30 @@ def settled(
     return weights, nbytes
 
 
-def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A model whose files are sound, as far as can be told without reading the weights.
+
+    context_length: as the recipe has it. nbytes: of the weights' files, an adapter's included.
+    """
+
+    folder: ModelFolder
+    context_length: int
+    nbytes: int
+
+
+def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> Checked:
     """
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
-        ModelLoadFailed: a file is missing or broken.
+        ModelLoadFailed: a file is missing or broken, or the recipe asks for what can't be.
     """
+    folder = checked_folder(source, limits)
+    context = allowed_context(source.id, folder.context_length, recipe)
+    return Checked(folder, context, folder.nbytes + adapter_bytes(recipe.adapter))
+
+
+def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
     assert source.path is not None, "it is downloaded before it is loaded"
     folder = ModelFolder.read(source.path)
     if not folder.model_type:

@@ -41,13 +41,12 @@ from mlx_manager.mlx_server.models.encoder_loading import (
     checked_encoder,
     loading_encoder,
 )
-from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loading import (
+    Checked,
     LoadedModel,
-    adapter_bytes,
     check_room,
-    checked_folder,
+    checked_text,
     explained,
     loading,
     weights_line,
@@ -68,7 +67,15 @@ from mlx_manager.mlx_server.utils.memory import (
     set_memory_limit,
     working_line,
 )
-from mlx_manager.mlx_server.utils.steps import BROKEN, Aside, Done, Steps, advance, whereabouts
+from mlx_manager.mlx_server.utils.steps import (
+    BROKEN,
+    Aside,
+    Done,
+    Steps,
+    advance,
+    beside,
+    whereabouts,
+)
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -87,13 +94,15 @@ class Way:
     check: raises what is wrong with a model's files. tokenizer: reads it, or has it.
     """
 
-    check: Callable[[ModelSource, PoolLimits], ModelFolder]
+    check: Callable[[ModelSource, PoolLimits, Recipe], Checked]
     loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
     tokenizer: Callable[[Tokenizers, Path], object]
 
 
-TEXT = Way(checked_folder, loading, Tokenizers.text)
-ENCODER = Way(lambda source, _: checked_encoder(source), loading_encoder, Tokenizers.encoder)
+TEXT = Way(checked_text, loading, Tokenizers.text)
+ENCODER = Way(
+    lambda source, _, recipe: checked_encoder(source, recipe), loading_encoder, Tokenizers.encoder
+)
 
 
 def way_of(source: ModelSource) -> Way:
@@ -585,9 +594,6 @@ class ModelPoolManager:
     async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
         """Load between other models' steps and beside them, one model at a time."""
         async with self._loading:
-            if self._idle():
-                await self._check(source, recipe)
-            await self._thread.call(self._make_place_on_mlx)
             load = self._bring_on_mlx(source, recipe)
             steps = self._beside_on_mlx(load)
             try:
@@ -601,17 +607,6 @@ class ModelPoolManager:
                             pass
             finally:
                 await self._thread.call(steps.close)
-
-    async def _check(self, source: ModelSource, recipe: Recipe) -> None:
-        """No model goes for one that can't be loaded."""
-        nbytes = await asyncio.to_thread(self._checked_bytes, source, recipe)
-        await self._thread.call(partial(check_room, source.id, nbytes, self.ledger))
-
-    def _checked_bytes(self, source: ModelSource, recipe: Recipe) -> int:
-        """How many the weights have, by files that are sound."""
-        with explained(source.id):
-            folder = way_of(source).check(source, self._limits)
-            return folder.nbytes + adapter_bytes(recipe.adapter)
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""
@@ -633,9 +628,20 @@ class ModelPoolManager:
             self._beside = side_stream()
         return (yield from on_stream(self._beside, load))
 
+    def _check_on_mlx(self, way: Way, source: ModelSource, recipe: Recipe) -> Steps[None]:
+        """No model goes for one that can't be loaded."""
+        with explained(source.id):
+            checked = yield from beside(partial(way.check, source, self._limits, recipe))
+            check_room(source.id, checked.nbytes, self.ledger)
+            # It is kept for the load.
+            yield from beside(partial(way.tokenizer, self._tokenizers, checked.folder.path))
+
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
-        """Load a model, make its backend, and take it among the residents."""
+        """Make place, load a model, make its backend, and take it among the residents."""
         way = way_of(source)
+        if self._idle():
+            yield from self._check_on_mlx(way, source, recipe)
+        self._make_place_on_mlx()
         loaded = yield from way.loading(source, self._limits, self.ledger, recipe, self._tokenizers)
         backend: ModelBackend | None = None
         try:

@@ -54,6 +54,13 @@ from mlx_manager.mlx_server.utils.steps import Steps
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
 
 
+def overwrite(name: str, text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return damage
+
+
 async def until_loading(pool: ModelPoolManager, name: str) -> None:
     while (await states(pool))[name] != "loading":  # noqa: ASYNC110 the pool tells nobody
         await asyncio.sleep(0)
@@ -250,15 +257,40 @@ async def test_failed_load_gives_its_reason_and_memory_back_and_the_pool_lives(t
         assert list(pool.figures()["engines"]) == ["good"]
 
 
-@pytest.mark.parametrize("kind", ["text", "embedding"])
-async def test_no_model_goes_for_one_whose_files_are_broken(tmp_path: Path, kind: str):
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("make", "damage", "message"),
+    [
+        (make_tiny_model, truncate, r"model.safetensors is truncated"),
+        (make_tiny_encoder, truncate, r"model.safetensors is truncated"),
+        (make_tiny_model, overwrite("tokenizer.json", "{}"), "broken can't be loaded"),
+        (make_tiny_encoder, overwrite("tokenizer.json", "{}"), "broken can't be loaded"),
+        (make_tiny_encoder, overwrite("modules.json", "{}"), r"modules.json is not a list"),
+        (partial(make_tiny_encoder, reranker=True, num_labels=1, id2label={"0": "A", "1": "B"}), lambda _: None, "of 2 labels"),
+    ],
+    ids=["text", "encoder", "its tokenizer", "an encoder's", "its modules", "a classifier"],
+)  # fmt: skip
+@pytest.mark.parametrize("short_of", ["places", "bytes"])
+async def test_no_model_goes_for_one_whose_files_are_broken(
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    damage: Callable[[Path], None],
+    message: str,
+    short_of: str,
+):
     make_tiny_model(tmp_path / "good")
-    make = {"text": make_tiny_model, "embedding": make_tiny_encoder}[kind]
-    broken = make(tmp_path / "broken") / "model.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-100])
-    async with open_pool(tmp_path, default="good", max_models=1) as pool:
+    damage(make(tmp_path / "broken"))
+    most = 1 if short_of == "places" else 4
+    async with open_pool(tmp_path, default="good", max_models=most) as pool:
         await answer(pool, "good")
-        with pytest.raises(ModelLoadFailed, match=r"model.safetensors is truncated"):
+        if short_of == "bytes":
+            lines = pool.ledger.figures()
+            pool.ledger.limit = lines["weights:good"] + lines["prefill:good"]
+        with pytest.raises((ModelLoadFailed, ModelNotSupported), match=message):
             await pool.get_model("broken")
         assert (await pool.status("good")).state == "loaded"
 
