@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.models.adapters import detect_model_family
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
-from mlx_manager.mlx_server.models.sentence import longest_text
+from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.steps import BROKEN
 from mlx_manager.mlx_server.utils.text import encodable
@@ -28,6 +28,8 @@ from mlx_manager.mlx_server.utils.text import encodable
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
 MOST_NAMED = 20
+DESCRIBING = ("config.json", "tokenizer_config.json", BERT_LIMITS)
+"""The files that a source is described by, beside its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,8 @@ def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
     """A source as its folder's files describe it, unknown where they can't be read."""
     try:
         # The folder's own time tells of a file that came later, as weights do in a download.
-        changed = tuple(file.stat().st_mtime_ns for file in (folder, folder / "config.json"))
+        files = (folder, *(file for name in DESCRIBING if (file := folder / name).is_file()))
+        changed = tuple(file.stat().st_mtime_ns for file in files)
         model_type, context, nbytes, kind = _description(folder, changed)
     except (ModelLoadFailed, *BROKEN):
         # One folder of nonsense must not hide the others.
@@ -200,5 +203,9 @@ def _description(folder: Path, changed: tuple[int, ...]) -> tuple[str, int, int,
     """(model_type, context length, bytes, kind) of a folder that changed at those times."""
     model = ModelFolder.read(folder)
     kind = kind_of(model)
-    context = model.context_length if kind == "text" else longest_text(model)
+    try:
+        context = model.context_length if kind == "text" else longest_text(model)
+    except (ModelLoadFailed, *BROKEN):
+        # What it is for tells how it is loaded, which says what is wrong.
+        context = 0
     return model.model_type, context, model.nbytes, kind

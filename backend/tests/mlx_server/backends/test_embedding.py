@@ -541,6 +541,23 @@ async def test_a_segment_that_the_model_has_not_is_told(tmp_path: Path):
             await pool.get_model("odd")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"sentence_bert_config\.json is not JSON"),
+        ('{"max_seq_length": 12.5}', r"sentence_bert_config\.json: max_seq_length must be a whole"),
+        ('{"max_seq_length": 0}', r"sentence_bert_config\.json: max_seq_length must be a whole"),
+    ],
+)
+async def test_broken_settings_of_an_encoder_are_named_with_their_file(
+    tmp_path: Path, text: str, message: str
+):
+    (make_tiny_encoder(tmp_path / "odd") / "sentence_bert_config.json").write_text(text)
+    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+        with pytest.raises(ModelLoadFailed, match=message):
+            await pool.get_model("odd")
+
+
 def quantize(folder: Path) -> None:
     """As mlx-embeddings' converter leaves a model: packed layers, and said so in config.json."""
     stored: Any = mx.load(str(folder / "model.safetensors"))

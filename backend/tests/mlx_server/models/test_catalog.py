@@ -236,6 +236,25 @@ def test_changed_config_is_read_again(tmp_path: Path):
     assert models.find("m").context_length == 4096
 
 
+def test_what_a_model_is_for_is_known_while_its_lengths_are_not_and_those_once_they_are_mended(
+    tmp_path: Path,
+):
+    clock = Clock()
+    folders = {
+        "bert": make_tiny_encoder(tmp_path / "models" / "bert") / "sentence_bert_config.json",
+        "llama": make_tiny_model(tmp_path / "models" / "llama") / "tokenizer_config.json",
+    }
+    found = catalog(tmp_path, clock, models_dir=tmp_path / "models")
+    for text, lengths in (("{", (0, 0)), ("{}", (128, 2048))):
+        for file in folders.values():
+            file.write_text(text)
+        clock.now += RESCAN_SECONDS
+        sources = [found.find(name) for name in folders]
+        assert [source.kind for source in sources] == ["embedding", "text"]
+        assert [source.model_type for source in sources] == ["bert", "llama"]
+        assert tuple(source.context_length for source in sources) == lengths
+
+
 def test_only_what_the_owner_allows_can_be_named(tmp_path: Path):
     for name in ("a/one", "a/two", "b"):
         make_tiny_model(tmp_path / "models" / name)
