@@ -77,9 +77,13 @@ def mlx_findings() -> Iterator[Finding]:
 
 def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """Room where models are kept."""
-    from mlx_manager.mlx_server.models.hub import cache_folder, free_bytes
+    from mlx_manager.mlx_server.models.hub import cache_folder, free_bytes, why_closed
 
     for folder in filter(None, (cache_folder(), settings.models_dir)):
+        if reason := why_closed(folder.expanduser()):
+            advice = "Its models are not offered. Make it yours, or move it with HF_HOME"
+            yield Finding("disk", f"{folder}: {reason}", advice=advice)
+            continue
         free = free_bytes(folder.expanduser())
         advice = "" if free >= LITTLE_ROOM else "Few models fit. Make room, or move it with HF_HOME"
         yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)

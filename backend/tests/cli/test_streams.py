@@ -60,26 +60,71 @@ def test_what_is_piped_in_must_be_text(environment: dict[str, str], server: str)
     assert done.stderr.startswith(b"mlx-manager: What is piped in is no UTF-8 text")
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root may read everything")
-@pytest.mark.parametrize(
-    ("command", "use"), [("list", "used"), ("key add alice --file {}/keys.toml", "written")]
-)
-def test_a_folder_that_is_somebody_elses_is_named(
-    environment: dict[str, str], tmp_path: Path, command: str, use: str
-) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0)
+@pytest.fixture
+def closed(tmp_path: Path) -> Path:
+    """A folder that `without_rights` may not enter."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0)
+    return folder
+
+
+def without_rights(
+    environment: dict[str, str], *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may read everything")
     rights = "-dac_override,-dac_read_search"
-    done = subprocess.run(
-        ["setpriv", "--bounding-set", rights, *PROGRAM, *command.format(closed).split()],
-        env=environment | {"HF_HOME": str(closed / "hf")},
+    return subprocess.run(
+        ["setpriv", "--bounding-set", rights, *PROGRAM, *arguments],
+        stdin=subprocess.DEVNULL,
+        env=environment | variables,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "use"),
+    [("rm owner/model --yes", "used"), ("key add alice --file {}/keys.toml", "written")],
+)
+def test_a_folder_that_is_somebody_elses_is_named(
+    environment: dict[str, str], closed: Path, command: str, use: str
+) -> None:
+    done = without_rights(environment, *command.format(closed).split(), HF_HOME=str(closed / "hf"))
     assert done.returncode == 1
     assert done.stderr.startswith(f"mlx-manager: {closed}/")
     assert done.stderr.endswith(f"can't be {use}: Permission denied.\n")
+
+
+def test_a_cache_that_is_somebody_elses_hides_no_other_model(
+    environment: dict[str, str], closed: Path
+) -> None:
+    done = without_rights(environment, "list", HF_HOME=str(closed / "hf"))
+    assert done.returncode == 0, done.stderr
+    assert "mlx-manager/demo" in done.stdout
+    assert done.stderr == f"models in {closed}/hf/hub are not offered: Permission denied\n"
+    silent = without_rights(environment, "list", "--no-hf-cache", HF_HOME=str(closed / "hf"))
+    assert silent.stdout == done.stdout
+    assert silent.stderr == ""
+
+
+def test_a_home_that_is_somebody_elses_leaves_the_embedded_model(
+    environment: dict[str, str], closed: Path
+) -> None:
+    at_home = {name: value for name, value in environment.items() if name != "HF_HOME"}
+    done = without_rights(at_home, "chat", "--once", "hi", HOME=str(closed / "home"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_doctor_says_that_the_cache_is_somebody_elses(
+    environment: dict[str, str], closed: Path
+) -> None:
+    done = without_rights(environment, "doctor", "--port", "0", HF_HOME=str(closed / "hf"))
+    assert done.returncode == 0, done.stderr
+    assert f"{closed}/hf/hub: Permission denied" in done.stdout
+    assert "HF_HOME" in done.stdout
 
 
 def test_a_narrow_terminal_cuts_no_name_and_no_number(

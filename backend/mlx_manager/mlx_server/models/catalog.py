@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.steps import BROKEN
 from mlx_manager.mlx_server.utils.text import encodable
+
+log = logging.getLogger(__name__)
 
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
@@ -75,6 +78,8 @@ class Catalog:
         self._lock = threading.Lock()
         self._found: Mapping[str, ModelSource] = {}
         self._fresh_until = float("-inf")
+        if sources.hf_cache and (reason := hub.why_closed(self._cache_folder)):
+            log.warning("models in %s are not offered: %s", self._cache_folder, reason)
 
     def models(self) -> tuple[ModelSource, ...]:
         """Everything that can be loaded, the default model first."""
@@ -123,36 +128,35 @@ class Catalog:
 
     def _all(self) -> dict[str, ModelSource]:
         """Everything by its id: what the owner's file makes of others, too, and above them."""
-        cached = dict(hub.cached_models(self._cache_folder))
         found: dict[str, ModelSource] = {}
-        for source in self._scan(cached):
+        for source in self._scan():
             if can_be_named(source.id):
                 found.setdefault(source.id, source)
         made: dict[str, ModelSource] = {}
         for name, settings in self._models.models.items():
             if settings.base is not None:
                 base = found.get(settings.base) or self._named(
-                    settings.base, cached, downloadable=self._sources.allow_download
+                    settings.base, downloadable=self._sources.allow_download
                 )
                 made[name] = replace(base, id=name, origin="configured")
         return found | made
 
-    def _scan(self, cached: Mapping[str, Path]) -> Iterator[ModelSource]:
+    def _scan(self) -> Iterator[ModelSource]:
         # What the owner starts the server with may be fetched; more only if they said so.
-        yield self._named(self._sources.default_model, cached, downloadable=True)
+        yield self._named(self._sources.default_model, downloadable=True)
         yield described(DEMO_MODEL, demo_model_path(), "embedded")
         for name in self._sources.available_models:
-            yield self._named(name, cached, downloadable=self._sources.allow_download)
+            yield self._named(name, downloadable=self._sources.allow_download)
         if self._sources.models_dir is not None:
             yield from folders_in(expanded(self._sources.models_dir))
         if self._sources.hf_cache:
-            for repository, snapshot in cached.items():
+            for repository, snapshot in hub.cached_models(self._cache_folder):
                 source = described(repository, snapshot, "hf_cache")
                 text = source.kind == "text"
                 if has_architecture(source.model_type) if text else source.model_type in ENCODERS:
                     yield source
 
-    def _named(self, name: str, cached: Mapping[str, Path], *, downloadable: bool) -> ModelSource:
+    def _named(self, name: str, *, downloadable: bool) -> ModelSource:
         """The owner's `name`: the embedded model, a folder, one in the folder of models, or a
         repository of the hub."""
         if name == DEMO_MODEL:
@@ -163,8 +167,8 @@ class Catalog:
             inside = expanded(models_dir) / name
             if os.path.isfile(inside / "config.json"):
                 return described(name, inside, "models_dir")
-        if name in cached:
-            return described(name, cached[name], "configured")
+        if (snapshot := hub.cached_model(self._cache_folder, name)) is not None:
+            return described(name, snapshot, "configured")
         return ModelSource(name, None, "configured", repository=name, downloadable=downloadable)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -43,23 +44,42 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def why_closed(folder: Path) -> str:
+    """Why this user can't look into a folder; "" if they can, or if there is none."""
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
     """(repository, folder) of every complete model in a cache, at its main revision.
 
     Layout: `models--<owner>--<name>/{refs/main, snapshots/<commit>/}`; a snapshot's files are
     links that are made once their content is there.
     """
-    if not cache.is_dir():
+    try:
+        names = sorted(os.listdir(cache))
+    except OSError:
         return
-    for folder in sorted(cache.glob("models--*")):
-        repository = folder.name.removeprefix("models--").replace("--", "/")
-        try:
-            snapshot = main_snapshot(folder)
-            complete = snapshot is not None and is_complete(snapshot)
-        except (OSError, ValueError):
-            continue  # Not for this user, or not text: the others must be found all the same.
-        if snapshot is not None and complete:
+    for name in fnmatch.filter(names, "models--*"):
+        repository = name.removeprefix("models--").replace("--", "/")
+        snapshot = cached_model(cache, repository)
+        if snapshot is not None:
             yield repository, snapshot
+
+
+def cached_model(cache: Path, repository: str) -> Path | None:
+    """The folder of a model that a cache has all of, at its main revision."""
+    try:
+        snapshot = main_snapshot(repository_folder(cache, repository))
+        complete = snapshot is not None and is_complete(snapshot)
+    except (OSError, ValueError):
+        return None  # Not for this user, or not text: the others must be found all the same.
+    return snapshot if complete else None
 
 
 def main_snapshot(folder: Path) -> Path | None:
@@ -129,9 +149,9 @@ def look_up(repository: str) -> Repository:
     files = {
         file.rfilename: file.size or 0
         for file in info.siblings or ()
-        if any(fnmatch(file.rfilename, pattern) for pattern in FILES)
+        if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
     }
-    if not any(fnmatch(name, WEIGHTS) for name in files):
+    if not any(fnmatch.fnmatch(name, WEIGHTS) for name in files):
         raise ModelNotSupported(
             f"{repository} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
             "under mlx-community for instance.",
@@ -173,7 +193,8 @@ def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     cache = cache_folder()
-    missing = wanted.missing(cache)
+    with told_apart(wanted.id):
+        missing = wanted.missing(cache)
     check_room(wanted.id, missing, cache)
     bars = None if report is None else progress_bars(report, wanted.nbytes - missing, wanted.nbytes)
     with told_apart(wanted.id):
@@ -195,8 +216,8 @@ def check_room(repository: str, needed: int, folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that holds `folder`, which need not exist yet."""
-    while not folder.exists():
+    """Of the disk that holds `folder`, which need not exist yet, nor be for this user."""
+    while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

@@ -100,6 +100,8 @@ def test_cache_offers_only_architectures_that_can_be_run(tmp_path: Path):
     cached_model(tmp_path, "owner/speech", "whisper")
     assert [model.id for model in catalog(tmp_path).models()] == [DEMO_MODEL, "owner/text"]
     assert len(catalog(tmp_path, hf_cache=False).models()) == 1
+    named = catalog(tmp_path, default_model="owner/text", hf_cache=False).find("owner/text")
+    assert named.path is not None
     for model_type in ("llama", "mistral", "qwen3_next", "falcon_mamba"):
         assert has_architecture(model_type)
 
