@@ -76,11 +76,24 @@ OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, e
 """What no program can do anything about: a disk that is full, a file that is not ours."""
 
 
+def open_what_is_closed() -> None:
+    """Read nothing from, and write to nowhere, what whoever called has closed.
+
+    In the order of the descriptors: each takes the lowest one that is free, its own, which
+    otherwise another file would get.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # it stays open
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def main() -> None:
     # LogFire, where it is installed, has itself imported by the first model that is declared.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    if sys.stdin is None:  # Closed by whoever called.
-        sys.stdin = open(os.devnull)  # noqa: SIM115  # it stays open
+    open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Letters that the terminal's encoding lacks: a `?` for each, as stderr has its way, too.
         sys.stdout.reconfigure(errors="replace")

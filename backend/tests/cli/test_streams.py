@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +48,29 @@ def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0<&- 1>&- 2"])
+def test_a_server_runs_with_nothing_to_write_to(environment, tmp_path: Path, closed: str) -> None:
+    # It tells its manager that it is ready, which it can't say in print.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *PROGRAM, "serve", "--port", "0"],
+            env=environment | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            told = manager.recv(4096).decode()
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+    assert told.startswith("READY=1")
+    assert process.returncode == 0, said
 
 
 def test_what_is_piped_in_must_be_text(environment: dict[str, str], server: str) -> None:
