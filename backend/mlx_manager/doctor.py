@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
-from mlx_manager.mlx_server.config import MLXServerSettings, doubts
+from mlx_manager.mlx_server.config import MLXServerSettings, doubts, expanded
 
 INSTALL_MLX = (
     "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
@@ -79,12 +79,17 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """Room where models are kept."""
     from mlx_manager.mlx_server.models.hub import cache_folder, free_bytes, why_closed
 
-    for folder in filter(None, (cache_folder(), settings.models_dir)):
-        if reason := why_closed(folder.expanduser()):
+    for place in filter(None, (cache_folder(), settings.models_dir)):
+        try:
+            folder = expanded(place)
+        except ValueError as error:
+            yield Finding("disk", f"{place}: {error}", advice="Say where models are with HF_HOME")
+            continue
+        if reason := why_closed(folder):
             advice = "Its models are not offered. Make it yours, or move it with HF_HOME"
             yield Finding("disk", f"{folder}: {reason}", advice=advice)
             continue
-        free = free_bytes(folder.expanduser())
+        free = free_bytes(folder)
         advice = "" if free >= LITTLE_ROOM else "Few models fit. Make room, or move it with HF_HOME"
         yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from mlx_manager.mlx_server.config import MLXServerSettings, is_folder
+from mlx_manager.mlx_server.config import MLXServerSettings, expanded, is_folder
 from mlx_manager.mlx_server.utils.open_files import OPEN_FILES
 
 Kind = Literal["systemd", "launchd"]
@@ -244,10 +244,19 @@ def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict
     """What the service is told: the settings of this environment, and the options, which win.
 
     A service starts in another folder: paths are absolute.
+
+    Raises:
+        InvalidValue: a path begins in a home folder that is unknown.
     """
     kept = {k: v for k, v in environment.items() if CARRIED.fullmatch(k)}
     told = kept | {f"{PREFIX}{name.upper()}": as_text(v) for name, v in given.items()}
-    return {name: from_anywhere(name, value) for name, value in told.items()}
+    found = {}
+    for name, value in told.items():
+        try:
+            found[name] = from_anywhere(name, value)
+        except ValueError as error:
+            raise InvalidValue(f"{name}: {error}.") from None
+    return found
 
 
 def from_anywhere(variable: str, value: str) -> str:
@@ -274,7 +283,7 @@ def folder_or_id(model: str) -> str:
 
 
 def absolute(path: str) -> str:
-    return str(Path(os.path.expanduser(path)).absolute())
+    return str(expanded(Path(path)).absolute())
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:

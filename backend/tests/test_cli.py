@@ -69,6 +69,26 @@ def test_a_wrong_variable_is_named_too() -> None:
     assert "dequantize" in result.output
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--models-dir", "--models-file", "--api-keys-file", "--response-store", "--audit-log"),
+        *("--model", "--available-models"),
+    ],
+)
+def test_a_home_that_nobody_has_is_a_usage_error(option: str) -> None:
+    result = run.invoke(app, ["serve", option, "~nobody-here/x"])
+    assert result.exit_code == 2, result.output
+    variable = f"MLX_SERVER_{option.strip('-').replace('-', '_').upper()}"
+    assert f"{option} ({variable}): the home folder ~nobody-here is unknown" in result.output
+
+
+def test_a_keys_file_in_a_home_that_nobody_has_is_a_usage_error() -> None:
+    result = run.invoke(app, ["key", "list", "--file", "~nobody-here/x"])
+    assert result.exit_code == 2, result.output
+    assert "the home folder ~nobody-here is unknown" in result.output
+
+
 def test_help_imports_neither_mlx_nor_the_server() -> None:
     program = (
         "import sys; from mlx_manager.cli import app; app(['serve', '--help'], standalone_mode=False);"

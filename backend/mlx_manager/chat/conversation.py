@@ -51,6 +51,7 @@ class Conversation:
 
         Raises:
             OSError: it can't be written.
+            RuntimeError: it begins with a home folder that is unknown.
         """
         file = file.expanduser()
         if file.suffix == ".json":

@@ -162,6 +162,8 @@ class Chat:
             self.conversation.save(file, self.model)
         except OSError as error:
             self._warn(f"{file} can't be written: {error.strerror}.")
+        except RuntimeError:
+            self._warn(f"{file} can't be written: the home folder {file.parts[0]} is unknown.")
         else:
             self._say(f"saved in {file}")
 
@@ -223,10 +225,13 @@ def make_prompt(models: Callable[[], list[str]], history: History) -> PromptSess
     )
 
 
-def history_file() -> Path:
-    """Where questions are remembered, for their owner's eyes only."""
+def history_file() -> Path | None:
+    """Where questions are remembered, for their owner's eyes only; None without a home folder."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "mlx-manager" / "chat_history"
+    try:
+        return Path(state).expanduser() / "mlx-manager" / "chat_history"
+    except RuntimeError:
+        return None
 
 
 def open_history(file: Path | None) -> History:

@@ -70,7 +70,7 @@ def add(
     from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
     from mlx_manager.mlx_server.services.keys import add_key
 
-    target = file or default_file()
+    target = keys_file(file)
     limits = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
@@ -86,14 +86,14 @@ def add(
         fail(error.message)
     note(f"The key of {name}, which is shown only now; its hash is in {target}:")
     typer.echo(secret)
-    if os.environ.get(FILE_VARIABLE) != str(target):
+    if os.path.expanduser(os.environ.get(FILE_VARIABLE, "")) != str(target):
         note(f"Serve with it: {FILE_VARIABLE}={shlex.quote(str(target))} mlx-manager serve")
 
 
 @key.command("list")
 def list_keys(*, file: File = None, as_json: AsJson = False) -> None:
     """List the keys of a file and their limits."""
-    entries = read(file or default_file())
+    entries = read(keys_file(file))
     if as_json:
         found = [
             {"name": name} | entry.model_dump(mode="json", exclude={"sha256"})
@@ -122,7 +122,7 @@ def remove(name: Name, *, file: File = None) -> None:
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.services.keys import remove_key
 
-    target = file or default_file()
+    target = keys_file(file)
     if name not in read(target):
         fail(f"{target} has no key named {name!r}.", ExitCode.NOT_FOUND)
     try:
@@ -142,6 +142,14 @@ def read(file: Path) -> dict[str, KeyEntry]:
         fail(error.message)
 
 
-def default_file() -> Path:
-    named = os.environ.get(FILE_VARIABLE)
-    return Path(named) if named else Path(typer.get_app_dir("mlx-manager")) / "keys.toml"
+def keys_file(file: Path | None) -> Path:
+    """The `file` that was named, or the environment's, or one in the home folder."""
+    from mlx_manager.mlx_server.config import expanded
+
+    named = file or os.environ.get(FILE_VARIABLE)
+    try:
+        if named:
+            return expanded(Path(named))
+        return expanded(Path(typer.get_app_dir("mlx-manager"))) / "keys.toml"
+    except ValueError as error:
+        fail(f"--file ({FILE_VARIABLE}): {error}.", ExitCode.USAGE)

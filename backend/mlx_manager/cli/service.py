@@ -74,8 +74,8 @@ def install(
     given = serve_options(context.args)
     grace = startable(parse_settings(given)).drain_seconds
     wanted = described(system, run_as, kind, grace)
-    variables = carried(os.environ, given)
     try:
+        variables = carried(os.environ, given)
         settings = environment_text(masked(variables) if print_only else variables)
     except InvalidValue as error:
         fail(str(error), ExitCode.USAGE)
@@ -171,6 +171,7 @@ def startable(settings: MLXServerSettings) -> MLXServerSettings:
 
 
 def described(system: bool, run_as: str | None, kind: str | None, grace: float = 0) -> Service:
+    from mlx_manager.mlx_server.config import expanded
     from mlx_manager.service import STOP_MARGIN, Service, native_kind, program
 
     if kind not in (None, "systemd", "launchd"):
@@ -183,15 +184,22 @@ def described(system: bool, run_as: str | None, kind: str | None, grace: float =
     if system:
         import getpass
 
-        user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
+        try:
+            user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
+        except (KeyError, OSError):
+            fail("--run-as: name the user; this one has no name.", ExitCode.USAGE)
         if user == "root" and grace:
             note("The service will run as root; --run-as names another user.")
+    try:
+        home = expanded(Path("~"))
+    except ValueError as error:
+        fail(f"The service's files have no place: {error}.", ExitCode.USAGE)
     return Service(
         "launchd" if (kind or native_kind()) == "launchd" else "systemd",
         user,
         program(),
         round(grace) + STOP_MARGIN,
-        Path.home(),
+        home,
     )
 
 

@@ -343,6 +343,21 @@ class MLXServerSettings(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
+    @field_validator(
+        "api_keys_file", "models_file", "models_dir", "response_store", "audit_log", mode="after"
+    )
+    @classmethod
+    def _whole_path(cls, path: Path | None) -> Path | None:
+        return None if path is None else expanded(path)
+
+    @field_validator("model", "available_models")
+    @classmethod
+    def _check_homes(cls, models: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in (models,) if isinstance(models, str) else models:
+            if is_folder(name):
+                expanded(Path(name))
+        return models
+
     @field_validator("api_key", "admin_token", mode="before")
     @classmethod
     def _plain_secret(cls, value: object) -> object:
@@ -456,9 +471,18 @@ class MLXServerSettings(BaseSettings):
         return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
 
 
-def expanded(path: Path | str) -> Path:
-    """With the home for `~`; one that there is not stays as it is written, and is not found."""
-    return Path(os.path.expanduser(path))
+def expanded(path: Path) -> Path:
+    """`path` with the home folder that its `~` stands for.
+
+    Raises:
+        ValueError: nobody knows that folder.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"the home folder {path.parts[0]} is unknown: set HOME, or write {path} out"
+        ) from None
 
 
 def is_folder(model: str) -> bool:
@@ -475,7 +499,7 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
     for variable in sorted(variables):
         if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
             yield f"{variable} is no setting"
-    if settings.models_dir is not None and not os.path.isdir(expanded(settings.models_dir)):
+    if settings.models_dir is not None and not os.path.isdir(settings.models_dir):
         yield f"MLX_SERVER_MODELS_DIR: {settings.models_dir} is no folder"
 
 

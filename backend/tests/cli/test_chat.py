@@ -135,6 +135,8 @@ def test_commands_change_the_conversation(chat: Chat, other: OtherServer, tmp_pa
     child.expect_exact("saved in")
     saved = json.loads((tmp_path / "said.json").read_text())
     assert saved["messages"][-1]["reasoning_content"] == "Let me think."
+    ask(child, "/save ~nobody-here/said.json")
+    child.expect_exact("the home folder ~nobody-here is unknown")
     ask(child, "/clear")
     child.expect_exact("forgotten")
     ask(child, "/modle other/one")

@@ -152,6 +152,64 @@ def test_doctor_says_that_the_cache_is_somebody_elses(
     assert "HF_HOME" in done.stdout
 
 
+HOMELESS = """
+import pwd
+
+def nobody(uid):
+    raise KeyError(uid)
+
+pwd.getpwuid = nobody
+from mlx_manager.cli import main
+main()
+"""
+
+
+def without_home(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As a container's user without a name, of whom nobody knows where their home is."""
+    theirs = ("HOME", "HF_HOME", "USER", "LOGNAME", "LNAME", "USERNAME")
+    nameless = {name: value for name, value in environment.items() if name not in theirs}
+    return subprocess.run(
+        [sys.executable, "-c", HOMELESS, *arguments],
+        stdin=subprocess.DEVNULL,
+        env=nameless,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "list --models-dir ~/m",
+        "list --model ~/m",
+        "key list",
+        "key add alice",
+        "service status",
+        "service install --print",
+    ],
+)
+def test_what_needs_an_unknown_home_says_so_in_a_line(
+    environment: dict[str, str], command: str
+) -> None:
+    done = without_home(environment, *command.split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "set HOME" in done.stderr
+
+
+def test_a_system_service_of_a_nameless_user_wants_a_name(environment: dict[str, str]) -> None:
+    done = without_home(environment, "service", "install", "--system", "--print")
+    assert done.returncode == 2, done.stderr
+    assert "--run-as" in done.stderr
+
+
+def test_doctor_says_that_the_home_is_unknown(environment: dict[str, str]) -> None:
+    done = without_home(environment, "doctor", "--port", "0")
+    assert done.returncode == 0, done.stderr
+    assert "the home folder ~ is unknown" in done.stdout
+
+
 def test_a_narrow_terminal_cuts_no_name_and_no_number(
     environment: dict[str, str], models_dir: Path
 ) -> None:

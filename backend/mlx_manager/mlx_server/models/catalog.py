@@ -148,7 +148,7 @@ class Catalog:
         for name in self._sources.available_models:
             yield self._named(name, downloadable=self._sources.allow_download)
         if self._sources.models_dir is not None:
-            yield from folders_in(expanded(self._sources.models_dir))
+            yield from folders_in(self._sources.models_dir)
         if self._sources.hf_cache:
             for repository, snapshot in hub.cached_models(self._cache_folder):
                 source = described(repository, snapshot, "hf_cache")
@@ -162,9 +162,9 @@ class Catalog:
         if name == DEMO_MODEL:
             return described(DEMO_MODEL, demo_model_path(), "embedded")
         if is_folder(name):
-            return described(name, expanded(name), "configured")
+            return described(name, expanded(Path(name)), "configured")
         if (models_dir := self._sources.models_dir) is not None:
-            inside = expanded(models_dir) / name
+            inside = models_dir / name
             if os.path.isfile(inside / "config.json"):
                 return described(name, inside, "models_dir")
         if (snapshot := hub.cached_model(self._cache_folder, name)) is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlx_manager.mlx_server.config import DEMO_MODEL, expanded
+from mlx_manager.mlx_server.config import DEMO_MODEL
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
 from mlx_manager.mlx_server.models.hub import repository_folder
 
@@ -49,9 +49,9 @@ def plan_removal(name: str, models_dir: Path | None, cache: Path) -> Removal:
             "are yours to delete."
         )
     if models_dir is not None:
-        folder = expanded(models_dir) / name
+        folder = models_dir / name
         if (folder / "config.json").is_file():
-            check_inside(folder, expanded(models_dir))
+            check_inside(folder, models_dir)
             return Removal(name, "models_dir", (folder,), size_of(folder))
     folder = repository_folder(cache, name)
     if folder.is_dir():

@@ -76,14 +76,12 @@ def _beside(path: Path, info: ValidationInfo) -> Path:
     folder: Path = info.context  # type: ignore[assignment]
     if CONTROL.search(str(path)):
         raise ValueError("must have no control characters")
+    found = folder / expanded(path)
     try:
-        found = folder / path.expanduser()
         # Whether it is there is asked when it is loaded; here, whether that can be asked.
         found.is_dir()
     except OSError as error:
         raise ValueError(f"must be a path that can be used ({error.strerror})") from error
-    except RuntimeError as error:
-        raise ValueError("must be a path in a home that there is") from error
     return found
 
 
@@ -226,7 +224,6 @@ def read_models_file(path: Path | None) -> ModelsFile:
     """
     if path is None:
         return ModelsFile()
-    path = expanded(path)
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         found = _FILE.validate_python(content, context=path.absolute().parent)

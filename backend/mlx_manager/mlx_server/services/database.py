@@ -83,6 +83,5 @@ def place_of(path: Path | None) -> str:
     """
     if path is None:
         return ":memory:"
-    file = path.expanduser()
-    file.touch(mode=0o600)
-    return str(file)
+    path.touch(mode=0o600)
+    return str(path)

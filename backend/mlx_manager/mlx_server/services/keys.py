@@ -135,7 +135,7 @@ def read_entries(file: Path) -> dict[str, KeyEntry]:
         InvalidSettings: it can't be read, or is no keys' file; says where.
     """
     try:
-        content = tomllib.loads(file.expanduser().read_text("utf-8"))
+        content = tomllib.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         raise InvalidSettings(
             f"There is no keys' file {file}. `mlx-manager key add NAME --file {file}` makes one."
@@ -196,7 +196,7 @@ def remove_key(file: Path, name: str) -> None:
 @contextmanager
 def _alone(file: Path) -> Iterator[Path]:
     """The file itself, behind all links, while no other program changes one in its folder."""
-    file = file.expanduser().resolve()
+    file = file.resolve()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(file.parent, os.O_RDONLY)

@@ -86,6 +86,11 @@ def test_paths_start_in_the_files_folder(tmp_path: Path, base: str, meant: str):
     assert found == meant.format(folder=tmp_path)
 
 
+def test_a_path_in_a_home_that_nobody_has_is_named(tmp_path: Path):
+    with pytest.raises(InvalidSettings, match=r"base: .*the home folder ~nobody-here is unknown"):
+        read(tmp_path, '[models.a]\nbase = "~nobody-here/m"')
+
+
 def test_who_is_allowed(tmp_path: Path):
     models = read(tmp_path, 'allow = ["owner/*", "small"]')
     assert all(models.allows(name) for name in ("owner/a", "owner/b", "small"))

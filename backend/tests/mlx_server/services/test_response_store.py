@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_manager.mlx_server.config import ResponseLimits
+from mlx_manager.mlx_server.config import MLXServerSettings, ResponseLimits
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.response_store import ResponseStore, StoredResponse, saving
@@ -154,7 +154,7 @@ def test_a_file_of_answers_is_for_its_owner_alone_and_may_be_in_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
-    ResponseStore(ResponseLimits(path=Path("~/answers.db"))).close()
+    ResponseStore(MLXServerSettings(response_store="~/answers.db").responses).close()
     assert (tmp_path / "answers.db").stat().st_mode & 0o777 == 0o600
 
 
