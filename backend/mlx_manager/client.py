@@ -131,6 +131,9 @@ class ServerClient:
         except UnicodeEncodeError as error:
             said = "There are bytes in the request that are no UTF-8 text."
             raise ServerRefused(HTTPStatus.UNPROCESSABLE_ENTITY, said) from error
+        except UnicodeError as error:
+            # Of a proxy, say, that no resolver can be asked for.
+            raise ServerUnreachable(f"No server answers at {self.url}: {error}") from error
         except httpx.TimeoutException as error:
             raise ServerLost(f"{self.url} did not answer in time") from error
         except httpx.RequestError as error:

@@ -161,7 +161,7 @@ def our_server(host: str, port: int) -> str:
     try:
         health = httpx.get(f"{url_of(host, port)}/health", timeout=2, trust_env=False)
         return f"MLX Manager {health.json()['version']}"
-    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
         return ""
 
 

@@ -69,6 +69,28 @@ def test_a_wrong_variable_is_named_too() -> None:
     assert "dequantize" in result.output
 
 
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, ".", "[a..b]", "[]"])
+def test_a_host_that_can_be_none_is_a_usage_error(command: str, host: str) -> None:
+    result = run.invoke(app, [command, "--host", host])
+    assert result.exit_code == 2, result.output
+    assert "--host (MLX_SERVER_HOST): " in result.output
+    assert "is no address, nor the name of a host" in result.output
+
+
+@pytest.mark.parametrize("option", ["--host", "--model"])
+def test_a_setting_that_says_nothing_is_a_usage_error(option: str) -> None:
+    result = run.invoke(app, ["serve", option, ""])
+    assert result.exit_code == 2, result.output
+    assert f"{option} (MLX_SERVER_{option[2:].upper()}) should have at least 1" in result.output
+
+
+def test_an_address_may_be_in_brackets() -> None:
+    result = run.invoke(app, ["doctor", "--host", "[127.0.0.1]", "--port", "0"])
+    assert result.exit_code == 0, result.output
+    assert "127.0.0.1:0 is free" in result.output
+
+
 @pytest.mark.parametrize(
     "option",
     [

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "address": set(),
     "core": set(),
     "errors": set(),
-    "config": set(),
+    "config": {"address"},
     "limits": set(),
     "formats": set(),
     "utils": LEAVES,

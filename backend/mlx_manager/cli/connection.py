@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_manager.cli.terminal import ExitCode, fail
-from mlx_manager.mlx_server.address import url_of
+from mlx_manager.mlx_server.address import is_host, url_of
 
 if TYPE_CHECKING:
     from mlx_manager.client import ServerClient
@@ -70,7 +70,7 @@ def address(url: str | None) -> str:
         _ = urlsplit(found).port
     except (ValueError, httpx.InvalidURL):
         place = httpx.URL()
-    if place.scheme not in ("http", "https") or not place.host:
+    if place.scheme not in ("http", "https") or not is_host(place.raw_host.decode("ascii")):
         fail(f"{said}: {found} is no address such as http://127.0.0.1:8000.", ExitCode.USAGE)
     return found
 
@@ -85,7 +85,7 @@ def answers(url: str) -> bool:
     try:
         with socket.create_connection((place.hostname or "", port), timeout=2):
             return True
-    except OSError:
+    except (OSError, UnicodeError):
         return False
 
 

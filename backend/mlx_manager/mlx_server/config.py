@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from mlx_manager.mlx_server.address import is_host
+
 DEMO_MODEL = "mlx-manager/demo"
 # Read by `utils/blas.py`, before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
@@ -190,7 +192,7 @@ class MLXServerSettings(BaseSettings):
         env_prefix="MLX_SERVER_", frozen=True, extra="ignore", hide_input_in_errors=True
     )
 
-    host: str = Field("127.0.0.1", description="Address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
     api_key: SecretStr | None = Field(
         None,
@@ -224,7 +226,9 @@ class MLXServerSettings(BaseSettings):
     )
     key_max_queued: int = Field(64, ge=0, description="Requests of one key that may wait so")
     model: str = Field(
-        DEMO_MODEL, description="Model served when a request names none; loaded at start"
+        DEMO_MODEL,
+        min_length=1,
+        description="Model served when a request names none; loaded at start",
     )
     available_models: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="More models to offer, as Hugging Face ids or folders, comma-separated"
@@ -368,6 +372,16 @@ class MLXServerSettings(BaseSettings):
         if not (secret.isascii() and secret.isprintable()):
             raise ValueError("may have ASCII characters only, and no line breaks")
         return secret
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        """As the system takes it: an address in brackets, as URLs have it, is none there."""
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        if not is_host(host):
+            raise ValueError(f"{host!r} is no address, nor the name of a host")
+        return host
 
     @field_validator("cors_origins")
     @classmethod

@@ -87,6 +87,23 @@ def test_no_proxy_stands_before_this_machines_own_server(program, server: str, p
     assert json.loads(done.stdout)["models"][0]["id"] == DEMO
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_host_that_can_be_none_is_a_usage_error(run, command: tuple[str, ...], host: str) -> None:
+    done = run(*command, "--url", f"http://{host}")
+    assert done.returncode == 2
+    assert f"--url (MLX_MANAGER_URL): http://{host} is no address" in done.stderr
+    done = run(*command, MLX_SERVER_HOST=host)
+    assert done.returncode == 2
+    assert f"MLX_SERVER_HOST with MLX_SERVER_PORT: http://{host}:1 is no address" in done.stderr
+
+
+def test_a_proxy_whose_host_can_be_none_is_told(run) -> None:
+    done = run("ps", "--url", "http://there.invalid", ALL_PROXY="http://a..b:1")
+    assert done.returncode == 3
+    assert "No server answers at http://there.invalid" in done.stderr
+
+
 def test_a_proxy_that_can_not_be_used_is_told(run) -> None:
     done = run("ps", "--url", "http://there.invalid", ALL_PROXY="nonsense://x")
     assert done.returncode == 2
