@@ -147,6 +147,8 @@ def bounds(schema: Mapping[str, Any]) -> str:
     match schema:
         case {"minimum": low, "maximum": high}:
             return f" from {low} to {high}"
+        case {"exclusiveMinimum": low, "maximum": high}:
+            return f" over {low}, {high} at most"
         case {"minimum": low}:
             return f", {low} or more"
         case {"exclusiveMinimum": low}:

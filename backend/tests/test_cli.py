@@ -69,6 +69,21 @@ def test_a_wrong_variable_is_named_too() -> None:
     assert "dequantize" in result.output
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--memory-limit-gb", "--max-body-mb", "--max-headers-kb", "--response-store-mb"),
+        "--audit-log-mb",
+    ],
+)
+@pytest.mark.parametrize("value", ["1e300", "17179869184"])
+def test_a_size_that_no_machine_has_is_a_usage_error(option: str, value: str) -> None:
+    result = run.invoke(app, ["serve", option, value])
+    assert result.exit_code == 2, result.output
+    assert option in result.output
+    assert "should be less than or equal to 1048576" in result.output
+
+
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, ".", "[a..b]", "[]"])
 def test_a_host_that_can_be_none_is_a_usage_error(command: str, host: str) -> None:

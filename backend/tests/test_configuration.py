@@ -18,7 +18,7 @@ def test_every_setting_is_in_it_once() -> None:
     [
         ("PORT", "a whole number from 0 to 65535"),
         ("MAX_ROWS", "a whole number, 1 or more"),
-        ("MEMORY_LIMIT_GB", "a number over 0"),
+        ("MEMORY_LIMIT_GB", "a number over 0, 1048576 at most"),
         ("LOG_FORMAT", "`pretty`, `json`"),
         ("PREFIX_CACHE", "`true`, `false`"),
         ("MODELS_DIR", "a path"),
@@ -35,7 +35,14 @@ def test_what_a_setting_takes_is_said_in_words(name: str, values: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["max_body_mb", "max_headers_kb", "memory_limit_gb", "drain_seconds", "response_store_mb"],
+    [
+        "max_body_mb",
+        "max_headers_kb",
+        "memory_limit_gb",
+        "drain_seconds",
+        "response_store_mb",
+        "audit_log_mb",
+    ],
 )
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_what_must_have_an_end_has_one(name: str, value: str) -> None:

@@ -18,6 +18,8 @@ from mlx_manager.mlx_server.address import is_host
 DEMO_MODEL = "mlx-manager/demo"
 # Read by `utils/blas.py`, before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
+# Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
+MOST = 2**20
 
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -250,8 +252,9 @@ class MLXServerSettings(BaseSettings):
     )
     memory_limit_gb: float | None = Field(
         None,
-        allow_inf_nan=False,
         gt=0,
+        le=MOST,
+        allow_inf_nan=False,
         description="Memory for weights and KV pages; default 0.9 of the device's",
     )
     weights: Literal["auto", "keep", "dequantize"] = Field(
@@ -270,10 +273,10 @@ class MLXServerSettings(BaseSettings):
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
     max_body_mb: float = Field(
-        32, gt=0, allow_inf_nan=False, description="Largest request body accepted"
+        32, gt=0, le=MOST, allow_inf_nan=False, description="Largest request body accepted"
     )
     max_headers_kb: float = Field(
-        64, gt=0, allow_inf_nan=False, description="Largest request headers accepted"
+        64, gt=0, le=MOST, allow_inf_nan=False, description="Largest request headers accepted"
     )
     max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
     max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
@@ -313,13 +316,15 @@ class MLXServerSettings(BaseSettings):
         None, description="File that keeps answers of /v1/responses; default: memory, until the end"
     )
     response_store_mb: float = Field(
-        64, gt=0, allow_inf_nan=False, description="Room for them; the oldest make place"
+        64, gt=0, le=MOST, allow_inf_nan=False, description="Room for them; the oldest make place"
     )
     response_store_days: float = Field(30, gt=0, description="Days without use after which they go")
     audit_log: Path | None = Field(
         None, description="File that keeps who called what when; default: memory, until the end"
     )
-    audit_log_mb: float = Field(64, gt=0, description="Room for calls; the oldest make place")
+    audit_log_mb: float = Field(
+        64, gt=0, le=MOST, allow_inf_nan=False, description="Room for calls; the oldest make place"
+    )
     audit_log_days: float = Field(90, gt=0, description="Days after which a call is forgotten")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="What the log shows"
