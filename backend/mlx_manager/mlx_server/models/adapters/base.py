@@ -10,10 +10,16 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import jinja2
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.core import Conversation
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    MLXManagerError,
+    UnsupportedParameter,
+)
 from mlx_manager.mlx_server.formats import (
     PLAIN,
     OutputFormat,
@@ -74,6 +80,7 @@ class ModelAdapter(Protocol):
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the conversation.
+            MLXManagerError: the template is broken.
             InvalidParameter: an argument of the template has a name that it can't have.
         """
         ...
@@ -164,6 +171,11 @@ class DefaultAdapter:
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
         try:
             text = self.apply_chat_template(tokenizer, messages, prompted, **options)
+        except jinja2.TemplateSyntaxError as error:
+            raise MLXManagerError(
+                f"The model's chat template is broken: {error.message}, in line {error.lineno}. "
+                "Its owner has to mend it; /v1/completions takes prompts without it."
+            ) from error
         except RENDER_ERRORS as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}",

@@ -13,7 +13,7 @@ from models.adapters.published import Published, prompt_ids, write_tokenizer
 from transformers import tokenization_utils_base
 
 from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, MLXManagerError
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters import (
     DefaultAdapter,
@@ -190,6 +190,15 @@ def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="/v1/completions") as refusal:
         prompt_ids(adapter, Conversation((Message("user", "hi"),)), tokenizer)
     assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("template", ["hi\n{% if %}", "{{ messages | nobodys_filter }}"])
+def test_a_broken_template_is_the_models_fault(tmp_path: Path, template: str) -> None:
+    tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), template)
+    adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
+    with pytest.raises(MLXManagerError, match=r"chat template is broken: .*, in line") as failure:
+        adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+    assert (failure.value.status, failure.value.param) == (500, None)
 
 
 def test_arguments_of_the_template_reach_it(tmp_path: Path) -> None:
