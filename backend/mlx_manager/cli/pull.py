@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlx_manager.cli.serve import check_hub_address
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def pull(
       mlx-manager pull mlx-community/Llama-3.2-3B-Instruct-4bit
       mlx-manager pull --dry-run mlx-community/Qwen3-8B-4bit
     """
+    check_hub_address()
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models import hub
 

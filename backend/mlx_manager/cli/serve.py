@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -282,6 +283,7 @@ def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
 
     Ends the program with exit code 2, naming the option, when a value is out of range.
     """
+    check_hub_address()
     from pydantic import ValidationError
 
     from mlx_manager.mlx_server.config import MLXServerSettings
@@ -297,6 +299,19 @@ def parse_settings(given: dict[str, Any]) -> MLXServerSettings:
             kind, should, _ = rule.partition(" should ")
             complain(f"{setting}{rule[len(kind) :]}" if should else f"{setting}: {rule}")
         raise typer.Exit(ExitCode.USAGE) from None
+
+
+def check_hub_address() -> None:
+    """End the program with exit code 2 where HF_ENDPOINT can't be read as an address: with it the
+    hub's client can't even be imported, nor what builds on it.
+    """
+    from urllib.parse import urlsplit
+
+    hub = os.environ.get("HF_ENDPOINT", "")
+    try:
+        _ = urlsplit(hub).port
+    except ValueError:
+        fail(f"HF_ENDPOINT: {hub} is no address such as https://huggingface.co.", ExitCode.USAGE)
 
 
 def require_mlx() -> None:

@@ -177,6 +177,27 @@ def test_refusals_say_what_to_do(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("answer", [[], {}, {"id": "own/demo", "siblings": [{}]}, "x"])
+def test_a_hub_that_answers_as_none_does_is_told_as_such(
+    program, hub: FakeHub, answer: object
+) -> None:
+    hub.strange = answer
+    done = program("pull", "own/demo")
+    assert done.returncode == 1, done.stderr
+    assert f"{hub.url} does not answer as the Hugging Face hub does" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["pull own/demo", "list", "doctor", "serve", "rm own/demo"])
+@pytest.mark.parametrize("address", ["http://[", "http://127.0.0.1:x"])
+def test_a_hubs_address_that_is_none_is_a_usage_error(program, command: str, address: str) -> None:
+    done = program(*command.split(), HF_ENDPOINT=address)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        f"mlx-manager: HF_ENDPOINT: {address} is no address such as https://huggingface.co.\n"
+    )
+
+
 def test_what_cannot_be_served_is_not_fetched_unless_wanted(program, tmp_path: Path, environment):
     folder = tmp_path / "strange"
     folder.mkdir()

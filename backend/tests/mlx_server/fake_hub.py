@@ -21,7 +21,7 @@ class FakeHub:
     """`folder`'s files are the repository of every name without a word of `refusals`.
 
     cuts: how many more answers break off half-way. slow: set, answers stop half-way until it is
-    cleared. ranges: the Range headers that came. sizes: what the hub claims of a file.
+    cleared. strange: what it answers about every repository. ranges: the Range headers that came. sizes: what the hub claims of a file.
     """
 
     folder: Path
@@ -29,6 +29,7 @@ class FakeHub:
     cuts: int = 0
     held: threading.Event | None = None
     gated: bool = False
+    strange: object = None
     ranges: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     fetched: list[str] = field(default_factory=list)
@@ -58,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             case ["api", "models", owner, name, "tree", *_]:
                 files = self.hub.files().items()
                 self.send([{"type": "file", "path": n, "size": s, "oid": oid(n)} for n, s in files])
+            case ["api", "models", *_] if self.hub.strange is not None:
+                self.send(self.hub.strange)
             case ["api", "models", owner, name, *_]:
                 self.send(self.description(f"{owner}/{name}"))
             case [_, _, "resolve", _, *_] if self.hub.gated:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from mlx_manager.mlx_server.errors import (
     DiskFull,
@@ -21,6 +21,9 @@ from mlx_manager.mlx_server.errors import (
     ModelNotSupported,
 )
 from mlx_manager.mlx_server.models.folder import INDEX, WEIGHTS
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
 # What mlx-lm reads; a repository may hold the same weights in several other formats.
 FILES = (
@@ -145,7 +148,15 @@ def look_up(repository: str) -> Repository:
     from huggingface_hub import HfApi
 
     with told_apart(repository):
-        info = HfApi().model_info(repository, files_metadata=True)
+        return described(HfApi().model_info(repository, files_metadata=True))
+
+
+def described(info: ModelInfo) -> Repository:
+    """
+    Raises:
+        ModelNotSupported: it has no weights in safetensors.
+        LookupError, TypeError, ValueError: the hub says something else than it used to.
+    """
     files = {
         file.rfilename: file.size or 0
         for file in info.siblings or ()
@@ -153,7 +164,7 @@ def look_up(repository: str) -> Repository:
     }
     if not any(fnmatch.fnmatch(name, WEIGHTS) for name in files):
         raise ModelNotSupported(
-            f"{repository} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
+            f"{info.id} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
             "under mlx-community for instance.",
             param="model",
         )
@@ -245,6 +256,11 @@ def told_apart(repository: str) -> Iterator[None]:
         raise ModelNotFound(
             f"{repository} is no repository on the Hugging Face hub, or a private one.",
             param="model",
+        ) from error
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ModelLoadFailed(
+            f"{repository} could not be downloaded: {hub_address()} does not answer as the Hugging "
+            "Face hub does. Check HF_ENDPOINT."
         ) from error
     except (ImportError, ValueError) as error:
         # What the client makes of its environment: a proxy's kind, a token for a header.
