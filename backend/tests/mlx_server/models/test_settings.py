@@ -142,9 +142,9 @@ def test_who_is_allowed(tmp_path: Path):
         ('[models.a]\naliases = ["b"]\n[models.b]', "'b' is a model's own name"),
         (
             '[models.a]\nbase = "~nosuch/x"',
-            r"models\.a\.base: must be a path in a home that there is",
+            r"models\.a\.base: the home folder ~nosuch is unknown: set HOME",
         ),
-        ('[models.a]\nadapter = "~nosuch/x"', r"models\.a\.adapter: must be a path in a home"),
+        ('[models.a]\nadapter = "~nosuch/x"', r"models\.a\.adapter: the home folder ~nosuch"),
         (f'[models.a]\nbase = "{"x" * 300}"', r"a\.base: must be a path that can.*name too long"),
         (f'[models.a]\nadapter = "{"x" * 300}"', r"a\.adapter: must be a path.*name too long"),
         ('[models.a]\nbase = "\\u0000"', r"models\.a\.base: must have no control characters"),
@@ -164,8 +164,6 @@ def test_what_can_not_be_is_named_with_file_and_key_and_what_may_be(
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path):
     with pytest.raises(InvalidSettings, match=r"gone.toml can't be read: No such file"):
         read_models_file(tmp_path / "gone.toml")
-    with pytest.raises(InvalidSettings, match=r"gone.toml can't be read: No such file"):
-        read_models_file(Path("~nosuch/gone.toml"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidSettings, match=r"binary.toml is not TOML"):
         read_models_file(tmp_path / "binary.toml")

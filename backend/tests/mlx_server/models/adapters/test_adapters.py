@@ -197,7 +197,7 @@ def test_a_broken_template_is_the_models_fault(tmp_path: Path, template: str) ->
     tokenizer = make(tmp_path, Published("x", "llama", "<s>", "</s>"), template)
     adapter = get_adapter({"model_type": "llama"}, "x", tokenizer)
     with pytest.raises(MLXManagerError, match=r"chat template is broken: .*, in line") as failure:
-        adapter.render(Conversation((Message("user", "hi"),)), tokenizer)
+        prompt_ids(adapter, Conversation((Message("user", "hi"),)), tokenizer)
     assert (failure.value.status, failure.value.param) == (500, None)
 
 
