@@ -239,7 +239,7 @@ def test_a_caller_who_leaves_is_seen_to_leave_in_the_middle(traces: Traces):
     assert names(phases) == ["queue", "prefill", "decode"]
     assert edges(phases[-1])[1] == edges(call)[1]
     assert call["attributes"]["gen_ai.usage.input_tokens"] > 8
-    assert "gen_ai.usage.output_tokens" not in call["attributes"]
+    assert 0 < call["attributes"]["gen_ai.usage.output_tokens"] < 4000
 
 
 def test_nothing_that_was_said_leaves_and_probes_leave_no_spans(traces: Traces):
