@@ -29,8 +29,8 @@ from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine import text_engine
 from mlx_manager.mlx_server.engine.forward import Decode
-from mlx_manager.mlx_server.engine.fused import FusedDecoder
-from mlx_manager.mlx_server.engine.fused_forward import FusedForward
+from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
+from mlx_manager.mlx_server.engine.fused.forward import FusedForward
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore

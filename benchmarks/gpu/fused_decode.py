@@ -22,8 +22,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
-from mlx_manager.mlx_server.engine import fused, products
-from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.fused.check import check
+from mlx_manager.mlx_server.engine.fused.decoder import BuildProducts, FusedDecoder
+from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products import ProductKernels
 
@@ -123,7 +125,7 @@ def build_apart(dtype: mx.Dtype) -> ProductKernels | Unsupported:
     return joined if isinstance(joined, Unsupported) else Apart(dtype, joined._device)
 
 
-def built(model: nn.Module, build: fused.BuildProducts) -> FusedDecoder:
+def built(model: nn.Module, build: BuildProducts) -> FusedDecoder:
     decoder = FusedDecoder.build(model, PAGE, products=build)
     mx.clear_cache()
     if not isinstance(decoder, FusedDecoder):
@@ -143,7 +145,7 @@ def main() -> None:
     for name in options.shapes:
         model = make(name)
         decoders = {"": built(model, products.build)}
-        wrong = fused.check(decoders[""], model, PAGE)
+        wrong = check(decoders[""], model, PAGE)
         print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)
         if options.apart:
             decoders["apart"] = built(model, build_apart)

@@ -21,8 +21,10 @@ from mlx_manager.mlx_server.engine.forward import (
     SeparateForward,
     kept_in,
 )
-from mlx_manager.mlx_server.engine.fused import Compile, FusedDecoder, attention_shapes, checking
-from mlx_manager.mlx_server.engine.fused_forward import FEW, FusedForward
+from mlx_manager.mlx_server.engine.fused.anatomy import attention_shapes
+from mlx_manager.mlx_server.engine.fused.check import checking
+from mlx_manager.mlx_server.engine.fused.decoder import Compile, FusedDecoder
+from mlx_manager.mlx_server.engine.fused.forward import FEW, FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import carrier

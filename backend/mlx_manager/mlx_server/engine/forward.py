@@ -8,7 +8,7 @@
   state is in mlx-lm's own batch caches.
 * `AloneForward`: each row by itself over mlx-lm's own caches. For everything else.
 
-The common decoder has ways of its own over the same pages: `fused_forward` on a GPU, `joined` on a
+The common decoder has ways of its own over the same pages: `fused` on a GPU, `joined` on a
 CPU.
 
 Which one is right is not looked up in a list of families but found out when a model is loaded, by

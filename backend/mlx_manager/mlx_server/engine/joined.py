@@ -24,7 +24,8 @@ from mlx_manager.mlx_server.engine.forward import (
     RaggedStep,
     shortest_first,
 )
-from mlx_manager.mlx_server.engine.fused import Anatomy, Block, Common, NotFusable, Rotation
+from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, NotFusable, Rotation
+from mlx_manager.mlx_server.engine.fused.layers import Block
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape
 from mlx_manager.mlx_server.engine.kv.lane import has_lane, in_halves

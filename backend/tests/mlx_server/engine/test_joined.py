@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_manager.mlx_server.engine.choice import Reference, choose
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, NotApplicable
-from mlx_manager.mlx_server.engine.fused import Dense, OfItsOwn
+from mlx_manager.mlx_server.engine.fused.projections import Dense, OfItsOwn
 from mlx_manager.mlx_server.engine.joined import JoinedForward, joining
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from engine.common_decoders import MODELS, make
 
-from mlx_manager.mlx_server.engine.fused import Common, Opening
+from mlx_manager.mlx_server.engine.fused.anatomy import Common
+from mlx_manager.mlx_server.engine.fused.layers import Opening
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
 from mlx_manager.mlx_server.engine.kv.kernels.opening import (

@@ -24,7 +24,8 @@ from mlx_manager.mlx_server.engine.forward import (
     RaggedStep,
     order_after,
 )
-from mlx_manager.mlx_server.engine.fused import FusedDecoder, Step
+from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
+from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.kernels.mapped import send, together
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, Splits

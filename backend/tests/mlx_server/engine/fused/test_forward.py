@@ -13,9 +13,9 @@ from engine.rig import HandRig, Row, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
-from mlx_manager.mlx_server.engine import fused
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.fused_forward import ROWS, FusedForward
+from mlx_manager.mlx_server.engine.fused import decoder as decoders
+from mlx_manager.mlx_server.engine.fused.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.errors import GenerationFailed
 
@@ -129,8 +129,8 @@ def watching(*args: Any, watch: type[Watched] = Watched) -> Any:
 @pytest.fixture
 def little_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of more than a hundred tokens or so are queued in pieces."""
-    monkeypatch.setattr(fused, "BYTES_AHEAD", 4_000_000)
-    monkeypatch.setattr(fused, "BYTES_AT_A_TIME", 1_500_000)
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", 4_000_000)
+    monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", 1_500_000)
 
 
 @pytest.mark.usefixtures("little_at_once")

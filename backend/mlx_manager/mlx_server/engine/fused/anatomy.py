@@ -1,0 +1,270 @@
+"""Reading a module: whether it is a common decoder, and of which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
+
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
+
+
+class NotFusable(Exception):
+    """The module is no common decoder; the message says what is different."""
+
+
+_ROPES = (nn.RoPE, Llama3RoPE, YarnRoPE, SuScaledRoPE, ProportionalRoPE)
+_ATTENTIONS = (
+    {"q_proj", "k_proj", "v_proj", "o_proj", "rope"},
+    {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
+    {"qkv_proj", "o_proj", "rope"},
+)
+_GIVEN = {"self", "x", "mask", "cache"}
+_MLPS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_BODY = {"embed_tokens", "layers", "norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """One layer of the module, before anything is joined."""
+
+    qkv: tuple[nn.Module, ...]
+    output: nn.Module
+    gate_up: tuple[nn.Module, ...]
+    down: nn.Module
+    norms: tuple[nn.RMSNorm, nn.RMSNorm]
+    head_norms: tuple[nn.RMSNorm, nn.RMSNorm] | None
+    rope: nn.Module
+    rotary: Rotary
+    shape: AttentionShape
+    scale: float
+    window: int | None
+
+    @staticmethod
+    def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
+        _expect(_parts(block) == _BLOCK, "a block of other parts")
+        attention, mlp = block.self_attn, block.mlp
+        _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
+        # What else it is given may depend on the position, and differ only far into a text.
+        given = signature(type(attention).__call__).parameters.keys()
+        _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
+        _expect(_parts(mlp) in _MLPS, "an MLP of other parts")
+        _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
+        qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        norms = (block.input_layernorm, block.post_attention_layernorm)
+        head_norms = None
+        if "q_norm" in attention:
+            head_norms = (attention.q_norm, attention.k_norm)
+        _expect(
+            all(type(norm) is nn.RMSNorm for norm in (*norms, *(head_norms or ()))),
+            "norms of another kind",
+        )
+        heads, kv_heads = attention.n_heads, attention.n_kv_heads
+        rows = sum(linear.weight.shape[0] for linear in qkv)
+        dim = rows // (heads + 2 * kv_heads)
+        if head_norms is not None:
+            sizes = {norm.weight.size for norm in head_norms}
+            epsilons = {norm.eps for norm in head_norms}
+            _expect(sizes == {dim} and len(epsilons) == 1, "norms over all heads at once")
+        dims = (
+            attention.rope.dim
+            if isinstance(attention.rope, SuScaledRoPE)
+            else (attention.rope.dims)
+        )
+        traditional = not isinstance(attention.rope, SuScaledRoPE) and attention.rope.traditional
+        _expect(traditional or dims % 16 == 0, f"rotation of {dims} elements")
+        return Anatomy(
+            qkv=qkv,
+            output=_linears(attention, ("o_proj",), "o_proj")[0],
+            gate_up=_linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj"),
+            down=_linears(mlp, ("down_proj",), "down_proj")[0],
+            norms=norms,
+            head_norms=head_norms,
+            rope=attention.rope,
+            rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None),
+            shape=AttentionShape(heads, kv_heads, dim, page_size, norms[0].weight.dtype),
+            scale=attention.scale,
+            window=window,
+        )
+
+    @property
+    def head_weights(self) -> tuple[mx.array, mx.array] | None:
+        """Of the norms of q and k."""
+        return self.head_norms and (self.head_norms[0].weight, self.head_norms[1].weight)
+
+    def weights(self) -> list[mx.array]:
+        """Of the projections."""
+        projections = (*self.qkv, self.output, *self.gate_up, self.down)
+        return [array for projection in projections for array in projection.parameters().values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """One kind of rotation of the model: cosines and sines for `PagedKernels.attend_fused`.
+
+    frequencies: (dims / 2,) float32 radians a position. amplitude: what it multiplies pairs by.
+
+    They are computed here, since MLX's own kernel gives wrong rows on CUDA for arrays that are not
+    contiguous (mlx-lm pull request 1896), and single-token batches have been wrong before (mlx
+    issues 3494, 3949).
+    """
+
+    frequencies: mx.array
+    amplitude: float
+    traditional: bool
+    # Of each number of a rotation: the frequency that it comes from, and whether it is a cosine.
+    _turns: mx.array
+    _cosine: mx.array
+
+    @staticmethod
+    def of(rope: nn.Module, rotary: Rotary) -> Rotation:
+        match rope:
+            case nn.RoPE():
+                turns = np.arange(0, rotary.dims, 2) / rotary.dims
+                frequencies, amplitude = rope.base**-turns * rope.scale, 1.0
+            case SuScaledRoPE():
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope._scale
+            case YarnRoPE():
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope.mscale
+            case _:
+                frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), 1.0
+        places = np.arange(rotary.dims)
+        half = rotary.dims // 2
+        pair, cosine = places % half, places < half
+        if rotary.traditional:
+            pair, cosine = places // 2, places % 2 == 0
+        turns = frequencies.astype(np.float32)
+        # The result of an operation lies in the device's memory, an array from the host in memory
+        # that the device has to fetch at each use.
+        arrays = [
+            mx.array(turns) * 1,
+            mx.array(turns[pair]) * 1,
+            mx.logical_not(mx.array(~cosine)),
+        ]
+        mx.eval(arrays)
+        rotation = Rotation(arrays[0], amplitude, rotary.traditional, *arrays[1:])
+        rotation._expect_as_of(rope)
+        return rotation
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0).
+
+        One kernel when it is compiled, since each number is made by itself.
+        """
+        angles = positions[:, None].astype(mx.float32) * self._turns
+        rotation = mx.where(self._cosine, mx.cos(angles), mx.sin(angles))
+        return rotation if self.amplitude == 1.0 else rotation * self.amplitude
+
+    def _expect_as_of(self, rope: nn.Module) -> None:
+        """Raise unless the module's own rotation of one row agrees."""
+        basis = self._cosine.astype(mx.float32)[None, None, None]
+        for position in (0, 1, 777):
+            theirs = np.array(rope(basis, offset=position))[0, 0, 0]
+            ours = np.array(self(mx.array([position])))[0]
+            _expect(bool(np.abs(theirs - ours).max() < 2e-3), "a rotation that turns otherwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A common decoder, before anything is joined.
+
+    rotations: its kinds of rotation. kinds: the number of each layer's among them.
+    """
+
+    layers: list[Anatomy]
+    rotations: list[Rotation]
+    kinds: list[int]
+    embed: nn.Module
+    norm: nn.RMSNorm
+    vocabulary: Callable[[mx.array], mx.array]
+
+    @staticmethod
+    def of(model: nn.Module, page_size: int) -> Common:
+        """
+        Raises:
+            NotFusable: `model` is something else.
+        """
+        _expect("model" in model and _parts(model) <= {"model", "lm_head"}, "a head")
+        body = model.model
+        _expect(_parts(body) == _BODY and type(body.norm) is nn.RMSNorm, "a body of other parts")
+        windows = _windows(model)
+        _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
+        layers = [
+            Anatomy.of(block, window, page_size)
+            for block, window in zip(body.layers, windows, strict=True)
+        ]
+        ropes = [_kind(layer.rope) for layer in layers]
+        firsts = list(dict.fromkeys(ropes))
+        of_kind = [layers[ropes.index(kind)] for kind in firsts]
+        tied = "lm_head" not in model
+        return Common(
+            layers,
+            [Rotation.of(layer.rope, layer.rotary) for layer in of_kind],
+            [firsts.index(kind) for kind in ropes],
+            body.embed_tokens,
+            body.norm,
+            body.embed_tokens.as_linear if tied else model.lm_head,
+        )
+
+
+def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
+    """Of a common decoder's layers; none of another model's."""
+    try:
+        return {anatomy.shape for anatomy in Common.of(model, page_size).layers}
+    except NotFusable:
+        return set()
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """Names of the modules, and of the lists of modules, that `module` is made of."""
+    return {
+        name
+        for name, part in module.items()
+        if isinstance(part[0] if isinstance(part, list) and part else part, nn.Module)
+    }
+
+
+def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[nn.Module, ...]:
+    names = (together,) if together in parent else apart
+    linears = tuple(parent[name] for name in names)
+    kinds = {
+        (type(x), *((x.group_size, x.bits, x.mode) if type(x) is nn.QuantizedLinear else ()))
+        for x in linears
+    }
+    known = all(isinstance(x, nn.Linear) or type(x) is nn.QuantizedLinear for x in linears)
+    _expect(known and len(kinds) == 1, "projections of other kinds, or of several")
+    _expect(len({frozenset(dict(x)) for x in linears}) == 1, "a bias on some projections only")
+    return linears
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise NotFusable(what)
+
+
+def _windows(model: nn.Module) -> list[int | None]:
+    windows: list[int | None] = []
+    for cache in make_prompt_cache(model):
+        match cache:
+            case KVCache():
+                windows.append(None)
+            case RotatingKVCache(keep=0):
+                windows.append(cache.max_size)
+            case _:
+                raise NotFusable(f"a cache of type {type(cache).__name__}")
+    return windows
+
+
+def _kind(rope: nn.Module) -> tuple[Any, ...]:
+    """Equal for rotations that turn alike."""
+    numbers = {name: bytes(np.array(array)) for name, array in dict(rope).items()}
+    constants = {name: value for name, value in vars(rope).items() if not name.startswith("_no")}
+    return (type(rope), repr(sorted(constants.items())), repr(sorted(numbers.items())))

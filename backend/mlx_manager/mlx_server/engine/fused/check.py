@@ -1,0 +1,140 @@
+"""Whether a fused decoder computes what its module does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
+from mlx_manager.mlx_server.engine.forward import kept_in
+from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
+from mlx_manager.mlx_server.engine.fused.layers import Step
+from mlx_manager.mlx_server.utils.steps import Steps, finish
+
+# Numbers of rows that differ in how they are computed: as they are, and padded.
+CHECKED_ROWS = (3, 12, 20, 40, 68)
+
+
+def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None:
+    """`checking` in one go."""
+    return finish(checking(decoder, model, page_size))
+
+
+def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[str | None]:
+    """Compare steps of two rows and padding with `model`'s own logits; None if right.
+
+    Pauses after each pass through the model, and before that after each kind of launch, whose
+    kernel may have to be compiled.
+
+    Half precision rounds differently in products of different shapes, and depth multiplies it: so
+    the yardstick is by how much the module differs from itself, between a step and a prompt.
+    """
+    lengths = (2 * page_size + 5, 3)
+    longest = max(lengths) + 2
+    texts = [[3 + (7 * i + 13 * j) % 50 for j in range(longest)] for i in range(len(lengths))]
+    caches, prompts = [], []
+    for text, n in zip(texts, lengths, strict=True):
+        cache = make_prompt_cache(model)
+        # Both steps' tokens as a prompt's, and of one length: cuDNN prepares itself for each that
+        # is new, 40 ms.
+        prompts.append((yield from _passed(model, text, cache)))
+        if can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, longest - n)
+        else:
+            cache = make_prompt_cache(model)
+            yield from _passed(model, text[:n], cache)
+        caches.append(cache)
+    counts = [-(-(n + 2) // page_size) for n in lengths]
+    pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
+    pools = _filled(caches, pages, page_size)
+    yield from computed([array for pool in pools for array in pool])
+    worst, noise = 0.0, 0.0
+    for i in range(2):
+        tokens = [text[n + i] for text, n in zip(texts, lengths, strict=True)]
+        seen = [n + i + 1 for n in lengths]
+        own = []
+        for token, cache, prompt, n in zip(tokens, caches, prompts, seen, strict=True):
+            logits = yield from _passed(model, [token], cache)
+            own.append(logits[-1])
+            noise = max(noise, _distance(prompt[n - 1], logits[-1]))
+        for rows in CHECKED_ROWS:
+            step = _Sample(tokens, seen, pages, pools).padded(decoder, rows)
+            if i == 0:
+                yield from one_by_one(decoder.launches(step))
+            out, _ = decoder.run(step)
+            yield from computed([out])
+            for logits, mine in zip(own, out, strict=False):
+                worst = max(worst, _distance(mine, logits))
+    allowed = max(2e-3, 3 * noise)
+    if worst <= allowed:
+        return None
+    return (
+        f"its logits differ from the module's by {worst:.2g}, and the module's from its own by "
+        f"{noise:.2g} (relative; allowed {allowed:.2g})"
+    )
+
+
+def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> Steps[mx.array]:
+    """(tokens, vocabulary) logits, computed."""
+    logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
+    yield from computed([*kept_in(cache), logits])
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Rows whose pages and pools are filled up to their newest tokens."""
+
+    tokens: Sequence[int]
+    lengths: Sequence[int]
+    pages: Sequence[np.ndarray[Any, Any]]
+    pools: Sequence[tuple[mx.array, mx.array]]
+
+    def padded(self, decoder: FusedDecoder, rows: int) -> Step:
+        padding = [0] * (rows - len(self.tokens))
+        seen = np.array([*self.lengths, *padding], np.int32)
+        table = np.zeros((rows, max(len(own) for own in self.pages)), np.int32)
+        for row, own in enumerate(self.pages):
+            table[row, : len(own)] = own
+        return Step(
+            tokens=mx.array([*self.tokens, *padding], mx.uint32),
+            before=mx.array(np.maximum(seen - 1, 0)),
+            table=mx.array(table),
+            pools=self.pools,
+            splits=decoder.plan(seen),
+        )
+
+
+def _filled(
+    caches: Sequence[Sequence[Any]], pages: Sequence[np.ndarray[Any, Any]], page_size: int
+) -> list[tuple[mx.array, mx.array]]:
+    """Each layer's pools with the content of each row's caches in its pages; not evaluated."""
+    slots = sum(len(own) for own in pages) * page_size
+    pools = []
+    for layer in zip(*caches, strict=True):
+        pair = []
+        for which in (0, 1):
+            first = layer[0].state[which]
+            pool = mx.zeros((first.shape[1], slots, first.shape[3]), first.dtype)
+            for own, cache in zip(pages, layer, strict=True):
+                content = cache.state[which][0, :, : cache.offset]
+                places = np.arange(content.shape[1])
+                pool[:, mx.array(own[places // page_size] * page_size + places % page_size)] = (
+                    content
+                )
+            pair.append(pool)
+        pools.append((pair[0], pair[1]))
+    return pools
+
+
+def _distance(a: mx.array, b: mx.array) -> float:
+    wide = b.astype(mx.float32)
+    ratio = mx.linalg.norm(a.astype(mx.float32) - wide) / mx.linalg.norm(wide)
+    off = float(np.array(ratio))
+    return float("inf") if np.isnan(off) else off

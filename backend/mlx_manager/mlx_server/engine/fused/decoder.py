@@ -1,0 +1,301 @@
+"""The decoder as a whole: how it is made, and its steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.evaluation import computed
+from mlx_manager.mlx_server.engine.forward import RaggedStep
+from mlx_manager.mlx_server.engine.fused.anatomy import Common, NotFusable
+from mlx_manager.mlx_server.engine.fused.layers import (
+    Block,
+    Joint,
+    Layer,
+    Opening,
+    Part,
+    Repeated,
+    Step,
+)
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv import kernels as gpu
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan, prepare
+from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, BuildKernels, Splits, opening
+from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
+from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.pieces import Pieces
+from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.utils.steps import Steps, finish
+
+BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Cuts = Sequence[tuple[int | None, bool, BlockKind]]
+"""Of a step's splits, what is no array: the window of each, `divided` and `blocks`."""
+Stepped = tuple[mx.array, mx.array]
+"""A step's logits, and what is `before` the next."""
+STEPS_BEFORE_COMPILING = 64
+# Layers of a step with prompts that are queued at a time: the device begins while the host is still
+# at the next ones. To queue is to give up Python's lock, and to wait for it again.
+LAYERS_AT_A_TIME = 8
+# What is queued keeps all that it works on, 147 kB a token and layer of an 8B. So layers that are
+# queued together work on so many bytes, unless it is one, and all that are queued on so many,
+# unless it is three pieces. One layer at a time takes 1 to 2 % of an 8B's prompts' rate, and spares
+# half of what two keep (NOTES 102).
+BYTES_AT_A_TIME = 500_000_000
+BYTES_AHEAD = 1_300_000_000
+LEAST_AHEAD = 3
+# Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
+# tokens).
+STEPS_AHEAD = 1.5
+# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
+# not abbreviated.
+MOST_COMPILED = 64
+
+
+class FusedDecoder:
+    """Steps of one model; made by `build`."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        open: Opening,
+        head: Callable[[mx.array], mx.array],
+        compile: Compile,
+    ) -> None:
+        self._layers = layers
+        self._repeated = Repeated.all_of(layers)
+        self._open = open
+        self._head = head
+        parts = [layer.part for layer in layers]
+        self._planners = {part.window: part.kernels for part in parts}
+        # Of each kind of attention, the number of a layer.
+        self._attentions = {
+            (part.kernels.shape, part.window): number for number, part in enumerate(parts)
+        }
+        # What a layer makes of a token.
+        self._layer_bytes = max(part.token_bytes for part in parts)
+        self._compile = compile
+        self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+
+    @staticmethod
+    def build(  # noqa: PLR0917
+        model: nn.Module,
+        page_size: int,
+        kernels: BuildKernels = gpu.build,
+        products: BuildProducts = products.build,
+        compile: Compile = mx.compile,
+        openings: BuildOpening = opening.build,
+    ) -> FusedDecoder | Unsupported:
+        """`building` in one go."""
+        return finish(FusedDecoder.building(model, page_size, kernels, products, compile, openings))
+
+    @staticmethod
+    def building(  # noqa: PLR0917
+        model: nn.Module,
+        page_size: int,
+        kernels: BuildKernels = gpu.build,
+        products: BuildProducts = products.build,
+        compile: Compile = mx.compile,
+        openings: BuildOpening = opening.build,
+    ) -> Steps[FusedDecoder | Unsupported]:
+        """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
+
+        From here on the module's projections of q, k and v, and of gate and up, share memory with
+        the joined ones, a layer at a time. Nothing has been compared yet: see `checking`.
+        """
+        try:
+            return (yield from _building(model, page_size, kernels, products, compile, openings))
+        except NotFusable as reason:
+            return Unsupported(f"the module is no common decoder: {reason}")
+
+    def plan(self, lengths: Lengths) -> dict[int | None, Splits]:
+        """Cut a step's attention; `lengths` are those of the step. Good for the steps
+        that follow, too, as long as the same rows go on (see `Splits`)."""
+        return {
+            window: kernels.plan(lengths, window=window)
+            for window, kernels in self._planners.items()
+        }
+
+    def run(self, step: Step) -> Stepped:
+        """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
+
+        A kind of step (rows, width of the table, length of the work lists) that keeps coming is
+        compiled, which halves the host's share and holds everybody up once. Of more kinds than are
+        kept that which did not come for longest goes, and counts anew: where rows are of every
+        length there are hundreds.
+        """
+        kind = (
+            step.table.shape,
+            *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
+        )
+        run = self._compiled.pop(kind, None)
+        if run is None:
+            run = partial(self._run, _cuts(step))
+            self._seen[kind] += 1
+            if self._seen[kind] <= STEPS_BEFORE_COMPILING:
+                return run(*_arrays(step))
+            del self._seen[kind]
+            if len(self._compiled) == MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            run = self._compile(run)
+        self._compiled[kind] = run
+        return run(*_arrays(step))
+
+    def launches(self, step: Step) -> list[mx.array]:
+        """What `run` launches, in that order and not evaluated, in one layer of each kind.
+
+        The first launch of a kernel compiles it, and MLX keeps it on disk. Writes to the pages what
+        `run` writes there, or would with other layers before.
+        """
+        return self._all_launches(_cuts(step), *_arrays(step))
+
+    def launches_compiled(self, step: Step) -> list[mx.array]:
+        """As `launches`, but of a compiled step; all kinds of steps share their kernels."""
+        compiled = self._compile(partial(self._all_launches, _cuts(step)))
+        found: list[mx.array] = compiled(*_arrays(step))
+        return found
+
+    def prepare(self, plan: StepPlan, stores: Sequence[LayerStore]) -> None:
+        """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
+        _ = plan.numbers.array
+        for (shape, window), number in self._attentions.items():
+            prepare(shape.q_heads, stores[number], plan, window)
+
+    def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> tuple[mx.array, Pieces]:
+        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
+        the pieces that are to be queued before them. Of a silent step (1, hidden size).
+
+        `stores` are the layers' pages, written in place. A layer is put together once for each kind
+        there is, and repeated: that takes the host half as long as all of them by themselves
+        (NOTES 104).
+        """
+        rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
+        hidden = self._open.embed(step.tokens)
+        at_a_time, pieces_ahead = self._ahead(step.tokens.size)
+        pieces = Pieces(pieces_ahead)
+        compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
+        for number, (layer, store) in enumerate(zip(self._repeated, stores, strict=True), 1):
+            if layer.kind not in compiled:
+                compiled[layer.kind] = self._compile(partial(layer.run, store, step.plan))
+            run, rotation = compiled[layer.kind], rotations[layer.rotation]
+            hidden, store.written = run(hidden, rotation, layer.arrays, store.arrays)
+            if number % at_a_time == 0:
+                pieces.add(hidden)
+        last = hidden if step.wanted is None else hidden[step.wanted]
+        return last if step.silent else self._head(last), pieces
+
+    def tokens_at_once(self, tokens: int) -> int:
+        """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
+        whole = min(tokens, int(BYTES_AHEAD / (self._layer_bytes * len(self._layers))))
+        at_a_time, pieces = self._ahead(tokens)
+        part = STEPS_AHEAD if pieces is None else at_a_time * pieces / len(self._layers)
+        return int(max(STEPS_AHEAD * whole, min(part, STEPS_AHEAD) * tokens))
+
+    def _ahead(self, tokens: int) -> tuple[int, int | None]:
+        """How many layers of a step of so many tokens are queued at a time, and how many such
+        pieces at most; None: all."""
+        layer = tokens * self._layer_bytes
+        if layer * len(self._layers) <= BYTES_AHEAD:
+            return LAYERS_AT_A_TIME, None
+        at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))
+        return at_a_time, max(LEAST_AHEAD, int(BYTES_AHEAD / (at_a_time * layer)))
+
+    def _run(  # noqa: PLR0917
+        self,
+        cuts: Cuts,
+        tokens: mx.array,
+        before: mx.array,
+        table: mx.array,
+        pools: Sequence[tuple[mx.array, mx.array]],
+        items: Sequence[mx.array],
+    ) -> Stepped:
+        step = _step(cuts, tokens, before, table, pools, items)
+        hidden, shared = self._open(tokens, before)
+        heads: mx.array | None = None
+        for layer, pool in zip(self._layers, pools, strict=True):
+            own = layer.part.block.heads(hidden) if heads is None else heads
+            joined = layer.joint(hidden, layer.attend(own, shared, pool, step))
+            hidden, heads = joined.result, joined.heads
+        return self._head(hidden), shared.following
+
+    def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
+        step = _step(cuts, *arrays)
+        hidden, shared = self._open(step.tokens, step.before)
+        found = [shared.following, *shared.rotations, hidden]
+        kinds = set()
+        for layer, pool in zip(self._layers, step.pools, strict=True):
+            if layer.kind not in kinds:
+                kinds.add(layer.kind)
+                heads = layer.part.block.heads(hidden)
+                attended = layer.attend(heads, shared, pool, step)
+                joined = layer.joint(hidden, attended)
+                found += [heads, attended, *joined.launches]
+                hidden = joined.result
+        return [*found, self._head(hidden)]
+
+
+def _cuts(step: Step) -> Cuts:
+    return [(window, cut.divided, cut.blocks) for window, cut in step.splits.items()]
+
+
+def _arrays(step: Step) -> tuple[Any, ...]:
+    items = [cut.items for cut in step.splits.values()]
+    return step.tokens, step.before, step.table, step.pools, items
+
+
+def _step(  # noqa: PLR0917
+    cuts: Cuts,
+    tokens: mx.array,
+    before: mx.array,
+    table: mx.array,
+    pools: Sequence[tuple[mx.array, mx.array]],
+    items: Sequence[mx.array],
+) -> Step:
+    splits = {
+        window: Splits(array, divided, blocks)
+        for (window, divided, blocks), array in zip(cuts, items, strict=True)
+    }
+    return Step(tokens, before, table, pools, splits)
+
+
+def _building(  # noqa: PLR0917
+    model: nn.Module,
+    page_size: int,
+    kernels: BuildKernels,
+    products: BuildProducts,
+    compile: Compile,
+    openings: BuildOpening,
+) -> Steps[FusedDecoder]:
+    common = Common.of(model, page_size)
+    served = {}
+    for shape in {anatomy.shape for anatomy in common.layers}:
+        built = kernels(shape)
+        if isinstance(built, Unsupported):
+            raise NotFusable(built.reason)
+        served[shape] = built
+    multiplier = products(common.layers[0].shape.dtype)
+    few = None if isinstance(multiplier, Unsupported) else multiplier
+    blocks = []
+    for anatomy in common.layers:
+        blocks.append(Block.of(anatomy, few))
+        # Before the next layer is joined, so that one alone is there twice.
+        yield from computed(anatomy.weights())
+    joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
+    layers = [
+        Layer(Part.of(anatomy, joint.block, served[anatomy.shape]), joint, kind)
+        for anatomy, kind, joint in zip(common.layers, common.kinds, joints, strict=True)
+    ]
+    return FusedDecoder(
+        layers,
+        Opening.of(common, openings),
+        lambda hidden: common.vocabulary(common.norm(hidden)),
+        compile,
+    )

@@ -1,0 +1,317 @@
+"""A step through one layer, and what comes before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
+from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
+from mlx_manager.mlx_server.engine.fused.projections import Projection, Sum, join
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
+from mlx_manager.mlx_server.engine.kv.kernels import PagedKernels, Rotary, Splits
+from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, OpeningKernel, Turning
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.engine.products.chain import Chain
+from mlx_manager.mlx_server.engine.products.factors import Norm, Scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step, of one token a row.
+
+    tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
+    that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
+    token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
+    slots, head_dim). splits: from `FusedDecoder.plan`.
+    """
+
+    tokens: mx.array
+    before: mx.array
+    table: mx.array
+    pools: Sequence[tuple[mx.array, mx.array]]
+    splits: Mapping[int | None, Splits]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The products of one layer, joined."""
+
+    norm: nn.RMSNorm
+    qkv: Projection
+    output: Projection
+    mlp_norm: nn.RMSNorm
+    gate_up: Projection
+    down: Projection
+
+    @staticmethod
+    def of(
+        anatomy: Anatomy,
+        few: ProductKernels | None = None,
+        norm: Callable[[nn.RMSNorm], nn.RMSNorm] = lambda own: own,
+    ) -> Block:
+        """Its weights are joined, and those of the module become views of them: see `join`.
+
+        few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
+        """
+        return Block(
+            norm=norm(anatomy.norms[0]),
+            qkv=join(anatomy.qkv, few),
+            output=join([anatomy.output], few),
+            mlp_norm=norm(anatomy.norms[1]),
+            gate_up=join(anatomy.gate_up, few),
+            down=join([anatomy.down], few),
+        )
+
+    def heads(self, hidden: mx.array | Scaled) -> mx.array:
+        """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
+        return self.qkv.normed(hidden, self.norm)
+
+    def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
+        """What who makes so many rows for `qkv` and `gate_up` is to do of their norms."""
+        if not self.gate_up.by_groups(rows):
+            return None, None
+        return self.qkv.expected(self.norm), self.gate_up.expected(self.mlp_norm)
+
+    def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
+        """The layer's result. attended: (tokens, heads * dim)."""
+        return self.launches_after(hidden, attended, None)[-1].rows
+
+    def launches_after(
+        self, hidden: mx.array, attended: mx.array, following: Norm | None
+    ) -> tuple[mx.array, mx.array, Sum]:
+        """The layer's result, after what it is made from. following: what the next one expects."""
+        _, expected = self.expects(hidden.shape[0])
+        added = self.output.added_to(hidden, attended, expected)
+        gated = self.gate_up.gated(added.ahead, self.mlp_norm)
+        return added.rows, gated, self.down.added_to(added.rows, gated, following)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose products are by the same kernels."""
+        return kind_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a joint gives: all that it launches, the layer's result, (rows, width), and the heads of
+    the layer that follows, (rows, (heads + 2 * kv_heads) * dim)."""
+
+    launches: Sequence[mx.array]
+    result: mx.array
+    heads: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What lies between a layer's attention and that of the layer that follows, if one does.
+
+    chain: does it in one launch for few rows, if anything does.
+    """
+
+    block: Block
+    following: Block | None
+    chain: Chain | None
+
+    @staticmethod
+    def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
+        """few: what multiplies few rows, if anything does."""
+        links = [block.output.link(), block.gate_up.link(block.mlp_norm), block.down.link()]
+        if following is not None:
+            links.append(following.qkv.link(following.norm))
+        found = [link for link in links if link is not None]
+        if few is None or len(found) < len(links):
+            return Joint(block, following, None)
+        return Joint(block, following, few.chain(found))
+
+    def __call__(self, hidden: mx.array, attended: mx.array) -> Joined:
+        """attended: (rows, heads * dim)."""
+        if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
+            chained = self.chain(attended, hidden)
+            return Joined(chained, chained[2], None if self.following is None else chained[3])
+        following = self.following
+        expected = None if following is None else following.expects(hidden.shape[0])[0]
+        *made, result = self.block.launches_after(hidden, attended, expected)
+        made.append(result.rows)
+        if following is None:
+            return Joined(made, result.rows, None)
+        heads = following.heads(result.ahead)
+        return Joined([*made, heads], result.rows, heads)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for joints whose launches are by the same kernels."""
+        following = self.following
+        if self.chain is None and (
+            following is None or not any(following.expects(ProductKernels.most_rows))
+        ):
+            return self.block.kind
+        return (self.block.kind, None if following is None else following.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the layers of a step share, and what is `before` the next, (rows,) int32.
+
+    lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
+    rotations: of the newest, by kind.
+    """
+
+    following: mx.array
+    lengths: mx.array
+    rotations: Sequence[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
+
+    embed: nn.Module
+    rotations: Sequence[Rotation]
+    kernel: OpeningKernel | None
+
+    @staticmethod
+    def of(common: Common, build: BuildOpening) -> Opening:
+        embed, rotations = common.embed, common.rotations
+        dtype = common.layers[0].shape.dtype
+        if type(embed) is not nn.Embedding or embed.weight.dtype != dtype:
+            return Opening(embed, rotations, None)
+        kinds = [
+            Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
+            for turn in rotations
+        ]
+        kernel = build(dtype, embed.weight.shape[1], kinds)
+        return Opening(embed, rotations, None if isinstance(kernel, Unsupported) else kernel)
+
+    def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
+        """Embeddings, (rows, width), and what layers share."""
+        if self.kernel is not None:
+            frequencies = [turn.frequencies for turn in self.rotations]
+            hidden, following = self.kernel.open(tokens, before, self.embed.weight, frequencies)
+            return hidden, Shared(following, self.kernel.lengths, self.kernel.rotations)
+        # Padding stays at 0: it must not write anywhere.
+        lengths = mx.where(before > 0, before + 1, 0)
+        turns = [turn(before) for turn in self.rotations]
+        return self.embed(tokens), Shared(lengths, lengths, turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A layer but for what is its neighbours' or the decoder's: a part as `alike` knows them."""
+
+    block: Block
+    head_norms: tuple[mx.array, mx.array] | None
+    rotary: Rotary
+    kernels: PagedKernels
+    scale: float
+    window: int | None
+
+    @staticmethod
+    def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
+        """block: of the same layer, joined. kernels: for its shape."""
+        weights, rotary = anatomy.head_weights, anatomy.rotary
+        return Part(block, weights, rotary, kernels, anatomy.scale, anatomy.window)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all that is made of a token on the way through: queries rotated and what they attend
+        to, and what the products make and are made from."""
+        shape, block = self.kernels.shape, self.block
+        made = [linear.weight.shape[-2] for linear in (block.output, block.down)]
+        made += [block.qkv.weight.shape[-2], 2 * shape.q_heads * shape.head_dim]
+        gates = block.gate_up.weight.shape[-2]
+        norms = made[:2]
+        return shape.dtype.size * sum([*made, *norms, gates, gates // 2])
+
+    def ragged(
+        self, hidden: mx.array, rotation: mx.array, store: LayerStore, plan: StepPlan
+    ) -> mx.array:
+        """The layer's result in a step with prompts in it. hidden: (tokens, width)."""
+        queries = self.kernels.rotate_and_write(
+            self.block.heads(hidden),
+            rotation,
+            self.head_norms,
+            store.keys,
+            store.values,
+            plan.numbers.array,
+            rotary=self.rotary,
+        )
+        attended = attend(queries, store, plan, self.scale, self.window)
+        return self.block.after(hidden, attended.reshape(hidden.shape[0], -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. `rotation` is the number of its rotation among the decoder's kinds."""
+
+    part: Part
+    joint: Joint
+    rotation: int
+
+    def attend(
+        self, heads: mx.array, shared: Shared, pool: tuple[mx.array, mx.array], step: Step
+    ) -> mx.array:
+        """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
+        part = self.part
+        return part.kernels.attend_fused(
+            heads,
+            shared.rotations[self.rotation],
+            part.head_norms,
+            *pool,
+            step.table,
+            shared.lengths,
+            rotary=part.rotary,
+            scale=part.scale,
+            splits=step.splits[part.window],
+            window=part.window,
+        )
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose launches are of the same kernels."""
+        part = self.part
+        return (part.kernels.shape, part.window, part.scale, part.rotary, *self.joint.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A layer, with all that tells it from others of its `kind`, a number: `arrays` and the number
+    of its `rotation`."""
+
+    part: Part
+    kind: int
+    arrays: Sequence[mx.array]
+    rotation: int
+
+    @staticmethod
+    def all_of(layers: Sequence[Layer]) -> list[Repeated]:
+        parts = [layer.part for layer in layers]
+        numbers: dict[tuple[Any, ...], int] = {}
+        kinds = [numbers.setdefault(kind_of(part), len(numbers)) for part in parts]
+        return [
+            Repeated(part, kind, arrays_of(part), layer.rotation)
+            for part, kind, layer in zip(parts, kinds, layers, strict=True)
+        ]
+
+    def run(  # noqa: PLR0917
+        self,
+        store: LayerStore,
+        plan: StepPlan,
+        hidden: mx.array,
+        rotation: mx.array,
+        arrays: Sequence[mx.array],
+        pages: Sequence[mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        """The result of any layer of this kind, and what is `written` then.
+
+        arrays, pages: that layer's, and its store's.
+        """
+        own = store.alike(pages)
+        result = made_of(self.part, arrays).ragged(hidden, rotation, own, plan)
+        return result, own.written
