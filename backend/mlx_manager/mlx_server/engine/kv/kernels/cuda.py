@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.engine.kv.kernels.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.engine.kv.kernels.splits import (
     MAX_SPLITS,
     TILE,
@@ -59,8 +60,6 @@ TALL_WARPS = 8
 TALL_STAGES = 2
 # Part of the blocks that there is room for.
 TALL_LEAST = 0.6
-# Of a launch that has no use for shared memory.
-THREADS = 128
 # Heads of one token that a thread has a share of in `rotate_and_write`.
 HEADS_EACH = 4
 MOST_QUERIES = 4096
@@ -117,24 +116,24 @@ class CudaLaunch:
         return device.multiprocessors * self.resident
 
 
-class CudaKernels:
-    """The CUDA kernels; see `PagedKernels`."""
+class CudaKernels(LaunchedKernels):
+    """The CUDA kernels, which find in their work list whether a context is divided."""
+
+    _merges = False
 
     def __init__(
         self, shape: AttentionShape, device: CudaDevice, launch: CudaLaunch | None = None
     ) -> None:
-        self.shape = shape
+        threads = -(-shape.kv_heads * shape.head_dim // 8 // THREADS) * THREADS
+        write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
+        super().__init__(shape, write, (threads, THREADS))
         self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
         self._device = device
         self._blocks = shape.kv_heads * -(-shape.group // 16)
         self._kernels: dict[Variant, Kernel] = {}
-        self._rotate: dict[Rotary, Kernel] = {}
-        self._write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
-        self._no_sinks = mx.zeros((1,), mx.float32)
-        self._no_norm = mx.zeros((1,), shape.dtype)
-        mx.eval(self._arrivals, self._no_sinks, self._no_norm)
+        mx.eval(self._arrivals)
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
@@ -151,90 +150,18 @@ class CudaKernels:
         )
         return replace(splits, blocks=blocks)
 
-    def write(
-        self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
-    ) -> mx.array:
-        rows, heads, tokens, dim = k.shape
-        (dep,) = self._write(
-            inputs=[k_pool, v_pool, k, v, slots],
-            grid=(-(-heads * dim // 8 // THREADS) * THREADS, rows * tokens, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-        )
-        return dep
+    def _rotation(self, rotary: Rotary) -> Kernel:
+        return compiled_for_cuda(rotate_source(self.shape, rotary))
 
-    def rotate_and_write(  # noqa: PLR0917
-        self,
-        qkv: mx.array,
-        rotations: mx.array,
-        head_norms: tuple[mx.array, mx.array] | None,
-        keys: mx.array,
-        values: mx.array,
-        slots: mx.array,
-        *,
-        rotary: Rotary,
-    ) -> mx.array:
-        if rotary not in self._rotate:
-            self._rotate[rotary] = compiled_for_cuda(rotate_source(self.shape, rotary))
-        norms = head_norms or (self._no_norm, self._no_norm)
-        tokens = qkv.shape[0]
-        (queries,) = self._rotate[rotary](
-            inputs=[qkv, rotations, *norms, keys, values, slots],
-            grid=(rotate_threads(self.shape, tokens), 1, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(tokens, self.shape.q_heads, 1, self.shape.head_dim)],
-            output_dtypes=[self.shape.dtype],
-        )
-        return queries
+    def _rotation_threads(self, tokens: int) -> int:
+        return rotate_threads(self.shape, tokens)
 
-    def attend(  # noqa: PLR0917
-        self,
-        q: mx.array,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        table: mx.array,
-        lengths: mx.array,
-        dep: mx.array,
-        *,
-        scale: float,
-        splits: Splits,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        variant = self._variant(scale, window, softcap, sinks, splits)
-        pages = [k_pool, v_pool, table, lengths, splits.items]
-        return self._launch(variant, [q, *pages, self._logits(sinks)], [dep], splits, q.shape)
-
-    def attend_fused(  # noqa: PLR0917
-        self,
-        qkv: mx.array,
-        rotation: mx.array,
-        norms: tuple[mx.array, mx.array] | None,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        table: mx.array,
-        lengths: mx.array,
-        *,
-        rotary: Rotary,
-        scale: float,
-        splits: Splits,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        variant = self._variant(scale, window, softcap, sinks, splits, rotary)
-        fresh = [qkv, rotation, *(norms or (self._no_norm, self._no_norm))]
-        pages = [k_pool, v_pool, table, lengths, splits.items]
-        shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
-        return self._launch(variant, [*fresh, *pages, self._logits(sinks)], [], splits, shape)
-
-    def _launch(
+    def _launch(  # noqa: PLR0917
         self,
         variant: Variant,
-        inputs: list[mx.array],
-        after: list[mx.array],
+        inputs: Sequence[mx.array],
+        sinks: mx.array,
+        after: Sequence[mx.array],
         splits: Splits,
         shape: tuple[int, ...],
     ) -> mx.array:
@@ -243,28 +170,13 @@ class CudaKernels:
         figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
         threads = self.launches[variant.blocks].warps * 32
         out, _, _ = self._kernel(variant)(
-            inputs=[*inputs, self._arrivals, *after],
+            inputs=[*inputs, sinks, self._arrivals, *after],
             grid=(self._blocks * threads, splits.work, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[shape, (figures * self.shape.head_dim,), (figures * 2,)],
             output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
         )
         return out
-
-    @staticmethod
-    def _variant(  # noqa: PLR0917
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: mx.array | None,
-        splits: Splits,
-        rotary: Rotary | None = None,
-    ) -> Variant:
-        # The kernel finds in its work list whether a context is divided.
-        return Variant(scale, window, softcap, sinks is not None, False, rotary, splits.blocks)
-
-    def _logits(self, sinks: mx.array | None) -> mx.array:
-        return self._no_sinks if sinks is None else sinks.astype(mx.float32)
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:

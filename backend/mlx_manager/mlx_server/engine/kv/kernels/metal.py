@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,12 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
 )
 from mlx_manager.mlx_server.engine.kernels.metal import TYPES
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.engine.kv.kernels.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
 
 _SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4
 HEADS_PER_BLOCK = 4
-# Of a threadgroup of `rotate_and_write`, of which 16 take a head.
-THREADS = 128
 # Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
 BLOCKS_WANTED = 1024
 
@@ -32,18 +32,18 @@ def build(shape: AttentionShape) -> MetalKernels:
     return MetalKernels(shape)
 
 
-class MetalKernels:
-    """The Metal kernels; see `PagedKernels`."""
+class MetalKernels(LaunchedKernels):
+    """The Metal kernels; parts of a context are merged by a launch of its own."""
+
+    _merges = True
 
     def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
+        dim = shape.head_dim
+        write = compiled_for_metal(write_source(shape), ensure_row_contiguous=False)
+        super().__init__(shape, write, (shape.kv_heads * dim, dim))
         self._heads = min(shape.group, HEADS_PER_BLOCK)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[Variant, _Pair] = {}
-        self._rotate: dict[Rotary, Kernel] = {}
-        self._write = compiled_for_metal(write_source(shape), ensure_row_contiguous=False)
-        self._no_sinks = mx.zeros((1,), mx.float32)
-        self._no_norm = mx.zeros((1,), shape.dtype)
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
@@ -56,102 +56,28 @@ class MetalKernels:
             table_rows=table_rows,
         )
 
-    def write(
-        self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
-    ) -> mx.array:
-        rows, heads, tokens, dim = k.shape
-        (dep,) = self._write(
-            inputs=[k_pool, v_pool, k, v, slots],
-            grid=(heads * dim, rows * tokens, 1),
-            threadgroup=(dim, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-        )
-        return dep
+    def _rotation(self, rotary: Rotary) -> Kernel:
+        return compiled_for_metal(rotate_source(self.shape, rotary))
 
-    def rotate_and_write(  # noqa: PLR0917
-        self,
-        qkv: mx.array,
-        rotations: mx.array,
-        head_norms: tuple[mx.array, mx.array] | None,
-        keys: mx.array,
-        values: mx.array,
-        slots: mx.array,
-        *,
-        rotary: Rotary,
-    ) -> mx.array:
-        if rotary not in self._rotate:
-            self._rotate[rotary] = compiled_for_metal(rotate_source(self.shape, rotary))
-        norms = head_norms or (self._no_norm, self._no_norm)
-        tokens = qkv.shape[0]
-        (queries,) = self._rotate[rotary](
-            inputs=[qkv, rotations, *norms, keys, values, slots],
-            grid=(rotate_threads(self.shape, tokens), 1, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(tokens, self.shape.q_heads, 1, self.shape.head_dim)],
-            output_dtypes=[self.shape.dtype],
-        )
-        return queries
-
-    def attend(  # noqa: PLR0917
-        self,
-        q: mx.array,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        table: mx.array,
-        lengths: mx.array,
-        dep: mx.array,
-        *,
-        scale: float,
-        splits: Splits,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        variant = Variant(scale, window, softcap, sinks is not None, splits.divided)
-        pages = [k_pool, v_pool, table, lengths, splits.items]
-        return self._launch(variant, [q, *pages], sinks, [dep], splits, q.shape)
-
-    def attend_fused(  # noqa: PLR0917
-        self,
-        qkv: mx.array,
-        rotation: mx.array,
-        norms: tuple[mx.array, mx.array] | None,
-        k_pool: mx.array,
-        v_pool: mx.array,
-        table: mx.array,
-        lengths: mx.array,
-        *,
-        rotary: Rotary,
-        scale: float,
-        splits: Splits,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        variant = Variant(scale, window, softcap, sinks is not None, splits.divided, rotary)
-        fresh = [qkv, rotation, *(norms or (self._no_norm, self._no_norm))]
-        pages = [k_pool, v_pool, table, lengths, splits.items]
-        shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
-        return self._launch(variant, [*fresh, *pages], sinks, [], splits, shape)
+    def _rotation_threads(self, tokens: int) -> int:
+        return rotate_threads(self.shape, tokens)
 
     def _launch(  # noqa: PLR0917
         self,
         variant: Variant,
-        inputs: list[mx.array],
-        sinks: mx.array | None,
-        after: list[mx.array],
+        inputs: Sequence[mx.array],
+        sinks: mx.array,
+        after: Sequence[mx.array],
         splits: Splits,
         shape: tuple[int, ...],
     ) -> mx.array:
         if variant not in self._kernels:
             self._kernels[variant] = _Pair.build(self.shape, variant)
         kernels = self._kernels[variant]
-        logits = self._no_sinks if sinks is None else sinks.astype(mx.float32)
         figures = splits.work * self._blocks * self._heads if splits.divided else 1
         dim = self.shape.head_dim
         out, partial, partial_figures = kernels.attend(
-            inputs=[*inputs, logits, *after],
+            inputs=[*inputs, sinks, *after],
             grid=(self._blocks * SIMDGROUPS * 32, splits.work, 1),
             threadgroup=(SIMDGROUPS * 32, 1, 1),
             output_shapes=[(1,) if splits.divided else shape, (figures * dim,), (figures * 2,)],
@@ -160,7 +86,7 @@ class MetalKernels:
         if not splits.divided:
             return out
         (merged,) = kernels.merge(
-            inputs=[partial, partial_figures, splits.items, logits],
+            inputs=[partial, partial_figures, splits.items, sinks],
             grid=(self.shape.q_heads * dim, splits.work, 1),
             threadgroup=(dim, 1, 1),
             output_shapes=[shape],
@@ -278,6 +204,6 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
 
 
 def rotate_threads(shape: AttentionShape, tokens: int) -> int:
-    """Of the launch that `rotate_source` is for: whole threadgroups."""
+    """Of the launch that `rotate_source` is for, 16 a head: whole threadgroups."""
     heads = shape.q_heads + 2 * shape.kv_heads
     return -(-tokens * heads * 16 // THREADS) * THREADS
