@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -176,7 +175,8 @@ class Rotation:
 class Common:
     """A common decoder, before anything is joined.
 
-    rotations: its kinds of rotation. kinds: the number of each layer's among them.
+    rotations: its kinds of rotation. kinds: the number of each layer's among them. head: what has
+    the vocabulary's weights, `embed` or a layer of its own.
     """
 
     layers: list[Anatomy]
@@ -184,7 +184,7 @@ class Common:
     kinds: list[int]
     embed: nn.Module
     norm: nn.RMSNorm
-    vocabulary: Callable[[mx.array], mx.array]
+    head: nn.Module
 
     @staticmethod
     def of(model: nn.Module, page_size: int) -> Common:
@@ -204,15 +204,19 @@ class Common:
         ropes = [_kind(layer.rope) for layer in layers]
         firsts = list(dict.fromkeys(ropes))
         of_kind = [layers[ropes.index(kind)] for kind in firsts]
-        tied = "lm_head" not in model
         return Common(
             layers,
             [Rotation.of(layer.rope, layer.rotary) for layer in of_kind],
             [firsts.index(kind) for kind in ropes],
             body.embed_tokens,
             body.norm,
-            body.embed_tokens.as_linear if tied else model.lm_head,
+            model.get("lm_head", body.embed_tokens),
         )
+
+    def vocabulary(self, hidden: mx.array) -> mx.array:
+        """Logits, (rows, vocabulary), of rows behind the last norm."""
+        logits: mx.array = (self.embed.as_linear if self.head is self.embed else self.head)(hidden)
+        return logits
 
 
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:

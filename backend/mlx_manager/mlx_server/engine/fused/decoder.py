@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import Common, NotFusable
 from mlx_manager.mlx_server.engine.fused.layers import (
     Block,
+    Ending,
     Joint,
     Layer,
     Opening,
@@ -66,13 +67,13 @@ class FusedDecoder:
         self,
         layers: Sequence[Layer],
         open: Opening,
-        head: Callable[[mx.array], mx.array],
+        ending: Ending,
         compile: Compile,
     ) -> None:
         self._layers = layers
         self._repeated = Repeated.all_of(layers)
         self._open = open
-        self._head = head
+        self._ending = ending
         parts = [layer.part for layer in layers]
         self._planners = {part.window: part.kernels for part in parts}
         # Of each kind of attention, the number of a layer.
@@ -190,7 +191,7 @@ class FusedDecoder:
             if number % at_a_time == 0:
                 pieces.add(hidden)
         last = hidden if step.wanted is None else hidden[step.wanted]
-        return last if step.silent else self._head(last), pieces
+        return last if step.silent else self._ending(last), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
         """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
@@ -224,7 +225,7 @@ class FusedDecoder:
             own = layer.part.block.heads(hidden) if heads is None else heads
             joined = layer.joint(hidden, layer.attend(own, shared, pool, step))
             hidden, heads = joined.result, joined.heads
-        return self._head(hidden), shared.following
+        return self._ending(hidden), shared.following
 
     def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
         step = _step(cuts, *arrays)
@@ -239,7 +240,7 @@ class FusedDecoder:
                 joined = layer.joint(hidden, attended)
                 found += [heads, attended, *joined.launches]
                 hidden = joined.result
-        return [*found, self._head(hidden)]
+        return [*found, self._ending(hidden)]
 
 
 def _cuts(step: Step) -> Cuts:
@@ -296,6 +297,6 @@ def _building(  # noqa: PLR0917
     return FusedDecoder(
         layers,
         Opening.of(common, openings),
-        lambda hidden: common.vocabulary(common.norm(hidden)),
+        Ending.of(common, few),
         compile,
     )

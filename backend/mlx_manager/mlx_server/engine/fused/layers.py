@@ -1,4 +1,4 @@
-"""A step through one layer, and what comes before the first."""
+"""A step through one layer, what comes before the first, and behind the last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
-from mlx_manager.mlx_server.engine.fused.projections import Projection, Sum, join
+from mlx_manager.mlx_server.engine.fused.projections import Dense, Projection, Sum, join
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import PagedKernels, Rotary, Splits
@@ -199,6 +199,30 @@ class Opening:
         lengths = mx.where(before > 0, before + 1, 0)
         turns = [turn(before) for turn in self.rotations]
         return self.embed(tokens), Shared(lengths, lengths, turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a step ends with. `plain`: the product with the vocabulary, if it is a plain one."""
+
+    norm: nn.RMSNorm
+    plain: Dense | None
+    vocabulary: Callable[[mx.array], mx.array]
+
+    @staticmethod
+    def of(common: Common, few: ProductKernels | None) -> Ending:
+        """few: what multiplies few rows, if anything does."""
+        head, dtype = common.head, common.layers[0].shape.dtype
+        plain = None
+        if type(head) in (nn.Linear, nn.Embedding) and head.weight.dtype == dtype:
+            plain = Dense.of(head.weight, head.get("bias"), few)
+        return Ending(common.norm, plain, common.vocabulary)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Logits, (rows, vocabulary)."""
+        if self.plain is None:
+            return self.vocabulary(self.norm(hidden))
+        return self.plain.normed(hidden, self.norm)
 
 
 @dataclass(frozen=True, slots=True)

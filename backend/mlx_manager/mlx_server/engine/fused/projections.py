@@ -42,6 +42,12 @@ class Dense:
     bias: mx.array | None
     few: ProductKernels | None
 
+    @staticmethod
+    def of(weight: mx.array, bias: mx.array | None, few: ProductKernels | None) -> Dense:
+        """few: what multiplies few rows, if anything does, and if it serves `weight`."""
+        served = few is not None and few.serves(weight)
+        return Dense(weight, weight.T, bias, few if served else None)
+
     def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
         """The product with `norm(x)`. x: `Scaled` if its maker did what is `expected`."""
         if self.few is not None and x.shape[0] <= self.few.most_rows:
@@ -201,9 +207,7 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
         layer = copy(first)
         layer.update(joined)
         return OfItsOwn(layer)
-    weight = joined["weight"]
-    served = few is not None and few.serves(weight)
-    return Dense(weight, weight.T, joined.get("bias"), few if served else None)
+    return Dense.of(joined["weight"], joined.get("bias"), few)
 
 
 def _below(parts: Sequence[mx.array]) -> mx.array:

@@ -124,8 +124,8 @@ def test_norms_before_gates_by_groups_are_begun_by_who_makes_the_rows():
 @pytest.mark.parametrize("final", [True, False])
 def test_only_a_prompts_end_is_multiplied_by_the_vocabulary(final, monkeypatch):
     decoder = built(make("llama", {}))
-    multiplied, head = [], decoder._head
-    monkeypatch.setattr(decoder, "_head", lambda x: multiplied.append(x.shape[0]) or head(x))
+    multiplied, ending = [], decoder._ending
+    monkeypatch.setattr(decoder, "_ending", lambda x: multiplied.append(x.shape[0]) or ending(x))
     shape = LayerShape(2, 16, 16, mx.float32)
     stores = [LayerStore(shape, PAGE) for _ in range(3)]
     for store in stores:
