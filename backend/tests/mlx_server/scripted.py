@@ -120,6 +120,10 @@ class ScriptedBackend:
                 words = [str(token) for token in ids]
         return ScriptedTokens(words)
 
+    def leaves_room(self, request: GenerationRequest) -> bool:
+        prompt = self.tokenize(request.prompt)
+        return len(prompt.ids) + (request.max_tokens or 1) <= prompt.context_length
+
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: condition(self))

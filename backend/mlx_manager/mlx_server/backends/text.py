@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mlx_manager.mlx_server.backends.contents import Content, contents
 from mlx_manager.mlx_server.backends.guidance import Guidance, forced_tools
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
@@ -47,8 +49,8 @@ from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
 
-SHRINKAGE = 2
-"""How much shorter a tokenizer's normaliser might make a text."""
+ALL = sys.maxsize
+"""More tokens than any text has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,6 @@ class TextBackend:
             loaded.tokenizer, min(len(loaded.tokenizer), loaded.vocabulary)
         )
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
-        self._most_characters = SHRINKAGE * loaded.longest_token * loaded.context_length
         limits, scored, working = with_chunk(limits, loaded.model, forward, ledger)
         self._engine = TextEngine(
             loaded.id,
@@ -198,8 +199,18 @@ class TextBackend:
         if isinstance(prompt, Text) and not special:
             ids = token_ids(self._loaded.tokenizer, prompt.text)
         else:
-            ids, _ = self._tokenise(prompt)
+            ids = self._tokenise(prompt, ALL)[0].ids
         return Tokenized(ids, self._loaded.context_length, self._texts)
+
+    def leaves_room(self, request: GenerationRequest) -> bool:
+        """Whether an answer as long as is asked for, or half the context long, can follow.
+
+        Raises:
+            InvalidRequest: as `tokenize`.
+        """
+        context = self._loaded.context_length
+        most = context - min(request.max_tokens or 1, context // 2)
+        return len(self._tokenise(request.prompt, most)[0].ids) <= most
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of tokens, special ones included.
@@ -223,56 +234,56 @@ class TextBackend:
         template = templates.get("default") if isinstance(templates, dict) else templates
         return self._vocabulary.info(self._loaded.context_length, template)
 
-    def _tokenise(
-        self, prompt: Prompt, check: Callable[[Prompt, int], None] = lambda *_: None
-    ) -> tuple[list[int], OutputFormat]:
-        """check: asked about the characters that the tokenizer is about to be given."""
+    def _tokenise(self, prompt: Prompt, enough: int) -> tuple[Content, OutputFormat]:
+        """Of a text with more than `enough` tokens no more need be told than that."""
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
+
+        def read(encode: Callable[[str], list[int]], text: str) -> Content:
+            [content] = contents(lambda texts: list(map(encode, texts)), [text], enough)
+            return content
+
+        def encode(text: str) -> list[int]:
+            return adapter.encode_text(text, tokenizer)
+
         match prompt:
             case Conversation():
                 forced_tools(prompt)
                 # Only the template knows what of thinking, calls and tools it writes.
-                text = adapter.render_text(prompt, tokenizer)
-                check(prompt, len(text))
-                ids = adapter.encode_text(text, tokenizer)
-                return ids, adapter.output_format(tokenizer, prompt, ids)
+                content = read(encode, adapter.render_text(prompt, tokenizer))
+                return content, adapter.output_format(tokenizer, prompt, content.ids)
             case Text(text, ""):
-                check(prompt, len(text))
-                return adapter.encode_text(text, tokenizer), PLAIN
+                return read(encode, text), PLAIN
             case Text(text, suffix):
-                check(prompt, len(text) + len(suffix))
-                return adapter.encode_infill(text, suffix, tokenizer), PLAIN
+
+                def infill(cut: str) -> list[int]:
+                    size = len(cut)
+                    return adapter.encode_infill(text[:size], suffix[:size], tokenizer)
+
+                return read(infill, max(text, suffix, key=len)), PLAIN
             case Tokens(ids=given):
                 self._vocabulary.check(given, "prompt")
-                return list(given), PLAIN
+                return Content(list(given), whole=True), PLAIN
 
     def _prepare(self, request: GenerationRequest) -> Prepared:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
-        ids, output = self._tokenise(request.prompt, self._check_size)
+        content, output = self._tokenise(request.prompt, self._loaded.context_length)
+        ids = content.ids
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
             )
-        self._check_length(request, len(ids))
+        self._check_length(request, content)
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
         return Prepared(ids, *self._guidance.of(request, output))
 
-    def _check_size(self, prompt: Prompt, characters: int) -> None:
-        """Refuse at once what no tokenizer could fit in: 10 MB take it ten seconds to find out."""
-        if characters > self._most_characters:
-            raise ContextLengthExceeded(
-                f"The prompt has {characters} characters, which can't fit in this model's context "
-                f"of {self._loaded.context_length} tokens.",
-                param=prompt.param,
-            )
-
-    def _check_length(self, request: GenerationRequest, length: int) -> None:
+    def _check_length(self, request: GenerationRequest, content: Content) -> None:
         context = self._loaded.context_length
-        asked = request.max_tokens
+        asked, length = request.max_tokens, len(content.ids)
         if length + (1 if asked is None else min(asked, 1)) > context:
+            count = f"{length}" if content.whole else f"more than {length}"
             raise ContextLengthExceeded(
-                f"The prompt has {length} tokens and this model's context is {context} tokens, "
+                f"The prompt has {count} tokens and this model's context is {context} tokens, "
                 "which leaves no room for an answer. Shorten it.",
                 param=request.prompt.param,
             )

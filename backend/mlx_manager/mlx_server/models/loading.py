@@ -52,7 +52,7 @@ from mlx_manager.mlx_server.models.weights import (
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish, in_turns
+from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -61,16 +61,14 @@ LONGEST_PROBLEM = 500
 """Characters of a library's error that are passed on; the log has all of it."""
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
-SOME_TOKENS = 500
-"""They are looked up within a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured.
 
-    longest_token: characters of it. vocabulary: rows of its embedding; the tokenizer may have
-    fewer tokens, or more. sampling: what its makers have it drawn by where nobody else says.
+    vocabulary: rows of its embedding; the tokenizer may have fewer tokens, or more. sampling: what
+    its makers have it drawn by where nobody else says.
     """
 
     id: str
@@ -81,7 +79,6 @@ class LoadedModel:
     adapter: ModelAdapter
     family: str
     context_length: int
-    longest_token: int
     vocabulary: int
     nbytes: int
     weights: WeightsForm
@@ -136,7 +133,6 @@ def loading(
         yield None
         tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
         tokenizer = yield from beside(partial(tokenizers.text, folder.path))
-        longest = yield from longest_token(tokenizer)
         adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
         yield from read(model, found, folder.weight_files)
         found.clear()
@@ -153,7 +149,6 @@ def loading(
             adapter,
             adapter.family,
             checked.context_length,
-            longest,
             embedded(config) or len(tokenizer),
             nbytes,
             weights,
@@ -231,22 +226,6 @@ def embedded(config: Mapping[str, Any]) -> int | None:
         "vocab_size", config.get("vocab_size")
     )
     return size
-
-
-def longest_token(tokenizer: TokenizerWrapper) -> Steps[int]:
-    """Not by its dictionary, which is made in one go, and nothing else in Python runs meanwhile."""
-    longest = 0
-
-    def measured() -> Iterator[None]:
-        nonlocal longest
-        for start in range(0, len(tokenizer), SOME_TOKENS):
-            ids = list(range(start, min(start + SOME_TOKENS, len(tokenizer))))
-            tokens: list[str | None] = tokenizer.convert_ids_to_tokens(ids)
-            longest = max(longest, *(len(token) for token in tokens if token is not None))
-            yield
-
-    yield from in_turns(measured())
-    return longest
 
 
 def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:

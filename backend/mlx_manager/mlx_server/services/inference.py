@@ -7,7 +7,6 @@ the server's process.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
@@ -76,6 +75,10 @@ class TokenBackend(Backend, Protocol):
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
         """A prompt's tokens. `special`: a text's begin with the model's BOS."""
+        ...
+
+    def leaves_room(self, request: GenerationRequest) -> bool:
+        """Whether an answer as long as is asked for, or half the context long, can follow."""
         ...
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -336,24 +339,26 @@ async def fitting(
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await asyncio.to_thread(first_fitting, backend, requests)
+    request = await first_fitting(backend, requests)
     async with aclosing(rows(backend, own([request]))) as progress:
         async for step in progress:
             yield step
 
 
-def leaves_room(backend: TokenBackend, request: GenerationRequest) -> bool:
-    """Whether an answer as long as is asked for, or half the context long, can follow."""
-    prompt = backend.tokenize(request.prompt)
-    wanted = min(request.max_tokens or 1, prompt.context_length // 2)
-    return len(prompt.ids) + wanted <= prompt.context_length
+async def first_fitting(backend: TokenBackend, requests: EverShorter) -> GenerationRequest:
+    """Found by halves; who has hung up costs no more than the look at the one under way."""
 
-
-def first_fitting(backend: TokenBackend, requests: EverShorter) -> GenerationRequest:
     def fits(index: int) -> bool:
-        return leaves_room(backend, requests[index])
+        return backend.leaves_room(requests[index])
 
-    return requests[bisect_left(range(len(requests) - 1), True, key=fits)]
+    first, last = 0, len(requests) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if await asyncio.to_thread(fits, middle):
+            last = middle
+        else:
+            first = middle + 1
+    return requests[first]
 
 
 async def rows(

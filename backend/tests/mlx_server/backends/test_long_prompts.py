@@ -1,13 +1,16 @@
-"""Prompts that no tokenizer need look at: they can't fit in the model's context."""
+"""Prompts of which a tokenizer need look at no more than their beginning: they can't fit in the
+model's context."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from demo import Demo, demo
+from demo import MODEL, Demo, demo
 
+from mlx_manager.mlx_server.core import GenerationRequest, Text
 from mlx_manager.mlx_server.errors import ContextLengthExceeded
 
 __all__ = ["demo"]
@@ -49,11 +52,11 @@ def wide(properties: int) -> dict[str, Any]:
     ],
     ids=["content", "arguments", "description", "schema"],
 )
-async def test_a_prompt_of_far_too_many_characters_is_refused_by_their_number(
+async def test_of_a_prompt_that_is_far_too_long_no_more_is_read_than_its_beginning(
     demo: Demo, asked: dict[str, Any]
 ):
     with pytest.raises(
-        ContextLengthExceeded, match=r"\d{7} characters, which can't fit .* 8192 tokens"
+        ContextLengthExceeded, match=r"more than \d{5} tokens .* 8192 tokens"
     ) as refused:
         await demo.chat(**asked)
     assert refused.value.param == "messages"
@@ -63,3 +66,21 @@ async def test_what_the_template_leaves_out_is_not_counted(demo: Demo):
     answer = {"role": "assistant", "content": "Hi.", "reasoning_content": LONG}
     body = await demo.chat([ASKED, answer, ASKED], max_tokens=1)
     assert body["usage"]["prompt_tokens"] < 100
+
+
+async def test_an_answer_has_room_up_to_the_contexts_last_token(demo: Demo):
+    asked = GenerationRequest(MODEL, Text("some words " * 2500))
+    async with demo.pool.lease(MODEL, "text") as lease:
+        model = lease.backend
+        prompt = model.tokenize(asked.prompt)
+        room = prompt.context_length - len(prompt.ids)
+        assert 0 < room < prompt.context_length // 2
+        assert model.leaves_room(replace(asked, max_tokens=room))
+        assert not model.leaves_room(replace(asked, max_tokens=room + 1))
+        assert not model.leaves_room(replace(asked, prompt=Text(LONG)))
+
+
+async def test_an_answer_half_the_context_long_is_room_enough(demo: Demo):
+    asked = GenerationRequest(MODEL, Text("some words " * 1000), max_tokens=8192)
+    async with demo.pool.lease(MODEL, "text") as lease:
+        assert lease.backend.leaves_room(asked)
