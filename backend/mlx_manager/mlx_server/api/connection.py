@@ -27,6 +27,8 @@ from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, par
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 20
+MOST_WRONG = 1000
+"""Values that are looked up to name some: those of a large object take seconds."""
 Body = TypeVar("Body", bound=Wire)
 
 
@@ -55,6 +57,10 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
+        if error.error_count() > MOST_WRONG:
+            raise InvalidParameter(
+                f"The body has {error.error_count()} wrong values, too many to name one."
+            ) from None
         raise invalid(error.errors(include_url=False, include_context=True)) from None
     if limits.strict_fields and (unknown := body.unknown_fields()):
         raise InvalidParameter(f"Unknown fields: {', '.join(unknown)}.", param=unknown[0])

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopK, TopP
 from mlx_manager.mlx_server.schemas.wire import (
+    Many,
     NonEmpty,
     StopString,
     Timed,
@@ -96,7 +97,7 @@ TextOnly = Annotated[
     Discriminator(_text_kind),
 ]
 TextContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextOnly], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[TextOnly], Tag("<list>")],
     choose(text_or_list, "a string or a list of text blocks"),
 ]
 
@@ -119,7 +120,7 @@ Block = Annotated[
     Discriminator(_any_kind),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[Block], Tag("<list>")],
     choose(text_or_list, "a string or a list of content blocks"),
 ]
 
@@ -148,7 +149,7 @@ class MessagesTool(Wire):
     cache_control: Any = Field(None, description="No effect")
     eager_input_streaming: bool | None = Field(None, description="No effect")
     input_examples: Any = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: Many[str] | None = None
     defer_loading: bool | None = None
 
 
@@ -182,9 +183,9 @@ class CountTokensRequest(Timed):
     """`POST /v1/messages/count_tokens`, and what a message's prompt is made of."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    messages: Annotated[Many[InputMessage], Field(min_length=1)]
     system: TextContent | None = Field(None, description="Text, or a list of text blocks")
-    tools: list[MessagesTool] | None = Field(None, description="Functions the model may call")
+    tools: Many[MessagesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: MessagesToolChoice | None = Field(None, description="auto, any, tool or none")
     thinking: Thinking | None = Field(
         None, description="enabled with a budget, disabled or adaptive; default: the model's"

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.schemas.openai import TokenId
-from mlx_manager.mlx_server.schemas.wire import Timed, Wire, choose, shape, text_or_ids
+from mlx_manager.mlx_server.schemas.wire import Many, Timed, Wire, choose, shape, text_or_ids
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[Many[TokenId], Field(min_length=1)]
 Input = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")],
     choose(text_or_ids, "a string or a list of token ids"),
@@ -21,7 +21,7 @@ Input = Annotated[
 Inputs = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[Input], Field(min_length=1), Tag("<list>")],
+    | Annotated[Many[Input], Field(min_length=1), Tag("<list>")],
     choose(shape, "a string, a list of token ids, or a list of either"),
 ]
 Truncation = Annotated[
@@ -74,7 +74,7 @@ class RerankRequest(Timed):
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
     query: str = Field(description="What the documents are to answer")
-    documents: Annotated[list[Document], Field(min_length=1)] = Field(
+    documents: Annotated[Many[Document], Field(min_length=1)] = Field(
         description="Texts, or objects with a `text`"
     )
     top_n: int | None = Field(

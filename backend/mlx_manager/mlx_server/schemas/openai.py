@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.limits import (
     TopP,
 )
 from mlx_manager.mlx_server.schemas.wire import (
+    Many,
     NonEmpty,
     StopString,
     Timed,
@@ -85,7 +86,7 @@ class ContentPart(Wire):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[ContentPart], Tag("<list>")],
     choose(text_or_list, "a string or a list of content parts"),
 ]
 
@@ -102,14 +103,14 @@ class ChatMessage(Wire):
     reasoning: str | None = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    tool_calls: Many[ChatToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[Many[ChatMessage], Field(min_length=1)]
 
 
 class FunctionDefinition(Wire):
@@ -302,7 +303,7 @@ class ChatCompletionRequest(GenerationParameters):
     max_completion_tokens: MaxTokens | None = Field(
         None, description="Most tokens generated, reasoning included; default: the context"
     )
-    tools: list[ChatTool] | None = Field(None, description="Functions the model may call")
+    tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, or a function by name"
     )
@@ -327,7 +328,7 @@ class ChatCompletionRequest(GenerationParameters):
 
     logprobs: bool | None = Field(None, description="Logprobs of the answer's tokens")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")
-    modalities: list[str] | None = Field(None, description="Kinds of output")
+    modalities: Many[str] | None = Field(None, description="Kinds of output")
     audio: Any = Field(None, description="Voice and format of spoken output")
     prediction: Any = Field(None, description="Text expected in the answer")
     verbosity: str | None = Field(None, description="low, medium or high")
@@ -342,13 +343,13 @@ class ChatCompletionRequest(GenerationParameters):
 
 Prompt = Annotated[
     Annotated[NonEmpty, Tag("<text>")]
-    | Annotated[list[TokenId], Field(min_length=1), Tag("<ids>")],
+    | Annotated[Many[TokenId], Field(min_length=1), Tag("<ids>")],
     choose(text_or_ids, "a string or a list of token ids"),
 ]
 Prompts = Annotated[
     Annotated[NonEmpty, Tag("<text>")]
-    | Annotated[list[TokenId], Tag("<ids>")]
-    | Annotated[list[Prompt], Field(min_length=1), Tag("<list>")],
+    | Annotated[Many[TokenId], Tag("<ids>")]
+    | Annotated[Many[Prompt], Field(min_length=1), Tag("<list>")],
     choose(shape, "a string, a list of token ids, or a list of either"),
 ]
 
@@ -370,7 +371,7 @@ class TemplateParameters(Timed):
     """What goes into a conversation's prompt besides its messages."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
-    tools: list[ChatTool] | None = Field(None, description="Functions the model may call")
+    tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking"
     )
@@ -401,7 +402,7 @@ class DetokenizeRequest(Timed):
     """`POST /v1/detokenize`."""
 
     model: str | None = Field(None, description="Model id; the server's default when absent")
-    tokens: list[TokenId] = Field(description="Token ids")
+    tokens: Many[TokenId] = Field(description="Token ids")
 
 
 # ---------------------------------------------------------------------------------------------

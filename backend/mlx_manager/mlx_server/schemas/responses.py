@@ -14,6 +14,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopP
 from mlx_manager.mlx_server.schemas.wire import (
+    Many,
     NonEmpty,
     Timed,
     Wire,
@@ -88,7 +89,7 @@ Part = Annotated[
     Discriminator(_part_kind),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[Part], Tag("<list>")],
     choose(text_or_list, "a string or a list of content parts"),
 ]
 
@@ -132,8 +133,8 @@ class ReasoningItem(Wire):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningPart] | None = None
-    content: list[ReasoningPart] | None = None
+    summary: Many[ReasoningPart] | None = None
+    content: Many[ReasoningPart] | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
@@ -180,7 +181,7 @@ class ResponsesTool(Wire):
     """
 
     type: str
-    tools: list[ResponsesTool] | None = None
+    tools: Many[ResponsesTool] | None = None
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -194,7 +195,7 @@ class ToolReference(Wire):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
 
 
 ToolChoice = Annotated[
@@ -228,7 +229,7 @@ class TextOptions(Wire):
 
 
 Input = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[Item], Tag("<list>")],
     choose(text_or_list, "a string or a list of items"),
 ]
 
@@ -249,7 +250,7 @@ class ResponsesRequest(Timed):
         None, description="0 is greedy; default: the model's, or 1"
     )
     top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
-    tools: list[ResponsesTool] | None = Field(None, description="Functions the model may call")
+    tools: Many[ResponsesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, a function by name, or allowed_tools"
     )
@@ -259,7 +260,7 @@ class ResponsesRequest(Timed):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto leaves the oldest turns out of a conversation that is too long"
     )
-    include: list[str] | None = Field(
+    include: Many[str] | None = Field(
         None, description="reasoning.encrypted_content; what hosted tools find is never there"
     )
     metadata: dict[str, str] | None = Field(None, description="Kept with the answer")

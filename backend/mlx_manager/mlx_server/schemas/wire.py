@@ -7,14 +7,19 @@ Requests accept fields that nobody here knows, because clients run ahead of serv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+T = TypeVar("T")
 
 CONVERSATIONS = ("messages", "input")
 SYSTEMS = ("system",)
 CONTENTS = ("content", "output")
 
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list of any length. Its first wrong item is the only one that is named: for a million of them
+it would take seconds, and nobody would be served meanwhile."""
 NonEmpty = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 """What finds stop strings has a node for each of their characters."""

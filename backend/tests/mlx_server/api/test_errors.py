@@ -91,6 +91,38 @@ async def test_a_bad_value_is_422_and_names_the_field_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "item"),
+    [
+        ("/v1/chat/completions", "messages", {"role": "bot"}),
+        ("/v1/completions", "prompt", -1),
+        ("/v1/completions", "prompt", [-1]),
+        ("/v1/responses", "input", {"type": "message"}),
+        ("/v1/messages", "messages", {"role": "bot"}),
+        ("/v1/embeddings", "input", []),
+        ("/v1/rerank", "documents", 5),
+        ("/v1/detokenize", "tokens", "a"),
+    ],
+)
+async def test_of_a_long_list_the_first_wrong_item_alone_is_named(
+    serve, path: str, field: str, item: object
+):
+    async with serve() as client:
+        response = await client.post(path, json={field: [item] * 50_000})
+    assert response.status_code == 422
+    message = response.json()["error"]["message"]
+    assert f"`{field}[0]" in message
+    assert f"`{field}[1]" not in message
+    assert "more" not in message
+
+
+async def test_more_wrong_values_than_can_be_looked_up_are_counted(serve):
+    async with serve() as client:
+        response = await client.post(CHAT, json=HELLO | {"logit_bias": dict.fromkeys(range(2000))})
+    assert response.status_code == 422
+    assert "2000 wrong values" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("body", "says_what"),
     [
         (b"", "not valid JSON"),
