@@ -1,12 +1,16 @@
-"""`/v1/tokenize` and `/v1/apply-template`: body → prompt. Pure."""
+"""`/v1/tokenize` and `/v1/apply-template`: body → prompt, what was found → body. Pure.
+
+A body is JSON in pieces, since one of a million tokens takes long to write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.core import Conversation, Text
 from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.chat import conversation
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
@@ -15,6 +19,8 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizeRequest,
 )
 
+PIECE = 4096
+"""Characters or tokens of one."""
 OF_TEXTS = ("add_special_tokens", "add_special")
 OF_CONVERSATIONS = (
     *("tools", "chat_template_kwargs"),
@@ -69,3 +75,29 @@ def _refuse(body: TokenizeRequest, names: Iterable[str], prompt: str) -> None:
     for name in names:
         if getattr(body, name):
             raise InvalidParameter(f"`{name}` has no effect on {prompt}.", param=name)
+
+
+def tokenized(
+    ids: Sequence[int], context_length: int, texts: Sequence[str] | None
+) -> Iterator[str]:
+    """A `TokenizeResponse`."""
+    yield f'{{"count":{len(ids)},"max_model_len":{context_length},"tokens":['
+    yield from _listed(ids)
+    if texts is not None:
+        yield '],"token_strs":['
+        yield from _listed(texts)
+    yield "]}"
+
+
+def told(text: str) -> Iterator[str]:
+    """A `TextResponse`."""
+    for before in ('{"prompt":"', '","content":"'):
+        yield before
+        for start in range(0, len(text), PIECE):
+            yield sse.quote(text[start : start + PIECE])[1:-1]
+    yield '"}'
+
+
+def _listed(items: Sequence[object]) -> Iterator[str]:
+    for start in range(0, len(items), PIECE):
+        yield ("," if start else "") + sse.dump(items[start : start + PIECE])[1:-1]

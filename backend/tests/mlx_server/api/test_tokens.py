@@ -9,6 +9,7 @@ import pytest_asyncio
 from demo import Demo, demo
 from scripted import ScriptedBackend, ScriptedPool
 
+from mlx_manager.mlx_server.api.respond import BLOCK
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
 
@@ -72,6 +73,26 @@ async def test_a_client_may_make_prompts_itself(client: httpx.AsyncClient):
     missing = await client.get("/tokenizer_info?model=other")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_large_answers_come_in_pieces_and_whole(client: httpx.AsyncClient):
+    text = 'Grüße, "日本" 🙂\n' * 8000
+    asked = {"content": text, "return_token_strs": True}
+    answer = await client.post("/v1/tokenize", json=asked)
+    few = (await client.post("/v1/tokenize", json=asked | {"content": text[:14]})).json()
+    found = answer.json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 2 * BLOCK
+    assert found["tokens"][: few["count"] - 1] == few["tokens"][:-1]
+    told = await client.post("/v1/detokenize", json={"tokens": found["tokens"]})
+    assert told.json() == {"prompt": text, "content": text}
+    rendered = await client.post(
+        "/v1/apply-template", json={"messages": [{"role": "user", "content": text}]}
+    )
+    assert text.strip() in rendered.json()["prompt"]
+    for large in (answer, told, rendered):
+        assert "content-length" not in large.headers
+    none = (await client.post("/v1/detokenize", json={"tokens": []})).json()
+    assert none == {"prompt": "", "content": ""}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ without the `/v1`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
 from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
 from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.protocols.tokens import rendered, tokenizing
+from mlx_manager.mlx_server.protocols.tokens import rendered, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
     PromptRequest,
@@ -44,42 +45,47 @@ async def ask(
         return await inference.ask(server.pool.resolve(model), question, kind)
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), response_model_exclude_unset=True)
-async def tokenize(request: Request, response: Response) -> TokenizeResponse:
+@router.post(
+    "/tokenize",
+    openapi_extra=takes(TokenizeRequest),
+    responses={200: {"model": TokenizeResponse}},
+)
+async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     body = await read(request, TokenizeRequest, server_of(request).settings.api)
-    response.headers.update(unknown_header(body))
     asked = tokenizing(body)
 
-    def answer(model: TokenBackend) -> TokenizeResponse:
+    def answer(model: TokenBackend) -> Iterator[str]:
         found = model.tokenize(asked.prompt, asked.special)
-        answer = TokenizeResponse(
-            count=len(found.ids), max_model_len=found.context_length, tokens=found.ids
-        )
-        if body.return_token_strs:
-            answer.token_strs = found.texts()
-        return answer
+        texts = found.texts() if body.return_token_strs else None
+        return tokenized(found.ids, found.context_length, texts)
 
-    return await ask(request, body.model, answer, body)
+    return LargeResponse(await ask(request, body.model, answer, body), unknown_header(body))
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
-async def detokenize(request: Request, response: Response) -> TextResponse:
+@router.post(
+    "/detokenize",
+    openapi_extra=takes(DetokenizeRequest),
+    responses={200: {"model": TextResponse}},
+)
+async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     body = await read(request, DetokenizeRequest, server_of(request).settings.api)
-    response.headers.update(unknown_header(body))
     text = await ask(request, body.model, lambda model: model.detokenize(body.tokens), body)
-    return TextResponse(prompt=text, content=text)
+    return LargeResponse(told(text), unknown_header(body))
 
 
-@router.post("/apply-template", openapi_extra=takes(PromptRequest))
-async def apply_template(request: Request, response: Response) -> TextResponse:
+@router.post(
+    "/apply-template",
+    openapi_extra=takes(PromptRequest),
+    responses={200: {"model": TextResponse}},
+)
+async def apply_template(request: Request) -> Response:
     """A conversation as the text that the model gets to see."""
     body = await read(request, PromptRequest, server_of(request).settings.api)
-    response.headers.update(unknown_header(body))
     asked = rendered(body.messages, body)
     text = await ask(request, body.model, lambda model: model.render(asked), body, "text")
-    return TextResponse(prompt=text, content=text)
+    return LargeResponse(told(text), unknown_header(body))
 
 
 @router.get("/tokenizer_info")
