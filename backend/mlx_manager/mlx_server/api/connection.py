@@ -91,10 +91,7 @@ def check_counts(
         ("content parts", len(content), limits.max_parts, "MLX_SERVER_MAX_PARTS"),
         ("images", images, limits.max_images, "MLX_SERVER_MAX_IMAGES"),
     ):
-        if count > most:
-            raise RequestTooLarge(
-                f"{those} {count} {what}; this server accepts {most} ({setting}).", param=param
-            )
+        _check_count(param, f"{those} {count} {what}", count, most, setting)
 
 
 def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> None:
@@ -104,12 +101,13 @@ def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> Non
     Raises:
         RequestTooLarge: more than may be.
     """
-    if len(inputs) > limits.max_inputs:
-        raise RequestTooLarge(
-            f"`{param}` has {len(inputs)} texts; this server accepts {limits.max_inputs} "
-            "(MLX_SERVER_MAX_INPUTS).",
-            param=param,
-        )
+    count, most = len(inputs), limits.max_inputs
+    _check_count(param, f"`{param}` has {count} texts", count, most, "MLX_SERVER_MAX_INPUTS")
+
+
+def _check_count(param: str, found: str, count: int, most: int, setting: str) -> None:
+    if count > most:
+        raise RequestTooLarge(f"{found}; this server accepts {most} ({setting}).", param=param)
 
 
 async def _read_bytes(request: Request, limit: int, patience: float) -> bytearray:
