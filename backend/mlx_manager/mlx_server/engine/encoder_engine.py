@@ -147,9 +147,9 @@ class EncoderEngine:
         self._longest = longest
         self._line = working_line(name)
         self._kept = model.working_bytes(1, min(longest, KEPT))
-        if not ledger.reserve(self._line, self._kept):
+        if not ledger.reserve_if_attainable(self._line, self._kept):
             raise OutOfMemory(
-                f"To read a text {name} takes {self._kept:,} bytes, and {ledger.available():,} of "
+                f"To read a text {name} takes {self._kept:,} bytes, and {ledger.attainable():,} of "
                 f"{ledger.limit:,} are left beside its weights.",
                 retry_after=10,
             )
@@ -314,7 +314,7 @@ class EncoderEngine:
         even for a row."""
         while True:
             nbytes = self._beyond_kept(len(self._batch), longest)
-            if not nbytes or self._reserve(nbytes):
+            if not nbytes or self._ledger.reserve_if_attainable(self._line, nbytes):
                 now = perf_counter()
                 for row in self._batch:
                     row.reading.last_read = now
@@ -327,10 +327,6 @@ class EncoderEngine:
             for row in self._batch[: len(self._batch) - keep]:
                 insort(self._waiting, row)
             self._batch = self._batch[len(self._batch) - keep :]
-
-    def _reserve(self, nbytes: int) -> bool:
-        """Not tried in vain: that would cost others what they have cached."""
-        return nbytes <= self._ledger.attainable() and self._ledger.reserve(self._line, nbytes)
 
     def _beyond_kept(self, rows: int, longest: int) -> int:
         return max(0, self._model.working_bytes(rows, longest) - self._kept)

@@ -210,10 +210,10 @@ class TextEngine:
         self.page_bytes = limits.page_size * (on_pages + forward.token_bytes)
         self._start_over()
         self._working_line = working_line(name)
-        if not ledger.reserve(self._working_line, working_bytes):
+        if not ledger.reserve_if_attainable(self._working_line, working_bytes):
             raise OutOfMemory(
                 f"A step of {name} works on up to {working_bytes:,} bytes, and "
-                f"{ledger.available():,} of {ledger.limit:,} are left beside its weights.",
+                f"{ledger.attainable():,} of {ledger.limit:,} are left beside its weights.",
                 retry_after=10,
             )
         ledger.add_relief(Relief.PAGES, self._relieve, self._spare)

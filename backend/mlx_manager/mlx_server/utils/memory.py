@@ -179,6 +179,10 @@ class Ledger:
                 lacking = self._promise(line, nbytes)
         return lacking <= 0
 
+    def reserve_if_attainable(self, line: str, nbytes: int) -> bool:
+        """As `reserve`, and not tried in vain: that would cost others what they have cached."""
+        return nbytes <= self.attainable() and self.reserve(line, nbytes)
+
     def _promise(self, line: str, nbytes: int) -> int:
         """Enter `nbytes` if there is room; returns how many bytes lack (0 or less: entered)."""
         with self._lock:

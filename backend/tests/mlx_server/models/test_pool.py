@@ -159,6 +159,20 @@ async def test_no_idle_model_goes_for_one_that_does_not_fit_beside_those_in_use(
             assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
 
 
+async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(models_dir: Path):
+    def prepare(
+        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    ) -> Steps[TextBackend]:
+        chunk = 10**6 if loaded.id == "b" else None
+        return preparing(loaded, thread, replace(limits, prefill_chunk=chunk), ledger)
+
+    async with open_pool(models_dir, prepare=prepare, memory_limit=2 * 10**8, patience=0.0) as pool:
+        await pool.get_model("a")
+        with pytest.raises(OutOfMemory, match=r"A step of b works on up to [\d,]+ bytes"):
+            await pool.get_model("b")
+        assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
+
+
 async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(
     models_dir: Path, caplog: pytest.LogCaptureFixture
 ):
