@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_manager import configuration
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.config import PATHS, MLXServerSettings
 
 
 def test_every_setting_is_in_it_once() -> None:
@@ -48,6 +48,13 @@ def test_what_a_setting_takes_is_said_in_words(name: str, values: str) -> None:
 def test_what_must_have_an_end_has_one(name: str, value: str) -> None:
     with pytest.raises(ValidationError, match="finite"):
         MLXServerSettings(**{name: value})
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_is_not_empty(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"MLX_SERVER_{name.upper()}", "")
+    with pytest.raises(ValidationError, match="may not be empty"):
+        MLXServerSettings()
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_token"])

@@ -20,6 +20,7 @@ DEMO_MODEL = "mlx-manager/demo"
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 # Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
 MOST = 2**20
+PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
 
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -352,9 +353,14 @@ class MLXServerSettings(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator(
-        "api_keys_file", "models_file", "models_dir", "response_store", "audit_log", mode="after"
-    )
+    @field_validator(*PATHS, mode="before")
+    @classmethod
+    def _check_path(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("may not be empty; the current folder is '.'")
+        return value
+
+    @field_validator(*PATHS)
     @classmethod
     def _whole_path(cls, path: Path | None) -> Path | None:
         return None if path is None else expanded(path)
