@@ -179,6 +179,8 @@ def can_be_named(model_id: str) -> bool:
 
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:
     """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
+    if not os.path.isdir(models_dir):  # Unlike Path's, it says no of a name that is too long.
+        return
     configs = (*models_dir.glob("*/config.json"), *models_dir.glob("*/*/config.json"))
     folders = {config.parent for config in configs}
     for folder in sorted(folders):

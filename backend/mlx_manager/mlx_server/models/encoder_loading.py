@@ -218,10 +218,10 @@ def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
             f"{model_id} can't be loaded: its tokenizer puts the special token {highest} to texts, "
             f"and by the vocab_size of its config.json ids are below {model.vocabulary}."
         )
-    if wrapping.segments and model.segments < 2:
+    if model.segments < (needed := 2 if wrapping.segments else 1):
         raise ModelLoadFailed(
-            f"{model_id} can't be loaded: its tokenizer gives the second text of a pair the "
-            f"segment 1, and the type_vocab_size of its config.json is {model.segments}, not 2."
+            f"{model_id} can't be loaded: its tokenizer gives texts the segments below {needed}, "
+            f"and the type_vocab_size of its config.json is {model.segments}."
         )
 
 

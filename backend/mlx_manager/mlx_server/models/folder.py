@@ -184,5 +184,6 @@ def context_length(config: Mapping[str, Any], tokenizer_length: int | None = Non
     if counted or not isinstance(factor, int | float) or factor <= 0:
         return length
     if kind == "yarn":
-        length = rope.get("original_max_position_embeddings") or length
+        original = rope.get("original_max_position_embeddings")
+        length = original if isinstance(original, int) and original > 0 else length
     return int(length * factor)

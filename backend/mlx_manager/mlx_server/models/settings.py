@@ -17,6 +17,7 @@ It is parsed once into frozen pieces; nothing reads it but `read_models_file`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -72,10 +73,21 @@ def _seconds(value: object) -> float:
     raise ValueError('must be seconds, a text such as "90s", "30m", "2h" or "1d", or "never"')
 
 
+def _plain(text: str) -> str:
+    if CONTROL.search(text):
+        raise ValueError("must have no control characters")
+    return text
+
+
+def _filled(path: object) -> object:
+    if path == "":
+        raise ValueError("must not be empty: the file's own folder is '.'")
+    return path
+
+
 def _beside(path: Path, info: ValidationInfo) -> Path:
     folder: Path = info.context  # type: ignore[assignment]
-    if CONTROL.search(str(path)):
-        raise ValueError("must have no control characters")
+    _plain(str(path))
     found = folder / expanded(path)
     try:
         # Whether it is there is asked when it is loaded; here, whether that can be asked.
@@ -90,7 +102,7 @@ def _id_or_folder(name: str, info: ValidationInfo) -> str:
     return str(found) if name.startswith((".", "~")) else name
 
 
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_plain)]
 Duration = Annotated[float, BeforeValidator(_seconds)]
 Switch = Annotated[bool, Field(strict=True)]
 AS_TOML_HAS_IT = Field(strict=True)
@@ -173,7 +185,7 @@ class ModelSettings:
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
 
     base: Annotated[Name, AfterValidator(_id_or_folder)] | None = None
-    adapter: Annotated[Path, AfterValidator(_beside)] | None = None
+    adapter: Annotated[Path, BeforeValidator(_filled), AfterValidator(_beside)] | None = None
     context_length: Annotated[int, Field(strict=True, ge=1)] | None = None
     weights: Literal["auto", "keep", "dequantize"] | None = None
     aliases: tuple[Name, ...] = ()
@@ -264,7 +276,9 @@ def _key(location: Sequence[int | str]) -> str:
     """`models."a/b".sampling.top_p`, as one writes it in TOML."""
     plain = re.compile(r"[\w-]+")
     steps = (str(step) for step in location if step != "[key]")
-    return ".".join(step if plain.fullmatch(step) else f'"{step}"' for step in steps)
+    return ".".join(
+        step if plain.fullmatch(step) else json.dumps(step, ensure_ascii=False) for step in steps
+    )
 
 
 def _allowed(location: Sequence[int | str]) -> list[str]:

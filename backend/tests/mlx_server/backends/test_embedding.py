@@ -530,14 +530,17 @@ async def test_a_tokenizer_that_does_not_fit_is_told_before_the_weights_are_read
         assert "weights:odd" not in pool.ledger.figures()
 
 
-async def test_a_segment_that_the_model_has_not_is_told(tmp_path: Path):
-    folder = make_tiny_encoder(tmp_path / "odd", reranker=True, type_vocab_size=1)
+@pytest.mark.parametrize(("reranker", "known"), [(True, 1), (False, 0)])
+async def test_a_segment_that_the_model_has_not_is_told(tmp_path: Path, reranker: bool, known: int):
+    folder = make_tiny_encoder(tmp_path / "odd", reranker=reranker, type_vocab_size=known)
     arrays = load_file(folder / "model.safetensors")
     segments = next(key for key in arrays if "token_type" in key)
-    arrays[segments] = arrays[segments][:1]
+    arrays[segments] = arrays[segments][:known]
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
-        with pytest.raises(ModelLoadFailed, match=r"type_vocab_size of its config\.json is 1"):
+        with pytest.raises(
+            ModelLoadFailed, match=rf"type_vocab_size of its config\.json is {known}"
+        ):
             await pool.get_model("odd")
 
 

@@ -188,6 +188,12 @@ def test_a_name_that_is_no_text_is_not_offered(tmp_path: Path):
     assert [source.id for source in models] == [DEMO_MODEL, "für alle"]
 
 
+@pytest.mark.parametrize("name", ["gone", "x" * 300])
+def test_a_folder_of_models_that_is_none_offers_none(tmp_path: Path, name: str):
+    models = catalog(tmp_path, models_dir=tmp_path / name).models()
+    assert [source.id for source in models] == [DEMO_MODEL]
+
+
 def test_weights_that_come_after_the_config_are_counted(tmp_path: Path):
     folder = make_tiny_model(tmp_path / "models" / "m")
     weights = folder / "model.safetensors"

@@ -31,6 +31,7 @@ from mlx_manager.mlx_server.models.folder import (
         ({"text_config": {"max_position_embeddings": 65536}}, 65536),
         ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 40960}}, 81920),
         ({"max_position_embeddings": 32768, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8}}}, 32768),
+        ({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "40960"}}, 81920),
         ({"n_positions": 1024}, 1024),
         ({"n_ctx": 2048}, 2048),
         ({}, UNKNOWN_CONTEXT),
