@@ -84,10 +84,14 @@ class Catalog:
     def models(self) -> tuple[ModelSource, ...]:
         """Everything that can be loaded, the default model first."""
         with self._lock:
-            if self._clock() >= self._fresh_until:
-                self._found = {id: source for id, source in self._all().items() if self.allows(id)}
-                self._fresh_until = self._clock() + RESCAN_SECONDS
+            if self.stale:
+                self._look()
             return tuple(self._found.values())
+
+    @property
+    def stale(self) -> bool:
+        """Whether the last look was so long ago that the next question brings another."""
+        return self._clock() >= self._fresh_until
 
     def has(self, model_id: str) -> bool:
         """Whether it was on offer at the last look. Reads no disk."""
@@ -112,10 +116,10 @@ class Catalog:
         )
 
     def configure(self, models: ModelsFile) -> None:
-        """Offer by other settings from now on."""
+        """Offer by other settings from now on: what they name is known when this returns."""
         with self._lock:
             self._models = models
-            self._fresh_until = float("-inf")
+            self._look()
 
     def rescan(self) -> None:
         """Look again at the next question: something was downloaded or removed."""
@@ -125,6 +129,10 @@ class Catalog:
     def allows(self, model_id: str) -> bool:
         """Whether the owner lets it be named, if it is here at all."""
         return model_id == self._sources.default_model or self._models.allows(model_id)
+
+    def _look(self) -> None:
+        self._found = {id: source for id, source in self._all().items() if self.allows(id)}
+        self._fresh_until = self._clock() + RESCAN_SECONDS
 
     def _all(self) -> dict[str, ModelSource]:
         """Everything by its id: what the owner's file makes of others, too, and above them."""

@@ -26,12 +26,6 @@ class Policy:
         self._catalog = catalog
         self._residents = residents
         self._pins: dict[str, bool] = {}
-        catalog.configure(models)
-
-    def configure(self, models: ModelsFile) -> None:
-        """These settings count from now on."""
-        self.models = models
-        self._catalog.configure(models)
 
     def pin(self, model_id: str, pinned: bool) -> None:
         self._pins[model_id] = pinned

@@ -156,6 +156,7 @@ class ModelPoolManager:
         )
         self._reading = asyncio.Lock()
         self._preloads: set[asyncio.Task[None]] = set()
+        self._looks: set[asyncio.Task[object]] = set()
         self._loads_done: Counter[str] = Counter()
         self._unloads_done: Counter[str] = Counter()
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -167,7 +168,7 @@ class ModelPoolManager:
         self._beside: mx.Stream | None = None
         set_memory_limit(self.ledger.limit)
         # Before any name is asked about.
-        self.catalog.models()
+        self.catalog.configure(self._policy.models)
 
     # -- asking for a model --------------------------------------------------------------------
 
@@ -238,7 +239,16 @@ class ModelPoolManager:
             if meant in passed:
                 return model_id
             passed.add(name := meant)
+        if name != model_id:
+            self._look_again()
         return name
+
+    def _look_again(self) -> None:
+        """A name that is an alias now may be on offer when it is asked for next."""
+        if self.catalog.stale and not self._looks:
+            look = asyncio.create_task(asyncio.to_thread(self.catalog.models), name="look again")
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
 
     def _is_here(self, name: str) -> bool:
         loaded = name in self._residents and self.catalog.allows(name)
@@ -470,7 +480,9 @@ class ModelPoolManager:
         async with self._reading:
             new = await asyncio.to_thread(read_models_file, self._models_file)
             old = self._policy.models
-            self._policy.configure(new)
+            # What it names is known before its patterns of names count.
+            await asyncio.to_thread(self.catalog.configure, new)
+            self._policy.models = new
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
             self._returns.announce()
@@ -520,10 +532,10 @@ class ModelPoolManager:
 
     async def close(self) -> None:
         """Abandon loads and free every model, in use or not."""
-        loads = [*self._preloads, *self._loads.values()]
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        tasks = [*self._preloads, *self._looks, *self._loads.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._thread.call(self._close_on_mlx)
 
     # -- loading -------------------------------------------------------------------------------

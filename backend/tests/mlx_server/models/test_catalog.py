@@ -267,7 +267,9 @@ def test_only_what_the_owner_allows_can_be_named(tmp_path: Path):
     assert not allowed.allows("b")
     with pytest.raises(ModelNotFound, match=r"Offered: mlx-manager/demo, a/one, a/two\."):
         allowed.find("b")
-    allowed.configure(ModelsFile())
+    allowed.configure(ModelsFile(models={"c": ModelSettings(base="b")}))
+    assert allowed.has("b")
+    assert allowed.has("c")
     assert allowed.find("b").id == "b"
 
 

@@ -512,6 +512,16 @@ async def test_what_is_on_offer_or_loaded_is_meant_by_its_own_name_whatever_alia
             await until(lambda: said in caplog.messages)
 
 
+async def test_a_model_that_comes_later_is_soon_meant_by_its_own_name(tmp_path: Path):
+    for name in "ab":
+        make_tiny_model(tmp_path / name)
+    async with open_pool(tmp_path, aliases="new-*=a") as pool:
+        assert pool.resolve("new-b") == "a"
+        (tmp_path / "b").rename(tmp_path / "new-b")
+        pool.catalog.rescan()
+        await until(lambda: pool.resolve("new-b") == "new-b")
+
+
 async def test_an_alias_may_stand_for_another_and_one_that_stands_for_itself_for_nothing(
     models_dir: Path,
 ):

@@ -38,8 +38,8 @@ class Pool(RuleBasedStateMachine):
         self.clock = Clock()
         self.residents = Residents(self.clock)
         sources = CatalogSources(default_model="a", hf_cache=False)
-        catalog = Catalog(sources, cache_folder=Path("/nowhere"))
-        self.policy = Policy(ModelsFile(), 100.0, catalog, self.residents)
+        self.catalog = Catalog(sources, cache_folder=Path("/nowhere"))
+        self.policy = Policy(ModelsFile(), 100.0, self.catalog, self.residents)
         self.plain: dict[str, Plain] = {}
         self.pins: dict[str, bool] = {}
         self.waiting: list[tuple[str, ExitStack]] = []
@@ -109,7 +109,8 @@ class Pool(RuleBasedStateMachine):
     )
     def configure(self, tables: dict[str, ModelSettings], allow: tuple[str, ...] | None) -> None:
         self.settings = ModelsFile(allow, tables)
-        self.policy.configure(self.settings)
+        self.catalog.configure(self.settings)
+        self.policy.models = self.settings
 
     def is_pinned(self, model_id: str) -> bool:
         return self.pins.get(model_id, self.settings.of(model_id).pinned)
