@@ -250,3 +250,10 @@ def test_the_keys_file_of_the_environment_is_the_default(tmp_path: Path) -> None
     environment = {"MLX_SERVER_API_KEYS_FILE": str(file)}
     assert run.invoke(app, ["key", "add", "alice"], env=environment).exit_code == 0
     assert "alice" in file.read_text()
+
+
+def test_a_key_that_no_server_takes_beside_the_environments_is_told(tmp_path: Path) -> None:
+    added = ["key", "add", "default", "--file", str(tmp_path / "keys.toml")]
+    result = run.invoke(app, added, env={"MLX_SERVER_API_KEY": "secret"})
+    assert result.exit_code == 0
+    assert "MLX_SERVER_API_KEY is named 'default', too" in result.stderr

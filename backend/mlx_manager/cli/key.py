@@ -68,7 +68,7 @@ def add(
       mlx-manager key add ci --requests-per-minute 60 --max-concurrent 4
     """
     from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
-    from mlx_manager.mlx_server.services.keys import add_key
+    from mlx_manager.mlx_server.services.keys import ENVIRONMENT_KEY, add_key
 
     target = keys_file(file)
     limits = {
@@ -88,6 +88,8 @@ def add(
     typer.echo(secret)
     if os.path.expanduser(os.environ.get(FILE_VARIABLE, "")) != str(target):
         note(f"Serve with it: {FILE_VARIABLE}={shlex.quote(str(target))} mlx-manager serve")
+    if name == ENVIRONMENT_KEY and "MLX_SERVER_API_KEY" in os.environ:
+        note(f"MLX_SERVER_API_KEY is named {name!r}, too: no server starts with both.")
 
 
 @key.command("list")

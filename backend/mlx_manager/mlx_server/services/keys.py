@@ -104,7 +104,7 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
 
     Raises:
         InvalidSettings: the file can't be read, has no key, has one of the environment key's name,
-            or something else in it; says what.
+            one key under two names, or something else in it; says what.
     """
     keys: list[ApiKey] = []
     if rules.key is not None:
@@ -126,6 +126,13 @@ def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
             ApiKey(name, entry.sha256, entry.limits(rules.limits))
             for name, entry in entries.items()
         ]
+    names: dict[str, str] = {}
+    for key in keys:
+        if (other := names.setdefault(key.sha256, key.name)) != key.name:
+            raise InvalidSettings(
+                f"{rules.keys_file}: {other!r} and {key.name!r} have the same key, so nobody could "
+                "tell who calls. Remove one of them."
+            )
     return tuple(keys)
 
 

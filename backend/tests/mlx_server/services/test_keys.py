@@ -101,6 +101,16 @@ def test_no_key_of_the_file_may_pass_for_the_environments(tmp_path: Path):
         read_keys(AccessRules(key="another secret", keys_file=file))
 
 
+@pytest.mark.parametrize("environment", [True, False])
+def test_one_key_under_two_names_is_refused(tmp_path: Path, environment: bool):
+    file = tmp_path / "keys.toml"
+    secret = add_key(file, "alice", {})
+    if not environment:
+        file.write_text(file.read_text() + f'[bob]\nsha256 = "{fingerprint(secret)}"\n')
+    with pytest.raises(InvalidSettings, match=r"keys\.toml: '\w+' and '\w+' have the same key"):
+        read_keys(AccessRules(key=secret if environment else None, keys_file=file))
+
+
 def test_the_last_key_may_be_taken_from_a_server_that_runs(tmp_path: Path):
     file = tmp_path / "keys.toml"
     secret = add_key(file, "alice", {})
