@@ -90,6 +90,8 @@ class Call:
         task = self._waiter = asyncio.current_task()
         assert task is not None
         try:
+            if self._letting_go is not None:
+                await asyncio.shield(self._letting_go)
             return await work
         except asyncio.CancelledError:
             if self._error is None or task.uncancel() > 0:
@@ -110,15 +112,19 @@ class Call:
                 await asyncio.shield(self._letting_go)
 
     def interrupt(self, error: MLXManagerError) -> None:
-        """End the call with `error`. The first one counts."""
-        if self._error is not None:
+        """End the call with `error`. The first one counts, and none once all rows have finished:
+        then what is still held for a caller that has yet to take the last is let go of."""
+        if self._error is not None or self._letting_go is not None:
             return
-        self._error = error
+        finished = len(self.usages) == len(self.requests)
+        if not finished:
+            self._error = error
         if self._waiter is not None:
-            self._waiter.cancel()
+            if not finished:
+                self._waiter.cancel()
         elif self._held is not None:
-            leave = self._held.pop_all().__aexit__(type(error), error, None)
-            self._letting_go = self._loop.create_task(leave)
+            why = (None, None, None) if finished else (type(error), error, None)
+            self._letting_go = self._loop.create_task(self._held.pop_all().__aexit__(*why))
 
     def close(self) -> None:
         if self._timer is not None:

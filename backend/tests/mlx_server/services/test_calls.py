@@ -148,6 +148,40 @@ async def test_the_rows_of_one_call_end_together():
     assert pool.backend.cancelled == 3
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("turns", [0, 2])
+async def test_an_answer_that_is_complete_stays_so_though_its_caller_has_not_taken_the_last(
+    rows: int, turns: int
+):
+    calls, records = Calls(), list[CallRecord]()
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("a")))
+    answer = Inference(pool, [Recorder([records.append])], calls=calls).generate([REQUEST] * rows)
+    await anext(answer)
+    (call,) = calls
+    while len(call.usages) < rows:
+        await anext(answer)
+    for _ in range(2):
+        calls.interrupt(lambda: RequestTimedOut("late"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert await anext(answer, None) is None
+    assert [record.outcome for record in records] == ["stop"]
+    assert (len(calls), pool.leases) == (0, 0)
+
+
+async def test_a_complete_answer_that_nobody_takes_is_let_go_of():
+    calls, pool = Calls(), ScriptedPool(ScriptedBackend(lambda _: says("a")))
+    answer = Inference(pool, calls=calls).generate([REQUEST])
+    await anext(answer)
+    (call,) = calls
+    while not call.usages:
+        await anext(answer)
+    calls.interrupt(lambda: RequestTimedOut("late"))
+    assert await calls.ended(60)
+    assert pool.leases == 0
+    await answer.aclose()
+
+
 async def test_who_is_busy_with_what_came_learns_of_the_interruption_when_asking_for_more():
     calls = Calls()
     answer = Inference(ScriptedPool(ScriptedBackend(lambda _: says("a"))), calls=calls).generate(
