@@ -79,18 +79,24 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """Room where models are kept."""
     from mlx_manager.mlx_server.models.hub import cache_folder, free_bytes, why_closed
 
-    for place in filter(None, (cache_folder(), settings.models_dir)):
+    places = {"HF_HOME": cache_folder(), "MLX_SERVER_MODELS_DIR": settings.models_dir}
+    for variable, place in places.items():
+        if place is None:
+            continue
         try:
             folder = expanded(place)
         except ValueError as error:
-            yield Finding("disk", f"{place}: {error}", advice="Say where models are with HF_HOME")
+            yield Finding(
+                "disk", f"{place}: {error}", advice=f"Say where models are with {variable}"
+            )
             continue
         if reason := why_closed(folder):
-            advice = "Its models are not offered. Make it yours, or move it with HF_HOME"
+            advice = f"Its models are not offered. Make it yours, or move it with {variable}"
             yield Finding("disk", f"{folder}: {reason}", advice=advice)
             continue
         free = free_bytes(folder)
-        advice = "" if free >= LITTLE_ROOM else "Few models fit. Make room, or move it with HF_HOME"
+        roomy = free >= LITTLE_ROOM
+        advice = "" if roomy else f"Few models fit. Make room, or move it with {variable}"
         yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
 
 

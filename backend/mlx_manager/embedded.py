@@ -105,7 +105,7 @@ def main() -> None:
     threading.Thread(target=end_with_session, name="end with the session", daemon=True).start()
     from mlx_manager import cli
 
-    cli.app(["serve"], prog_name="mlx-manager")
+    cli.main(["serve"])
 
 
 if __name__ == "__main__":

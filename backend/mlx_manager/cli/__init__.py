@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -90,7 +91,8 @@ def open_what_is_closed() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that `arguments` name; None: those that the program was called with."""
     # LogFire, where it is installed, has itself imported by the first model that is declared.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     open_what_is_closed()
@@ -98,7 +100,7 @@ def main() -> None:
         # Letters that the terminal's encoding lacks: a `?` for each, as stderr has its way, too.
         sys.stdout.reconfigure(errors="replace")
     try:
-        app()
+        app(arguments, prog_name="mlx-manager")
     except OSError as error:
         if error.errno not in OUTSIDE:
             raise

@@ -439,4 +439,4 @@ if __name__ == "__main__":
     # The same command by another name: it takes its options, and says what is wrong with a setting.
     from mlx_manager import cli
 
-    cli.app(["serve", *sys.argv[1:]], prog_name="mlx-manager")
+    cli.main(["serve", *sys.argv[1:]])

@@ -13,6 +13,7 @@ import pexpect
 import pytest
 
 PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
+SERVER = [sys.executable, "-m", "mlx_manager.mlx_server.main"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
@@ -50,14 +51,17 @@ def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str)
     assert done.stdout.strip()
 
 
+@pytest.mark.parametrize("program", [[*PROGRAM, "serve"], SERVER])
 @pytest.mark.parametrize("closed", ["1", "2", "0<&- 1>&- 2"])
-def test_a_server_runs_with_nothing_to_write_to(environment, tmp_path: Path, closed: str) -> None:
+def test_a_server_runs_with_nothing_to_write_to(
+    environment, tmp_path: Path, program: list[str], closed: str
+) -> None:
     # It tells its manager that it is ready, which it can't say in print.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(30)
         process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *PROGRAM, "serve", "--port", "0"],
+            ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *program, "--port", "0"],
             env=environment | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -149,7 +153,10 @@ def test_doctor_says_that_the_cache_is_somebody_elses(
     done = without_rights(environment, "doctor", "--port", "0", HF_HOME=str(closed / "hf"))
     assert done.returncode == 0, done.stderr
     assert f"{closed}/hf/hub: Permission denied" in done.stdout
-    assert "HF_HOME" in done.stdout
+    assert "move it with HF_HOME" in done.stdout
+    done = without_rights(environment, "doctor", "--port", "0", MLX_SERVER_MODELS_DIR=str(closed))
+    assert f"{closed}: Permission denied" in done.stdout
+    assert "move it with MLX_SERVER_MODELS_DIR" in done.stdout
 
 
 HOMELESS = """

@@ -37,9 +37,11 @@ NOISY = ("httpx", "uvicorn.error", "asyncio", "opentelemetry.exporter", "urllib3
 
 
 def configure(
-    level: str, form: Literal["pretty", "json"], stream: TextIO = sys.stderr
+    level: str, form: Literal["pretty", "json"], stream: TextIO | None = None
 ) -> logging.Handler:
-    """Log everything from `level` on to `stream`; returns the root logger's new handler."""
+    """Log everything from `level` on to `stream`, or else stderr; returns the root logger's new
+    handler."""
+    stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     handler.addFilter(_name_request)
     colour = stream.isatty() and "NO_COLOR" not in os.environ
