@@ -73,8 +73,17 @@ app.add_typer(key, name="key")
 
 
 UNWRITTEN = "The output can't be written"
-OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
-"""What no program can do anything about: a disk that is full, a file that is not ours."""
+OUTSIDE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+)
+"""What no program can do anything about: a disk that is full, a file that is not ours, a name that
+no file can have."""
 
 
 def open_what_is_closed() -> None:

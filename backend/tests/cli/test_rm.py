@@ -76,6 +76,7 @@ def test_a_model_of_the_folder_goes_and_its_neighbours_stay(program, tmp_path: P
         (("/etc", "--yes"), 5, "no name of a model"),
         (("linked", "--yes"), 5, "is a link to"),
         (("nobody/nothing", "--yes"), 4, "There is no model"),
+        (("x" * 300, "--yes"), 1, "File name too long"),
         (("mine",), 2, "--yes"),
     ],
 )
@@ -86,6 +87,7 @@ def test_what_may_not_go_stays(program, tmp_path, arguments, code: int, words: s
     done = program("rm", *arguments, MLX_SERVER_MODELS_DIR=str(tmp_path / "models"))
     assert done.returncode == code
     assert words in done.stderr
+    assert "Traceback" not in done.stderr
     assert (mine / "config.json").exists()
     assert (elsewhere / "config.json").exists()
 
