@@ -9,7 +9,8 @@ from typing import Any
 from mlx_manager.mlx_server.core import TokenLogprob
 
 LEAST = -9999.0
-"""Stands for a probability of nothing, as at OpenAI: JSON has no infinity."""
+"""Stands for a probability of nothing, as at OpenAI: JSON has no infinity. Also for what is no
+number, which compares as less than nothing: hence `max(LEAST, x)`, in that order."""
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 def _entry(piece: bytes, logprob: float) -> dict[str, Any]:
     text = piece.decode("utf-8", "replace")
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(piece)}
+    return {"token": text, "logprob": max(LEAST, logprob), "bytes": list(piece)}
 
 
 class CompletionLogprobs:
@@ -46,7 +47,7 @@ class CompletionLogprobs:
         offsets: list[int] = []
         for token in tokens:
             texts.append(_name(token.piece))
-            values.append(None if token.logprob is None else max(token.logprob, LEAST))
+            values.append(None if token.logprob is None else max(LEAST, token.logprob))
             tops.append(None if token.logprob is None else _top(token, token.logprob))
             offsets.append(self._offset)
             self._offset += len(self._decode(token.piece))
@@ -59,8 +60,8 @@ class CompletionLogprobs:
 
 
 def _top(token: TokenLogprob, logprob: float) -> dict[str, float]:
-    top = {_name(piece): max(value, LEAST) for _, piece, value in reversed(token.top)}
-    return dict(reversed(top.items())) | {_name(token.piece): max(logprob, LEAST)}
+    top = {_name(piece): max(LEAST, value) for _, piece, value in reversed(token.top)}
+    return dict(reversed(top.items())) | {_name(token.piece): max(LEAST, logprob)}
 
 
 def _name(piece: bytes) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -179,10 +180,11 @@ def test_best_of_must_make_sense():
 # Scores and ids
 
 
-def test_scores_are_written_as_openai_does():
+@pytest.mark.parametrize("least", [-20000.0, -math.inf, math.nan])
+def test_scores_are_written_as_openai_does(least: float):
     head = Head(id="cmpl-1", model="m", logprobs=1)
     first = TokenLogprob(1, b"a", None)
-    second = TokenLogprob(2, "é".encode()[:1], -20000.0, ((3, b"b", -0.5),))
+    second = TokenLogprob(2, "é".encode()[:1], least, ((3, b"b", -0.5),))
     third = TokenLogprob(4, "é".encode()[1:], -0.25, ((4, "é".encode()[1:], -0.25),))
     answer, stream = CompletionAnswer(head), CompletionStream(head)
     steps = [
