@@ -407,6 +407,9 @@ class TextEngine:
                 self._give_up_pages()
             self._refuse_stranded()
             return None
+        if stale := self._pool.take_stale():
+            for store in self._forward.stores:
+                store.clear(stale)
         crew = self._crew_of(schedule.rows)
         decode = self._decode(crew, last) if crew.rows else None
         chunks = [_chunk(prefill) for prefill in schedule.prefills]

@@ -155,6 +155,30 @@ async def test_a_row_whose_grammar_fails_costs_its_neighbours_nothing(
         assert nothing_left(rig)
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["beside", "before"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+async def test_what_a_model_computes_that_is_no_number_stays_in_its_row(
+    tmp_path: Path, family: str, together: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    path, name, broken = folder / "model.safetensors", "model.embed_tokens.weight", 271
+    weights = mx.load(str(path))
+    assert isinstance(weights, dict)
+    weights[name][broken] = mx.full(weights[name].shape[1:], mx.nan)
+    mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
+    async with HandRig(folder, prefix_cache=False) as rig:
+        first = rig.row([broken, *prompt(60, 9)], 8)
+        rows = [rig.row(prompt(n, n), 12) for n in (5, 18, 20, 33, 40, 50, 77)]
+        if together:
+            rig.submit_together([first, *rows])
+        else:
+            rig.submit_together([first])
+            rig.run()
+            rig.submit_together(rows)
+        rig.run()
+        assert all(right(rig, row) for row in rows)
+
+
 # ---------------------------------------------------------------------------------------------
 # Failure of all
 # ---------------------------------------------------------------------------------------------

@@ -171,10 +171,16 @@ class Chunked:
 
 def padded_table(spans: Sequence[Span], page_size: int) -> NDArray[np.int32]:
     """(spans, n) the pages that each span reads, padded to the longest."""
-    used = [span.table.pages[: -(-span.length // page_size)] for span in spans]
-    table = np.zeros((len(spans), max(map(len, used), default=0)), np.int32)
+    return _padded([span.table.pages[: -(-span.length // page_size)] for span in spans])
+
+
+def _padded(used: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """(rows, n) the pages of each row, then its last one again: of another's, what is no number
+    would do harm even where it is not seen."""
+    table = np.zeros((len(used), max(map(len, used), default=0)), np.int32)
     for row, pages in enumerate(used):
         table[row, : len(pages)] = pages
+        table[row, len(pages) :] = pages[-1]
     return table
 
 
@@ -286,11 +292,10 @@ class StepPlan:
             froms = [0] * len(spans)
         else:
             froms = [max(0, s.length - window) // size for s in spans]
-        pages = max(-(-s.length // size) - f for s, f in zip(spans, froms, strict=True))
-        table = np.zeros((len(spans), pages), np.int32)
-        for row, (span, first) in enumerate(zip(spans, froms, strict=True)):
-            used = span.table.pages[first : -(-span.length // size)]
-            table[row, : len(used)] = used
+        ends = [-(-s.length // size) for s in spans]
+        of = zip(spans, froms, ends, strict=True)
+        table = _padded([s.table.pages[first:end] for s, first, end in of])
+        pages = table.shape[1]
         base = np.asarray(froms, np.int32) * size
         last = np.asarray([s.length for s in spans], np.int32) - base
         places = np.arange(pages * size, dtype=np.int32)

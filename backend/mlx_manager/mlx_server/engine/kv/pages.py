@@ -81,6 +81,9 @@ class PagePool:
         self._index = PrefixIndex() if prefix_cache else None
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._attachments: dict[int, object] = {}
+        # The lowest numbers go first: all below this one have been handed out.
+        self._handed_out = 0
+        self._stale: set[int] = set()
         self.grow(pages)
 
     # -- figures -------------------------------------------------------------------------------
@@ -139,7 +142,14 @@ class PagePool:
             pages.append(self._evict())
         for page in pages:
             self._references[page] = 1
+        self._stale.update(page for page in pages if page < self._handed_out)
+        self._handed_out = max([self._handed_out, *(page + 1 for page in pages)])
         return pages
+
+    def take_stale(self) -> list[int]:
+        """The pages handed out since the last time that hold what others have left in them."""
+        stale, self._stale = sorted(self._stale), set()
+        return stale
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to each page; a cached page becomes held."""
@@ -182,6 +192,8 @@ class PagePool:
             heapq.heapify(self._free)
             del self._references[size:]
             self.size = size
+            self._handed_out = min(self._handed_out, size)
+            self._stale = {page for page in self._stale if page < size}
         return removed
 
     def _evict(self) -> int:

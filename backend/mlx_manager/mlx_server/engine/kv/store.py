@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -169,6 +170,19 @@ class LayerStore:
         # Evaluating the pages is to have evaluated what was written to them.
         self.keys, self.values = mx.depends([self.keys, self.values], [self.written])
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Fill `pages`, in order, with zeros, where MLX's own operations read them.
+
+        These read whole pages, and leave out what a row may not see by a weight of 0: what is no
+        number, as another row may have left there, would be none times 0 either.
+        """
+        if self._writer is not None:
+            return
+        for first, end in _runs(pages):
+            slots = slice(first * self.page_size, end * self.page_size)
+            self.keys[:, slots] = 0
+            self.values[:, slots] = 0
+
     def after_write(self, x: mx.array) -> mx.array:
         """`x`, in time for reading with it what the step writes.
 
@@ -208,6 +222,13 @@ def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
     heads, slots = index.shape[0], flat.shape[0]
     flat[index] = content
     return flat.reshape(heads, slots // heads, -1)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first of each run of neighbours, and what comes after its last."""
+    starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] + 1 != n]
+    for start, end in pairwise([*starts, len(numbers)]):
+        yield numbers[start], numbers[end - 1] + 1
 
 
 def _resized(pool: mx.array, slots: int, most: int) -> mx.array:

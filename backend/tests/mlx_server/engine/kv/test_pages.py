@@ -318,6 +318,25 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.allocate(0) == []
 
 
+def test_pages_that_are_handed_out_again_are_told_once() -> None:
+    pool = PagePool(2, 3)
+    first = pool.allocate(2)
+    assert first is not None
+    assert pool.take_stale() == []
+    pool.release(first)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.take_stale() == [0, 1]
+    assert pool.take_stale() == []
+    pool.release([1, 2])
+    assert pool.allocate(1) == [1]
+    pool.release([1])
+    # What is added after pages have been removed has held nothing.
+    assert pool.shrink() == 2
+    pool.grow(2)
+    assert pool.allocate(2) == [1, 2]
+    assert pool.take_stale() == []
+
+
 def test_a_prompt_that_is_known_entirely_leaves_its_last_token_to_compute() -> None:
     pool = PagePool(2, 4)
     pages = fill(pool, [1, 2, 3, 4])
