@@ -166,8 +166,8 @@ class StopRules:
     """When a row ends, besides its token limit.
 
     `strings` end the text before their first occurrence, wherever token borders fall.
-    `ignore_eos` lets the row run past the model's end-of-turn tokens, and `min_tokens` forbids
-    them until that many tokens have been generated.
+    `ignore_eos` lets the row run past the model's end-of-turn tokens. Until `min_tokens` have been
+    generated these are forbidden, and a string is text like any other.
     """
 
     strings: tuple[str, ...] = ()

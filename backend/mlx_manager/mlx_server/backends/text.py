@@ -302,7 +302,10 @@ class TextBackend:
             min_tokens=rules.min_tokens,
             sampler=SamplerState.of(request.sampling, prepared.ids),
             parser=OutputParser(
-                self._texts.stream(prepared.output), prepared.output, rules.strings
+                self._texts.stream(prepared.output),
+                prepared.output,
+                rules.strings,
+                rules.min_tokens,
             ),
             stream=stream,
             guide=prepared.guide,

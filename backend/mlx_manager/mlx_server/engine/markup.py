@@ -40,6 +40,8 @@ class Markup:
         self._stop_strings = stop_strings
         self._stops = TextScanner(stop_strings) if stop_strings else None
         self.stopped: str | None = None
+        self.may_stop = True
+        """Whether a stop string that is complete now counts; otherwise it is text."""
         self._strays = _strays(output.edges)
         self._edges = {
             region: edges + self._strays.get(region, ()) for region, edges in output.edges.items()
@@ -239,12 +241,22 @@ class Markup:
             return
         if self.stopped is not None:
             return
-        if self._stops:
-            text, number, _ = self._stops.feed(text)
-            if number is not None:
-                self.stopped = self._stop_strings[number]
+        text = self._up_to_stop(text)
         if text:
             self._events.append(text_delta(text))
+
+    def _up_to_stop(self, text: str) -> str:
+        """Text before a stop string that counts; less what might be the beginning of one."""
+        if self._stops is None:
+            return text
+        before, number, rest = self._stops.feed(text)
+        while number is not None and not self.may_stop:
+            passed = before + self._stop_strings[number]
+            before, number, rest = self._stops.feed(rest)
+            before = passed + before
+        if number is not None:
+            self.stopped = self._stop_strings[number]
+        return before
 
     def _release(self) -> None:
         """What might have been the beginning of a stop string is none."""

@@ -27,13 +27,19 @@ class OutputParser:
 
     `stop_strings` end the content before the occurrence that is complete first (of several that
     are complete at once, the longest). Thinking and tool calls are not searched, and no
-    occurrence reaches across them.
+    occurrence reaches across them. One that is complete within the first `min_tokens` is text.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, output: OutputFormat, stop_strings: Sequence[str] = ()
+        self,
+        detokenizer: Detokenizer,
+        output: OutputFormat,
+        stop_strings: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
+        # Until a stop string counts.
+        self._tokens_left = min_tokens
         marked = output.edges or output.calls or output.header or stop_strings
         self._markup = Markup(output, stop_strings) if marked else None
         # Nothing can follow: a stop string matched, or the only call allowed has been made.
@@ -75,6 +81,8 @@ class OutputParser:
         if self._markup is None:
             return self._with_logprobs([text_delta(text)]) if text else []
         before = self._markup.region
+        self._markup.may_stop = self._tokens_left <= 0
+        self._tokens_left -= 1
         events = self._markup.feed(text)
         self.complete = self._markup.complete
         if before == self._markup.region:

@@ -251,7 +251,8 @@ class GenerationParameters(Timed):
     min_tokens: int | None = Field(
         None,
         ge=0,
-        description="No end of turn before that many, unless a form or budget leaves nothing else",
+        description="No stop string counts before that many, and no end of turn unless a form or "
+        "budget leaves nothing else",
     )
 
     user: Any = Field(None, description="No effect")

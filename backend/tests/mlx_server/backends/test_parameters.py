@@ -41,3 +41,15 @@ async def test_token_ids_are_those_of_the_text(demo: Demo):
 async def test_a_suffix_is_refused_by_a_model_without_the_tokens(demo: Demo):
     with pytest.raises(UnsupportedParameter, match="suffix"):
         await demo.completion("a", suffix="z")
+
+
+async def test_no_stop_string_ends_an_answer_before_its_least_tokens(demo: Demo):
+    asked = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    whole = (await demo.completion("The server", **asked))["choices"][0]["text"]
+    stop = next(char for char in whole if whole.count(char) > 1)
+    early = await demo.completion("The server", stop=stop, **asked)
+    late = await demo.completion("The server", stop=stop, min_tokens=12, **asked)
+    assert early["usage"]["completion_tokens"] < 12 < late["usage"]["completion_tokens"]
+    text = late["choices"][0]["text"]
+    assert stop in text
+    assert whole.startswith(text)

@@ -57,6 +57,29 @@ def test_text_ends_before_the_first_stop_string_wherever_it_is_cut(
     assert (answer.content, answer.stopped) == first_stop("".join(pieces), stops)
 
 
+@settings(max_examples=300)
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    st.integers(1, 6),
+)
+def test_a_stop_string_that_is_complete_too_early_is_text(
+    pieces: list[str], stops: list[str], least: int
+) -> None:
+    parser = OutputParser(Pieces(pieces), PLAIN, stops, least)
+    events = [event for token in range(len(pieces)) for event in parser.push(token)]
+    shown = "".join(event.text for event in [*events, *parser.finish("length")])
+    text, early = "".join(pieces), len("".join(pieces[:least]))
+    passed = 0
+    while True:
+        before, stopped = first_stop(text[passed:], stops)
+        end = passed + len(before) + len(stopped or "")
+        if stopped is None or end > early:
+            break
+        passed = end
+    assert (shown, parser.stopped) == (text[:passed] + before, stopped)
+
+
 def test_text_that_may_become_a_stop_string_waits() -> None:
     parser = OutputParser(Pieces(["on", "e S", "TO", "RY"]), PLAIN, ["STOP"])
     events = [parser.push(token) for token in range(4)]
