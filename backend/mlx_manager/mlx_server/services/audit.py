@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -89,8 +90,8 @@ class AuditLog:
         self._clock = clock
         self._failed = 0
         self._database = Database(limits.path, "MLX_SERVER_AUDIT_LOG", SCHEMA)
-        # Records to write; events to set once everything before them has been; None at the end.
-        self._inbox: SimpleQueue[CallRecord | threading.Event | None] = SimpleQueue()
+        # Records to write; who waits until everything before them has been; None at the end.
+        self._inbox: SimpleQueue[CallRecord | Future[None] | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="audit", daemon=True)
         self._writer.start()
 
@@ -112,7 +113,9 @@ class AuditLog:
         Raises:
             StorageFailed: the file can't be read.
         """
-        await asyncio.to_thread(self._catch_up)
+        written: Future[None] = Future()
+        self._inbox.put(written)
+        await asyncio.wrap_future(written)
         return await self._database.call(self._entries, since, key, limit, before)
 
     def close(self) -> None:
@@ -120,11 +123,6 @@ class AuditLog:
         self._inbox.put(None)
         self._writer.join()
         self._database.close()
-
-    def _catch_up(self) -> None:
-        written = threading.Event()
-        self._inbox.put(written)
-        written.wait()
 
     def _write_all(self) -> None:
         ended = False
@@ -137,8 +135,8 @@ class AuditLog:
                     break
             self._write([item for item in batch if isinstance(item, CallRecord)])
             for item in batch:
-                if isinstance(item, threading.Event):
-                    item.set()
+                if isinstance(item, Future) and item.set_running_or_notify_cancel():
+                    item.set_result(None)
             ended = None in batch
 
     def _write(self, records: Sequence[CallRecord]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_manager.mlx_server.errors import MLXManagerError, StorageFailed
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ class Database:
     def __init__(self, path: Path | None, setting: str, schema: Sequence[str]) -> None:
         self._setting = setting
         self._lock = threading.Lock()
+        # Its own: jobs wait for the file, which another program may hold, and chats need others.
+        self._thread = DaemonThreads(1)
         try:
             self._connection = sqlite3.connect(place_of(path), check_same_thread=False)
             with self._connection:
@@ -55,7 +58,7 @@ class Database:
 
     async def call(self, job: Callable[..., T], *args: object) -> T:
         """`run` on a thread."""
-        return await asyncio.to_thread(self.run, job, *args)
+        return await self._thread.run(partial(self.run, job, *args))
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
         """Only within a job."""

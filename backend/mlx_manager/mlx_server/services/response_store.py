@@ -28,6 +28,23 @@ CREATE TABLE IF NOT EXISTS responses (
 )
 """
 INDEX = "CREATE INDEX IF NOT EXISTS by_use ON responses (used, bytes)"
+TOTAL = (
+    "CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL)",
+    """
+    INSERT INTO total SELECT COALESCE(SUM(bytes), 0) FROM responses
+    WHERE NOT EXISTS (SELECT * FROM total)
+    """,
+    """
+    CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON responses
+    BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END
+    """,
+    """
+    CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON responses
+    BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END
+    """,
+)
+"""Bytes of all responses, kept by the file itself: to add them up takes a tenth of a second where
+there are many, and more than one server may write."""
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM responses WHERE id = ?
@@ -35,12 +52,8 @@ WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT r.id, r.previous, depth + 1 FROM responses r JOIN chain ON r.id = chain.previous
 )
 """
-OVERFLOW = """
-DELETE FROM responses WHERE id IN (
-    SELECT id FROM (
-        SELECT id, SUM(bytes) OVER (ORDER BY used DESC, rowid DESC) AS total FROM responses
-    ) WHERE total > ?
-)
+OLDEST = """
+DELETE FROM responses WHERE id = (SELECT id FROM responses ORDER BY used, rowid LIMIT 1)
 """
 
 
@@ -81,7 +94,7 @@ class ResponseStore:
     def __init__(self, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
         self._limits = limits
         self._clock = clock
-        self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX))
+        self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL))
 
     async def save(self, stored: StoredResponse, owner: str = "") -> None:
         """Keep it, at the cost of others if need be.
@@ -135,7 +148,8 @@ class ResponseStore:
         )
         self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
         self._forget()
-        self._database.execute(OVERFLOW, (most,))
+        while self._database.number("SELECT bytes FROM total") > most:
+            self._database.execute(OLDEST)
 
     def _find(self, response_id: str, owner: str) -> StoredResponse:
         self._forget()

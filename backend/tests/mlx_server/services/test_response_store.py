@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ import pytest
 from mlx_manager.mlx_server.config import MLXServerSettings, ResponseLimits
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound, StorageFailed
-from mlx_manager.mlx_server.services.response_store import ResponseStore, StoredResponse, saving
+from mlx_manager.mlx_server.services.response_store import (
+    INDEX,
+    TABLE,
+    ResponseStore,
+    StoredResponse,
+    saving,
+)
 
 
 class Clock:
@@ -82,6 +90,70 @@ async def test_the_least_recently_used_make_place():
     clock.now += 1
     await store.save(stored("d", size=1000))
     assert await ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
+    store.close()
+
+
+async def test_what_is_gone_leaves_its_room_to_others():
+    clock = Clock()
+    store = ResponseStore(ResponseLimits(max_bytes=3500, max_age=100), clock)
+    for name in "abc":
+        await store.save(stored(name, size=1000))
+    await store.delete("c")
+    await store.save(stored("d", size=1000))
+    assert await ids(store, "a", "b", "d") == ["a", "b", "d"]
+    clock.now += 101
+    for name in "efg":
+        await store.save(stored(name, size=1000))
+    assert await ids(store, "e", "f", "g") == ["e", "f", "g"]
+    store.close()
+
+
+async def test_in_a_file_without_a_total_the_oldest_make_place_too(tmp_path: Path):
+    path = tmp_path / "responses.db"
+    with closing(sqlite3.connect(path)) as older, older:
+        older.execute(TABLE)
+        older.execute(INDEX)
+        rows = [(name, None, 900.0, 1000, "{}", "[]") for name in "ab"]
+        older.executemany("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", rows)
+    with closing(ResponseStore(ResponseLimits(path, max_bytes=2500), Clock())) as store:
+        await store.save(stored("c", size=1000))
+        for name, there in (("a", 0), ("b", 1), ("c", 1)):
+            query = "SELECT COUNT(*) FROM responses WHERE id = ?"
+            with closing(sqlite3.connect(path)) as reader:
+                assert reader.execute(query, (name,)).fetchone() == (there,)
+
+
+async def test_to_keep_one_more_takes_no_longer_the_more_there_are():
+    store = ResponseStore(ResponseLimits(), Clock())
+    instructions = 0
+
+    def count() -> int:
+        nonlocal instructions
+        instructions += 10
+        return 0
+
+    store._database._connection.set_progress_handler(count, 10)
+    taken = []
+    for index in range(1000):
+        instructions = 0
+        await store.save(stored(f"resp-{index}"))
+        taken.append(instructions)
+    assert taken[-1] < 2 * taken[10]
+    store.close()
+
+
+async def test_a_file_that_another_program_holds_keeps_only_its_own_waiting(tmp_path: Path):
+    path = tmp_path / "responses.db"
+    store = ResponseStore(ResponseLimits(path), Clock())
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        # More than asyncio has threads.
+        saves = [asyncio.create_task(store.save(stored(f"resp-{n}"))) for n in range(40)]
+        await asyncio.sleep(0)
+        # As chats have their prompts tokenised.
+        await asyncio.to_thread(lambda: None)
+        assert not any(save.done() for save in saves)
+    await asyncio.gather(*saves)
     store.close()
 
 
