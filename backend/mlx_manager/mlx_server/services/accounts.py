@@ -59,13 +59,14 @@ class Account:
         Raises:
             RateLimited: the key's requests or tokens of this minute are used up.
         """
-        for unit, bucket in self._buckets.items():
-            if bucket.left < 1:
-                raise RateLimited(
-                    f"Key {self.key.name!r} has used its {bucket.per_minute:,} {unit} a minute. "
-                    f"Try again in {bucket.wait:.1f} s.",
-                    retry_after=max(1, math.ceil(bucket.wait)),
-                )
+        used_up = [(b.wait, unit) for unit, b in self._buckets.items() if b.left < 1]
+        if used_up:
+            wait, unit = max(used_up)
+            raise RateLimited(
+                f"Key {self.key.name!r} has used its {self._buckets[unit].per_minute:,} {unit} a "
+                f"minute. Try again in {wait:.1f} s.",
+                retry_after=max(1, math.ceil(wait)),
+            )
         if "requests" in self._buckets:
             self._buckets["requests"].take(1)
 

@@ -53,6 +53,20 @@ def test_a_request_too_many_is_told_when_to_come_again():
     alice.count_request()
 
 
+def test_who_has_used_up_requests_and_tokens_is_told_when_both_are_there_again():
+    clock = Clock()
+    alice = account(clock, requests_per_minute=1, tokens_per_minute=60)
+    [counter] = alice.observers()
+    alice.count_request()
+    with counter.observe([request()]) as call:
+        call.add([(0, [Started(180), Finished("stop", Usage(180, 0))])])
+    with pytest.raises(RateLimited, match="60 tokens a minute") as refused:
+        alice.count_request()
+    assert refused.value.retry_after == 121
+    clock.now = 121
+    alice.count_request()
+
+
 def test_tokens_of_prompts_and_answers_count_also_when_the_caller_goes_away():
     alice = account(tokens_per_minute=1000)
     [counter] = alice.observers()
