@@ -47,6 +47,7 @@ def configure(
     colour = stream.isatty() and "NO_COLOR" not in os.environ
     handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)
     for noisy in NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return handler

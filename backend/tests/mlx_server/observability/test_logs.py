@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +107,17 @@ def test_whatever_is_logged_stays_on_its_line(text: str):
         assert "\x1b" not in stream.getvalue()
         if isinstance(formatter, JsonFormatter):
             assert json.loads(stream.getvalue())["message"] == text
+
+
+def test_a_warning_of_a_library_is_a_line_of_the_log():
+    program = (
+        "import warnings; from mlx_manager.mlx_server.observability import logs; "
+        "logs.configure('info', 'json'); warnings.warn('overflow')"
+    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    [line] = said.stderr.splitlines()
+    assert "UserWarning: overflow" in json.loads(line)["message"]
 
 
 def test_a_traceback_is_kept():
