@@ -17,6 +17,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopK, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     Many,
+    ModelName,
     NonEmpty,
     StopString,
     Timed,
@@ -182,7 +183,7 @@ class OutputConfig(Wire):
 class CountTokensRequest(Timed):
     """`POST /v1/messages/count_tokens`, and what a message's prompt is made of."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     messages: Annotated[Many[InputMessage], Field(min_length=1)]
     system: TextContent | None = Field(None, description="Text, or a list of text blocks")
     tools: Many[MessagesTool] | None = Field(None, description="Functions the model may call")

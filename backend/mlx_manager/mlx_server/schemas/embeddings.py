@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.schemas.openai import TokenId
-from mlx_manager.mlx_server.schemas.wire import Many, Timed, Wire, choose, shape, text_or_ids
+from mlx_manager.mlx_server.schemas.wire import (
+    Many,
+    ModelName,
+    Timed,
+    Wire,
+    choose,
+    shape,
+    text_or_ids,
+)
 
 TokenIds = Annotated[Many[TokenId], Field(min_length=1)]
 Input = Annotated[
@@ -39,7 +47,7 @@ NO_EFFECT = frozenset({"user"})
 class EmbeddingsRequest(Timed):
     """`POST /v1/embeddings`."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     input: Inputs = Field(description="Text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="Lists of numbers (default), or base64 of little-endian float32"
@@ -72,7 +80,7 @@ Document = Annotated[
 class RerankRequest(Timed):
     """`POST /v1/rerank`."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     query: str = Field(description="What the documents are to answer")
     documents: Annotated[Many[Document], Field(min_length=1)] = Field(
         description="Texts, or objects with a `text`"

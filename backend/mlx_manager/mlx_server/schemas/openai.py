@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.limits import (
 )
 from mlx_manager.mlx_server.schemas.wire import (
     Many,
+    ModelName,
     NonEmpty,
     StopString,
     Timed,
@@ -215,7 +216,7 @@ Stop = Annotated[
 class GenerationParameters(Timed):
     """What chat and completions have in common."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`")
     n: int | None = Field(None, ge=1, le=128, description="Answers to each prompt")
@@ -371,7 +372,7 @@ class CompletionRequest(GenerationParameters):
 class TemplateParameters(Timed):
     """What goes into a conversation's prompt besides its messages."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking"
@@ -402,7 +403,7 @@ class TokenizeRequest(TemplateParameters):
 class DetokenizeRequest(Timed):
     """`POST /v1/detokenize`."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     tokens: Many[TokenId] = Field(description="Token ids")
 
 

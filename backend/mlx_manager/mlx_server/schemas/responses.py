@@ -15,6 +15,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopP
 from mlx_manager.mlx_server.schemas.wire import (
     Many,
+    ModelName,
     NonEmpty,
     Timed,
     Wire,
@@ -237,7 +238,7 @@ Input = Annotated[
 class ResponsesRequest(Timed):
     """`POST /v1/responses`."""
 
-    model: str | None = Field(None, description="Model id; the server's default when absent")
+    model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     input: Input = Field(description="Text, or a list of items")
     instructions: str | None = Field(None, description="System text, for this answer only")
     previous_response_id: str | None = Field(None, description="What the conversation goes on from")

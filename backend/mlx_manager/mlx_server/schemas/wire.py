@@ -21,6 +21,8 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """A list of any length. Its first wrong item is the only one that is named: for a million of them
 it would take seconds, and nobody would be served meanwhile."""
 NonEmpty = Annotated[str, Field(min_length=1)]
+ModelName = Annotated[str, Field(max_length=4096)]
+"""As long as a path: names that nobody offers are in the log and in traces, too."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 """What finds stop strings has a node for each of their characters."""
 Seconds = Annotated[float, Field(gt=0)]

@@ -269,6 +269,16 @@ async def test_an_unknown_model_a_bad_value_and_a_broken_body_are_told(
 
 
 @even_reading
+async def test_a_model_name_longer_than_any_path_is_refused(serve, protocol: Protocol):
+    async with serve() as client:
+        for length, status in ((4096, 404), (4097, 422)):
+            body = asked(protocol, False, model="x" * length)
+            refused = await client.post(protocol.path, json=body)
+            assert refused.status_code == status
+    assert "`model` should have at most 4096 char" in failure(protocol, refused.json())
+
+
+@even_reading
 async def test_a_body_too_large_and_a_wrong_method_are_told(serve, protocol: Protocol):
     async with serve(max_body_mb=0.001) as client:
         large = await client.post(protocol.path, json=asked(protocol, False, x="x" * 2000))
