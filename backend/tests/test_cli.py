@@ -84,6 +84,15 @@ def test_a_size_that_no_machine_has_is_a_usage_error(option: str, value: str) ->
     assert "should be less than or equal to 1048576" in result.output
 
 
+def test_answers_and_calls_are_not_kept_in_one_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "kept.db")
+    result = run.invoke(
+        app, ["serve", "--response-store", f"{tmp_path}/kept.db", "--audit-log", f"{tmp_path}/link"]
+    )
+    assert result.exit_code == 2, result.output
+    assert "--audit-log (MLX_SERVER_AUDIT_LOG): must be another file than" in result.output
+
+
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 @pytest.mark.parametrize("host", ["a..b", "a" * 64, ".", "[a..b]", "[]"])
 def test_a_host_that_can_be_none_is_a_usage_error(command: str, host: str) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_manager.mlx_server.address import is_host
@@ -364,6 +364,17 @@ class MLXServerSettings(BaseSettings):
     @classmethod
     def _whole_path(cls, path: Path | None) -> Path | None:
         return None if path is None else expanded(path)
+
+    @field_validator("audit_log")
+    @classmethod
+    def _check_audit_log(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        """In one file with answers, these would count as calls, and calls would make them place."""
+        answers = info.data.get("response_store")
+        if path is None or answers is None:
+            return path
+        if os.path.realpath(path) == os.path.realpath(answers):
+            raise ValueError("must be another file than MLX_SERVER_RESPONSE_STORE")
+        return path
 
     @field_validator("model", "available_models")
     @classmethod
