@@ -6,12 +6,13 @@ import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import repeat
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from mlx_manager.completion_stream import Chunk, error_message, read_line
+from mlx_manager.completion_stream import Chunk, error_message, lines, read_line
 from mlx_manager.mlx_server.address import is_loopback
 
 CONNECT_SECONDS = 5.0
@@ -95,7 +96,8 @@ class ServerClient:
             if not response.is_success:
                 response.read()
                 raise refusal(response)
-            for chunk in filter(None, map(read_line, response.iter_lines())):
+            pieces = zip(repeat(0.0), response.iter_bytes(), strict=False)
+            for chunk in filter(None, (read_line(line) for _, line in lines(pieces))):
                 if chunk.error:
                     raise ServerRefused(response.status_code, chunk.error)
                 whole = whole or chunk.finish_reason is not None

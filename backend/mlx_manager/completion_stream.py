@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,20 @@ class Chunk:
     @property
     def carries_output(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
+
+
+def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """Each line of a stream with the moment at which its end came.
+
+    Only a line feed ends one: an answer may have U+2028 and what else `str.splitlines` breaks at.
+    """
+    moment, rest = 0.0, b""
+    for moment, piece in pieces:
+        *complete, rest = (rest + piece).split(b"\n")
+        for line in complete:
+            yield moment, line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield moment, rest.decode(errors="replace")
 
 
 def read_line(line: str) -> Chunk | None:
@@ -60,12 +75,20 @@ def read_chunk(body: Any) -> Chunk:
     delta = choice.get("delta") or choice.get("message") or {}
     calls = delta.get("tool_calls") or []
     return Chunk(
-        text=delta.get("content") or "",
-        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        text=text_of(delta.get("content")),
+        reasoning=text_of(delta.get("reasoning_content") or delta.get("reasoning")),
         tool_calls="".join(call_text(call) for call in calls),
         finish_reason=choice.get("finish_reason"),
         usage=usage,
     )
+
+
+def text_of(value: Any) -> str:
+    """
+    Raises:
+        TypeError: it is neither a text nor null.
+    """
+    return "" + (value or "")
 
 
 def call_text(call: Any) -> str:
@@ -78,10 +101,18 @@ def read_usage(usage: Any) -> Usage | None:
         return None
     details = usage.get("prompt_tokens_details") or {}
     return Usage(
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or 0,
-        details.get("cached_tokens") or 0,
+        number_of(usage.get("prompt_tokens")),
+        number_of(usage.get("completion_tokens")),
+        number_of(details.get("cached_tokens")),
     )
+
+
+def number_of(value: Any) -> int:
+    """
+    Raises:
+        TypeError: it is neither a number nor null.
+    """
+    return 0 + (value or 0)
 
 
 def error_message(body: Any, otherwise: str) -> str:

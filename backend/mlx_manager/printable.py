@@ -19,3 +19,10 @@ def in_lines(text: str) -> str:
     All else stays, also what has no width and what only some fonts have.
     """
     return text.translate(_IN_TEXT)
+
+
+def in_utf8(text: str) -> str:
+    """`text` with the halves of a character joined, which come apart where a server counts in
+    UTF-16, and a mark for each that has lost its other half: no file or request can hold it.
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

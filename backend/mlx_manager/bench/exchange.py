@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from mlx_manager.bench.plan import Plan
-from mlx_manager.completion_stream import Usage, error_message, read_line
+from mlx_manager.completion_stream import Usage, error_message, lines, read_line
 
 LONGEST_ERROR = 300
 
@@ -91,17 +90,6 @@ def read(started: float, ended: float, pieces: list[tuple[float, bytes]]) -> Out
     return Outcome(
         200, started, ended, tuple(arrivals), usage, finish_reason, error[:LONGEST_ERROR]
     )
-
-
-def lines(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """Each line with the moment at which its end came."""
-    rest = b""
-    for moment, piece in pieces:
-        *complete, rest = (rest + piece).split(b"\n")
-        for line in complete:
-            yield moment, line.decode(errors="replace").rstrip("\r")
-    if rest:
-        yield pieces[-1][0], rest.decode(errors="replace")
 
 
 def refusal(content: bytes) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_manager.completion_stream import Chunk, Usage
+from mlx_manager.printable import in_utf8
 
 
 @dataclass(slots=True)
@@ -89,5 +90,6 @@ def collect(
             show(chunk)
     except KeyboardInterrupt:
         answer.stopped = True
+    answer.text, answer.reasoning = in_utf8(answer.text), in_utf8(answer.reasoning)
     answer.ended = clock() - started
     return answer

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from other_server import OtherServer
 
-from mlx_manager.bench.exchange import lines, read
+from mlx_manager.bench.exchange import read
 from mlx_manager.bench.plan import USUAL, Plan, TextLength
 from mlx_manager.bench.report import spread
+from mlx_manager.completion_stream import lines
 
 LATENCIES = ("time_to_first_token_ms", "inter_token_ms", "per_output_token_ms", "end_to_end_ms")
 

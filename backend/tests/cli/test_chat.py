@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -229,6 +230,34 @@ def test_once_prints_the_answer_alone(run, other: OtherServer) -> None:
     assert "7 tokens" in done.stderr
 
 
+def stream_of(*pieces: str) -> bytes:
+    """An answer as servers write it that escape nothing but what JSON has them."""
+    said = [json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in pieces]
+    plain = [re.sub(r"\\u(?!d[89a-f])(....)", lambda m: chr(int(m[1], 16)), line) for line in said]
+    lines = [*plain, '{"choices": [{"delta": {}, "finish_reason": "stop"}]}']
+    return "".join(f"data: {line}\n\n" for line in lines).encode()
+
+
+def test_an_answer_has_the_line_separators_that_the_server_sent(run, other: OtherServer) -> None:
+    other.strange = stream_of("one\u2028two\u2029", "\x85three")
+    done = run("chat", "--url", other.url, "--model", "m", "--once", "why?", "--json")
+    assert json.loads(done.stdout)["text"] == "one\u2028two\u2029\x85three"
+
+
+def test_characters_that_come_in_halves_are_whole_in_what_follows(
+    chat: Chat, other: OtherServer, tmp_path: Path
+) -> None:
+    other.strange = stream_of("well \ud83d", "\ude00 \ud83d")
+    child = chat("--url", other.url, "--model", "m")
+    ask(child, "one")
+    child.expect_exact("first after")
+    ask(child, "two")
+    child.expect_exact("first after")
+    assert other.bodies[1]["messages"][1]["content"] == "well \U0001f600 \ufffd"
+    ask(child, f"/save {tmp_path}/said.md")
+    child.expect_exact("saved in")
+
+
 def test_piped_text_is_the_question_and_json_the_answer(run, other: OtherServer) -> None:
     done = run("chat", "--json", "--max-tokens", "9", input="why?\n", MLX_MANAGER_URL=other.url)
     answer = json.loads(done.stdout)
@@ -316,7 +345,20 @@ def test_stream_lines_of_any_server_are_read(line: str, chunk: Chunk | None) -> 
     assert read_line(line) == chunk
 
 
-@pytest.mark.parametrize("data", ["{", "[]", "3", '"text"', '{"choices": 3}', '{"choices": [3]}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        "{",
+        "[]",
+        "3",
+        '"text"',
+        '{"choices": 3}',
+        '{"choices": [3]}',
+        '{"choices": [{"delta": {"content": [{"type": "text", "text": "hi"}]}}]}',
+        '{"choices": [{"delta": {"reasoning": 3}}]}',
+        '{"choices": [], "usage": {"prompt_tokens": "3"}}',
+    ],
+)
 def test_nonsense_in_a_stream_is_an_error(data: str) -> None:
     chunk = read_line(f"data: {data}")
     assert chunk is not None
