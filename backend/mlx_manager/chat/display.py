@@ -6,7 +6,7 @@ import re
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, ClassVar, Protocol
@@ -121,13 +121,16 @@ class MarkdownDisplay:
     drawn again and again, no taller than the screen.
     """
 
-    def __init__(self, console: Console, *, reasoning: bool) -> None:
+    def __init__(
+        self, console: Console, *, reasoning: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._reasoning = reasoning
+        self._clock = clock
         self._pending = ""
         self._printed = False
         self._thinking = False
-        self._drawn = 0.0
+        self._due = 0.0
         self._live: Live | None = None
         self._waiting: Status | None = console.status("", spinner="dots", spinner_style="dim")
         self._waiting.start()
@@ -145,8 +148,7 @@ class MarkdownDisplay:
                 self._thinking = False
                 self._console.print("\n")
             self._pending += chunk.text
-            self._print_finished()
-            self._draw()
+            self._refresh()
 
     def end(self) -> None:
         self._stop_waiting()
@@ -160,6 +162,16 @@ class MarkdownDisplay:
         if self._waiting is not None:
             self._waiting.stop()
             self._waiting = None
+
+    def _refresh(self) -> None:
+        """At most half the time goes into drawing, however long the block grows."""
+        began = self._clock()
+        if began < self._due:
+            return
+        self._print_finished()
+        self._draw()
+        ended = self._clock()
+        self._due = ended + max(REFRESH_SECONDS, ended - began)
 
     def _print_finished(self) -> None:
         finished, self._pending = split_blocks(self._pending)
@@ -175,10 +187,8 @@ class MarkdownDisplay:
             self._printed = True
 
     def _draw(self) -> None:
-        now = time.monotonic()
-        if now - self._drawn < REFRESH_SECONDS or not self._pending.strip():
+        if not self._pending.strip():
             return
-        self._drawn = now
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()

@@ -49,7 +49,7 @@ class Chat:
         """Until /exit or Ctrl-D. Failures of a question are shown, and the session goes on."""
         prompt = make_prompt(self._model_ids, history)
         self.console.print(
-            f"[bold]{escape(on_one_line(self.model))}[/] [dim]at {self.client.url} · "
+            f"[bold]{escape(on_one_line(self.model))}[/] [dim]at {escape(self.client.url)} · "
             "/help lists the commands, Ctrl-D leaves[/]",
             highlight=False,
         )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 
 import httpx
@@ -19,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import PROGRAM, live_server
 from other_server import OtherServer
+from rich.console import Console
 
 from mlx_manager.chat.commands import Command, parse
-from mlx_manager.chat.display import split_blocks
+from mlx_manager.chat.display import MarkdownDisplay, split_blocks
 from mlx_manager.completion_stream import Chunk, Usage, read_line
 
 QUESTION = "How do I change the port?"
@@ -66,6 +68,11 @@ def test_a_question_is_answered_with_counts_and_speed(chat: Chat, server: str) -
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
+
+
+def test_the_address_is_shown_as_it_is(chat: Chat) -> None:
+    child = chat("--url", "http://[fd00::1]:9", "--model", "m")
+    child.expect_exact("at http://[fd00::1]:9 ")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, other: OtherServer) -> None:
@@ -305,6 +312,30 @@ def test_blocks_come_whole_wherever_the_stream_is_cut(text: str, cut: int) -> No
     assert finished + pending == text[:cut]
     again, rest = split_blocks(pending + text[cut:])
     assert finished + again + rest == text
+
+
+class SlowTerminal(StringIO):
+    """`now`: the time by a clock that its writing alone has go on."""
+
+    now = 0.0
+
+    def write(self, text: str) -> int:
+        self.now += 1.0
+        return super().write(text)
+
+
+def test_drawing_takes_no_more_than_half_the_time() -> None:
+    out = SlowTerminal()
+    console = Console(file=out, force_terminal=True, width=60, height=20)
+    display = MarkdownDisplay(console, reasoning=True, clock=lambda: out.now)
+    display.show(Chunk(text="```python\n"))
+    before = out.now
+    for number in range(300):
+        out.now += 0.1
+        display.show(Chunk(text=f"x = {number}\n"))
+    assert out.now - before < 3 * 300 * 0.1
+    display.end()
+    assert "299" in out.getvalue()
 
 
 @pytest.mark.parametrize(
