@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mlx_manager.printable import in_utf8
+
 Role = Literal["user", "assistant"]
 
 
@@ -58,7 +60,7 @@ class Conversation:
             content = json.dumps(self._document(model), indent=2, ensure_ascii=False)
         else:
             content = "\n\n".join(self._sections(model))
-        file.write_text(content + "\n")
+        file.write_text(in_utf8(content) + "\n", encoding="utf-8")
 
     def _document(self, model: str) -> dict[str, Any]:
         messages: list[dict[str, str]] = []

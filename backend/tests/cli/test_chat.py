@@ -265,6 +265,19 @@ def test_characters_that_come_in_halves_are_whole_in_what_follows(
     child.expect_exact("saved in")
 
 
+def test_what_is_saved_is_utf_8_whatever_the_terminal_speaks(
+    chat: Chat, other: OtherServer, environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    other.strange = stream_of("brüsk")
+    child = chat("--url", other.url, "--model", "m")
+    ask(child, "how?")
+    child.expect_exact("first after")
+    ask(child, f"/save {tmp_path}/said.json")
+    child.expect_exact("saved in")
+    assert "brüsk" in (tmp_path / "said.json").read_text("utf-8")
+
+
 def test_piped_text_is_the_question_and_json_the_answer(run, other: OtherServer) -> None:
     done = run("chat", "--json", "--max-tokens", "9", input="why?\n", MLX_MANAGER_URL=other.url)
     answer = json.loads(done.stdout)
