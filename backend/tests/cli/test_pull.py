@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -100,6 +101,25 @@ def test_ctrl_c_twice_ends_the_download_at_once_while_the_hub_sends_nothing(
     assert not hub.held.is_set()
     assert process.returncode == 130
     assert "pull again to go on" in said
+
+
+def test_what_a_killed_download_left_is_gone_after_a_later_one(
+    program, hub: FakeHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    process = held_pull(hub, environment)
+    process.kill()
+    process.communicate()
+    assert hub.held is not None
+    hub.held.set()
+    hub.held = None
+    parts = list(tmp_path.rglob("*.incomplete"))
+    assert parts
+    for part in parts:
+        os.utime(part, (0, 0))
+    somebody_elses = parts[0].with_name(f"{'0' * 40}.01234567.incomplete")
+    somebody_elses.touch()
+    assert program("pull", "own/demo").returncode == 0
+    assert list(tmp_path.rglob("*.incomplete")) == [somebody_elses]
 
 
 def test_json_says_what_is_fetched_and_a_dry_run_what_would_be(

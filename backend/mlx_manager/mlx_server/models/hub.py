@@ -7,8 +7,9 @@ import fnmatch
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -205,12 +206,26 @@ def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
 
     cache = cache_folder()
     with told_apart(wanted.id):
+        drop_leftovers(repository_folder(cache, wanted.id))
         missing = wanted.missing(cache)
     check_room(wanted.id, missing, cache)
     bars = None if report is None else progress_bars(report, wanted.nbytes - missing, wanted.nbytes)
     with told_apart(wanted.id):
         folder = snapshot_download(wanted.id, allow_patterns=list(FILES), tqdm_class=bars)  # nosec B615
     return Path(folder)
+
+
+LEFTOVER_SECONDS = 3600
+
+
+def drop_leftovers(repository: Path) -> None:
+    """Delete the parts of files that downloads which were killed left: the client never goes on
+    with one. A download that runs has written to its own within the hour.
+    """
+    for part in repository.glob("blobs/*.incomplete"):
+        with suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
+                part.unlink()
 
 
 def check_room(repository: str, needed: int, folder: Path) -> None:
