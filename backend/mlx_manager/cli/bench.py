@@ -10,6 +10,7 @@ import typer
 
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, connected, exit_code
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
+from mlx_manager.printable import in_lines, on_one_line
 
 if TYPE_CHECKING:
     from mlx_manager.bench.load import Measured
@@ -194,7 +195,7 @@ def print_report(figures: dict[str, Any]) -> None:
 
     requests, tokens, rates = figures["requests"], figures["tokens"], figures["throughput"]
     failed = f", {requests['failed']} failed" if requests["failed"] else ""
-    typer.secho(f"{figures['model']} at {figures['url']}", bold=True)
+    typer.secho(f"{on_one_line(figures['model'])} at {figures['url']}", bold=True)
     typer.echo(
         f"{requests['completed']} requests answered{failed} in {figures['seconds']:.1f} s, "
         f"{arrival(figures['load'])}"
@@ -212,7 +213,7 @@ def print_report(figures: dict[str, Any]) -> None:
     typer.echo()
     print_latencies(figures)
     for message, count in figures["errors"].items():
-        typer.secho(f"{count} x {message}", fg="red", err=True)
+        typer.secho(f"{count} x {in_lines(message)}", fg="red", err=True)
     if tokens["counted_by"] == "chunks":
         note("The server sent no usage: each chunk of an answer is counted as one token.")
     if figures["client_cpu"] > BUSY:

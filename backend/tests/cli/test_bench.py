@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from other_server import OtherServer
 
-from mlx_manager.bench.exchange import read
+from mlx_manager.bench.exchange import Outcome, read
+from mlx_manager.bench.load import Measured
 from mlx_manager.bench.plan import USUAL, Plan, TextLength
-from mlx_manager.bench.report import spread
+from mlx_manager.bench.report import report, spread
+from mlx_manager.cli.bench import print_report
 from mlx_manager.completion_stream import lines
 
 LATENCIES = ("time_to_first_token_ms", "inter_token_ms", "per_output_token_ms", "end_to_end_ms")
@@ -164,3 +166,12 @@ def test_percentiles_lie_between_the_extremes(seconds: list[float]) -> None:
     assert min(seconds) * 1000 - 1e-6 <= found["p50"] <= found["p99"] <= found["max"]
     assert found["max"] == max(seconds) * 1000
     assert spread([]) is None
+
+
+def test_a_server_can_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan("http://x", "m\x1b[2J", None, 1, None, 1, None, 1, 1, 0, 1.0, 0)
+    refused = Outcome(500, 0.0, 1.0, error="500: no\x1b]0;mine\x07")
+    print_report(report(Measured(plan, [refused], seconds=1.0)))
+    shown = capsys.readouterr()
+    assert "500: no" in shown.err
+    assert not {"\x1b", "\x07"} & {*shown.out, *shown.err}
