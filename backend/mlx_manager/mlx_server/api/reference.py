@@ -21,11 +21,13 @@ from mlx_manager.mlx_server.schemas import responses as responses_schemas
 
 INTRODUCTION = """# Parameters
 
-Every field of every request: what it takes, and whether it is honoured, has no effect, or is
-refused. Generated from the types that validate requests (`python -m
+Every field of every body that asks something of a model: what it takes, and whether it is
+honoured, has no effect, or is refused. Generated from the types that validate requests (`python -m
 mlx_manager.mlx_server.api.reference`); a test fails when this page and they differ.
 
 - A null means the default, everywhere.
+- What a type such as `StreamOptions` holds is under that name in the server's `/openapi.json`, and
+  so are the paths without a body, the admin API and the answers.
 - A value out of its range is a 422 that names the field.
 - A refused field is a 422 that names it, unless its value asks for nothing ("allowed" below).
 - A field that is in no table is accepted and named in the response header `x-unknown-fields` and
@@ -74,7 +76,8 @@ likely to so many digits.
 
 ## Log probabilities
 
-They are the model's own, before temperature, penalties and masks. With `echo` the prompt's tokens
+They are the model's own, before temperature, penalties and masks; one that JSON has no number for
+is -9999. With `echo` the prompt's tokens
 have them too, the first null, and so has the token that ended the text.
 """
 
@@ -107,6 +110,11 @@ ROUTES = (
         responses_schemas.NO_EFFECT,
     ),
     Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
+    Route(
+        "/v1/messages/count_tokens",
+        anthropic.CountTokensRequest,
+        no_effect=anthropic.NO_EFFECT & anthropic.CountTokensRequest.model_fields.keys(),
+    ),
     Route(
         "/v1/embeddings",
         embeddings_schemas.EmbeddingsRequest,

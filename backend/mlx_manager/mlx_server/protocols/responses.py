@@ -57,9 +57,9 @@ from mlx_manager.mlx_server.schemas.responses import (
     Items,
     MessageItem,
     OtherItem,
-    Reasoning,
     ReasoningItem,
     RefusalPart,
+    ResponsesReasoning,
     ResponsesRequest,
     ResponsesResponse,
     ResponsesTool,
@@ -248,7 +248,7 @@ def _conversation(body: ResponsesRequest, history: Sequence[Item]) -> Conversati
     )
 
 
-def _template_args(reasoning: Reasoning | None) -> Mapping[str, Any]:
+def _template_args(reasoning: ResponsesReasoning | None) -> Mapping[str, Any]:
     args: dict[str, Any] = {}
     if reasoning is not None and reasoning.effort is not None:
         args["reasoning_effort"] = reasoning.effort

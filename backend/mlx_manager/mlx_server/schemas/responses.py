@@ -206,7 +206,7 @@ ToolChoice = Annotated[
 ]
 
 
-class Reasoning(Wire):
+class ResponsesReasoning(Wire):
     """`summary` must be null or auto: thinking is told in full, and not summed up."""
 
     effort: NonEmpty | None = Field(None, description="Handed to the chat template")
@@ -256,13 +256,15 @@ class ResponsesRequest(Timed):
         None, description="auto, none, required, a function by name, or allowed_tools"
     )
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer")
-    reasoning: Reasoning | None = Field(None, description="Effort")
+    reasoning: ResponsesReasoning | None = Field(None, description="Effort")
     text: TextOptions | None = Field(None, description="Format of the answer")
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto leaves the oldest turns out of a conversation that is too long"
     )
     include: Many[str] | None = Field(
-        None, description="reasoning.encrypted_content; what hosted tools find is never there"
+        None,
+        description="message.output_text.logprobs, reasoning.encrypted_content; what hosted tools "
+        "find is never there",
     )
     metadata: dict[str, str] | None = Field(None, description="Kept with the answer")
 
