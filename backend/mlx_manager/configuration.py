@@ -18,6 +18,7 @@ they differ.
 - Each setting is an environment variable and an option of `mlx-manager serve`. The option wins.
 - A value out of its range ends the program before it listens, with a line that names the setting.
 - An `MLX_SERVER_` variable that is no setting has no effect, which the log says at the start.
+- A variable that is set to nothing is not unset: a list is then empty, anything else is refused.
 - Lists are separated by commas: `MLX_SERVER_CORS_ORIGINS=https://a.example,https://b.example`.
 - A switch is `true` or `false` as a variable, `--prefix-cache` or `--no-prefix-cache` as an option.
 - Sizes in MB and GB count in powers of 1024.
