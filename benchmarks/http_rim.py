@@ -89,6 +89,9 @@ class StandInPool:
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}
 
+    async def complete(self) -> None:
+        """There is nothing to make ahead."""
+
     @asynccontextmanager
     async def lease(self, model_id: str, kind: str | None = None) -> AsyncIterator[StandInPool]:
         yield self
