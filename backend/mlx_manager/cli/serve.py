@@ -149,7 +149,7 @@ MemoryLimitGb = Annotated[
 MaxModels = Annotated[int | None, number("Models kept loaded at once", "4")]
 ModelTtlSeconds = Annotated[
     float | None,
-    number("Time without use after which a model is unloaded; default: never"),
+    number("Time without use after which a model is unloaded, 0: at once; default: never"),
 ]
 Weights = Annotated[
     str | None,

@@ -249,7 +249,9 @@ class MLXServerSettings(BaseSettings):
     )
     max_models: int = Field(4, ge=1, description="Models kept loaded at once")
     model_ttl_seconds: float | None = Field(
-        None, ge=0, description="Time without use after which a model is unloaded; default: never"
+        None,
+        ge=0,
+        description="Time without use after which a model is unloaded, 0: at once; default: never",
     )
     memory_limit_gb: float | None = Field(
         None,
