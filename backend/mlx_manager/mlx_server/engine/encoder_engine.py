@@ -2,16 +2,18 @@
 
 A batch takes the text that has waited longest and its neighbours by length, so that little is
 computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
-takes about `ALONE` seconds, and beside running streams no longer than lets them keep their pace;
-but a text is never cut in two, so one that alone takes longer stops them for as long, and they go
-on alone until that is made up for. Where any batch takes as long as that, as on a GPU, whose host
-has each operation to launch, others go with it.
+takes about `ALONE` seconds. Beside running streams it is computed a part at a time, on a CPU some
+layers, on a GPU all of them, and has no more tokens than let them keep their pace; but a layer of a
+text is never cut in two, so one that takes longer stops them for as long, and they go on alone
+until that is made up for. Where any batch takes long whatever is in it, as on a GPU, whose host has
+each operation to launch, others go with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -72,10 +74,17 @@ class Model(Protocol):
         """The memory of a batch of so many rows, the longest of so many tokens, filled up."""
         ...
 
-    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def __call__(
+        self,
+        ids: mx.array,
+        segments: mx.array,
+        lengths: mx.array,
+        made: list[mx.array] | None = None,
+    ) -> mx.array:
         """(rows, numbers) of what is int32: ids and segments (rows, longest), lengths (rows,).
 
-        A segment is 1 in the second text of a pair.
+        A segment is 1 in the second text of a pair. made: gets what the result is made from, in
+        order, not evaluated.
         """
         ...
 
@@ -109,6 +118,7 @@ class Reading:
     vectors: Vectors = field(default_factory=list)
     left: int = 0
     begun: bool = False
+    given_up: bool = False
     last_read: float = field(default_factory=perf_counter)
 
 
@@ -120,6 +130,18 @@ class Row:
     serial: int
     index: int = field(compare=False)
     reading: Reading = field(compare=False)
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """A batch on its way through the model. left: what `vectors` are made from and is not computed
+    yet. seconds: that it has taken."""
+
+    rows: list[Row]
+    longest: int
+    vectors: mx.array
+    left: deque[mx.array]
+    seconds: float = 0.0
 
 
 class EncoderEngine:
@@ -160,10 +182,18 @@ class EncoderEngine:
         self._short: list[Row] = []
         self._readings: list[Reading] = []
         self._batch: list[Row] = []
+        self._by_layers = mx.default_device() == mx.cpu
+        self._pass: Pass | None = None
+        # Bytes for it beyond those kept.
+        self._granted = 0
+        # Of the last pass.
+        self._parts = 1
         self._serial = 0
         self._cost = Cost(2)
         self._tried = 0
-        self._ended = 0.0
+        # When the last step ended, if there was work left, and what the others' took since.
+        self._returned: float | None = None
+        self._others_took = 0.0
         # Before that, who else has work goes on alone.
         self._resume = 0.0
         self._steps = self._batches = self._rows = self._tokens = self._padded = 0
@@ -196,9 +226,13 @@ class EncoderEngine:
     def cancel(self, reading: Reading) -> None:
         """What has not been read of it is not read any more."""
         if reading in self._readings:
+            reading.given_up = True
             self._readings.remove(reading)
             self._waiting = [row for row in self._waiting if row.reading is not reading]
             self._short = [row for row in self._short if row.reading is not reading]
+            under_way = self._pass
+            if under_way and all(row.reading.given_up for row in under_way.rows):
+                self._end_pass()
 
     @property
     def steps(self) -> int:
@@ -206,32 +240,31 @@ class EncoderEngine:
         return self._steps
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._short)
+        return bool(self._pass or self._waiting or self._short)
 
     def step(self) -> None:
         started = perf_counter()
         self._steps += 1
-        if started < self._resume and self._shared():
+        self._others_took = 0.0 if self._returned is None else started - self._returned
+        if started >= self._resume or not self._shared():
+            self._read(started)
+        self._returned = perf_counter() if self.has_work() else None
+
+    def _read(self, started: float) -> None:
+        """Read some of the texts that wait."""
+        under_way = self._pass or self._begin()
+        if under_way is None:
             return
-        if self._short:
-            self._look_again()
-        if not self._waiting:
+        vectors = self._go_on(under_way, started)
+        ended = perf_counter()
+        self._resume = ended + (ended - started) / (STRETCH - 1)
+        under_way.seconds += ended - started
+        if vectors is None:
             return
-        self._batch = self._take(self._budget(started))
-        longest = self._batch[-1].length
-        granted = self._grant(longest)
-        if granted is None:
-            return
-        try:
-            vectors = self._read(self._batch, longest)
-        finally:
-            self._ledger.release(self._line, granted)
-        self._ended = perf_counter()
-        self._resume = self._ended + (self._ended - started) / (STRETCH - 1)
         # First: who has the answer may look at the metrics at once.
-        self._count(self._batch, longest, self._ended - started)
-        self._deliver(self._batch, vectors)
-        self._batch = []
+        self._count(under_way)
+        self._deliver(under_way.rows, vectors)
+        self._end_pass()
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have a text in the batch under way; the others go on."""
@@ -241,13 +274,14 @@ class EncoderEngine:
             else GenerationFailed("The model failed while reading. The request can be retried.")
         )
         lost = {id(row.reading): row.reading for row in self._batch}
-        self._batch = []
+        self._end_pass()
         for reading in lost.values():
             self.cancel(reading)
             settle(reading, failure)
 
     def close(self) -> None:
         """Fail what is left and give the memory back."""
+        self._end_pass()
         self._ledger.record(self._line, 0)
         for reading in tuple(self._readings):
             self.cancel(reading)
@@ -267,16 +301,57 @@ class EncoderEngine:
 
     # -- a batch -------------------------------------------------------------------------------
 
-    def _budget(self, now: float) -> int:
-        """Tokens of the next batch, padding included.
+    def _begin(self) -> Pass | None:
+        """The next batch's pass, put together; None: there is nothing that can be read now."""
+        if self._short:
+            self._look_again()
+        if not self._waiting:
+            return None
+        self._batch = self._take(self._budget())
+        longest = self._batch[-1].length
+        granted = self._grant(longest)
+        if granted is None:
+            return None
+        self._granted = granted
+        made: list[mx.array] = []
+        vectors = self._put_together(self._batch, longest, made if self._by_layers else None)
+        self._parts = len(made) + 1
+        self._pass = Pass(self._batch, longest, vectors, deque(made))
+        return self._pass
 
-        The time between two batches is what the others' steps took.
-        """
+    def _go_on(self, under_way: Pass, started: float) -> NDArray[np.float32] | None:
+        """Compute what is left of the pass; beside others as much as their pace allows, and a part
+        at least. Its vectors, once it is through."""
+        before = longest = 0.0
+        while under_way.left and self._shared():
+            if before and before + longest > self._allowed:
+                break
+            mx.eval(under_way.left.popleft())
+            spent = perf_counter() - started
+            before, longest = spent, max(longest, spent - before)
+        if under_way.left and self._shared():
+            return None
+        under_way.left.clear()
+        return np.array(under_way.vectors.astype(mx.float32))[: len(under_way.rows)]
+
+    def _end_pass(self) -> None:
+        self._ledger.release(self._line, self._granted)
+        self._granted = 0
+        self._pass = None
+        self._batch = []
+
+    @property
+    def _allowed(self) -> float:
+        """Seconds that others may be kept waiting between two of their steps."""
+        return (STRETCH - 1) * self._others_took
+
+    def _budget(self) -> int:
+        """Tokens of the next batch, padding included."""
         if not self._cost.known:
             return FIRST
         allowed = ALONE
         if self._shared():
-            allowed = min(ALONE, (STRETCH - 1) * (now - self._ended))
+            allowed = min(ALONE, self._parts * self._allowed)
         tokens, batch = self._cost.prices
         left = max(allowed - batch, WITH_IT * batch)
         most = min(MOST, BOLDNESS * self._tried)
@@ -359,7 +434,9 @@ class EncoderEngine:
             else:
                 insort(self._waiting, row)
 
-    def _read(self, batch: list[Row], longest: int) -> NDArray[np.float32]:
+    def _put_together(
+        self, batch: list[Row], longest: int, made: list[mx.array] | None
+    ) -> mx.array:
         ids = np.full(self._model.filled_up(len(batch), longest), self._model.padding, np.int32)
         segments = np.zeros_like(ids)
         # Of at least a token: the mean of none is none.
@@ -370,26 +447,27 @@ class EncoderEngine:
             if second is not None:
                 segments[place, second : row.length] = 1
             lengths[place] = row.length
-        vectors = self._model(mx.array(ids), mx.array(segments), mx.array(lengths))
-        return np.array(vectors.astype(mx.float32))[: len(batch)]
+        return self._model(mx.array(ids), mx.array(segments), mx.array(lengths), made)
 
     def _deliver(self, batch: list[Row], vectors: NDArray[np.float32]) -> None:
         for row, vector in zip(batch, vectors, strict=True):
             reading = row.reading
+            if reading.given_up:
+                continue
             reading.vectors[row.index] = vector
             reading.left -= 1
             if not reading.left:
                 self._readings.remove(reading)
                 settle(reading, reading.vectors)
 
-    def _count(self, batch: list[Row], longest: int, seconds: float) -> None:
-        tokens = sum(row.length for row in batch)
-        size = self._size(len(batch), longest)
+    def _count(self, read: Pass) -> None:
+        tokens = sum(row.length for row in read.rows)
+        size = self._size(len(read.rows), read.longest)
         self._batches += 1
-        self._rows += len(batch)
+        self._rows += len(read.rows)
         self._tokens += tokens
         self._padded += size - tokens
-        self._cost.learn((size / TOKENS, 1.0), seconds)
+        self._cost.learn((size / TOKENS, 1.0), read.seconds)
         self._tried = max(self._tried, size, FIRST)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,11 +72,20 @@ class Encoder(nn.Module):  # type: ignore[misc]
         if head is not None:
             self.head = head
         self._name, self._pooling, self._scores = name, pooling, head is not None
+        self._listener = listened_to(self._layers)
         device = default_device()
         # MLX's fused attention.
         self._fused = device != "cpu" and name in ("modernbert", "qwen3")
         self._few_shapes = self._fused and device == "cuda"
         self._padding = int(config.get("pad_token_id") or 0)
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        body = self.body
+        layers: list[nn.Module] = (
+            body.encoder.layer if self._name in SEGMENTED else body.model.layers
+        )
+        return layers
 
     @property
     def padding(self) -> int:
@@ -124,14 +134,21 @@ class Encoder(nn.Module):  # type: ignore[misc]
         nbytes: int = 4 * rows * (6 * longest * widest + 4 * scores)
         return nbytes
 
-    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def __call__(
+        self,
+        ids: mx.array,
+        segments: mx.array,
+        lengths: mx.array,
+        made: list[mx.array] | None = None,
+    ) -> mx.array:
         """(rows, dimensions or labels) in float32 of rows that are padded at their ends.
 
         ids, segments: int32 (rows, longest); a segment is 1 in the second text of a pair.
-        lengths: int32 (rows,).
+        lengths: int32 (rows,). made: gets each layer's result, not evaluated.
         """
         mask = mx.arange(ids.shape[1])[None] < lengths[:, None]
-        hidden, first = self.read(ids, segments, mask)
+        with self._listener.listening(made):
+            hidden, first = self.read(ids, segments, mask)
         if self._scores:
             logits: mx.array = self.head(first if first is not None else hidden, mask)
             return logits.astype(mx.float32)
@@ -159,6 +176,41 @@ class Encoder(nn.Module):  # type: ignore[misc]
                 return out["last_hidden_state"], None
             case _:
                 return self.body.model(ids, attention_mask=mask.astype(mx.int32)), None
+
+
+class Listener:
+    """Gets the results of layers as they are put together, while somebody listens."""
+
+    def __init__(self) -> None:
+        self._made: list[mx.array] | None = None
+
+    @contextmanager
+    def listening(self, made: list[mx.array] | None) -> Iterator[None]:
+        self._made = made
+        try:
+            yield
+        finally:
+            self._made = None
+
+    def hear(self, result: mx.array) -> None:
+        if self._made is not None:
+            self._made.append(result)
+
+
+def listened_to(layers: Sequence[nn.Module]) -> Listener:
+    """Who hears of the results of `layers`, which are of one class, and become of one that tells
+    them: mlx-embeddings' own loops over them have nowhere to ask."""
+    listener = Listener()
+
+    class Telling(type(layers[0])):  # type: ignore[misc]
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            result = super().__call__(*given, **named)
+            listener.hear(result[0] if isinstance(result, tuple) else result)
+            return result
+
+    for layer in layers:
+        layer.__class__ = Telling
+    return listener
 
 
 def next_shape(rows: int, longest: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
+from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -155,6 +156,32 @@ async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolMan
     at_once = await asyncio.gather(*(ask(pool, name, text) for text in texts))
     assert np.abs(together - alone).max() < 2e-5
     assert np.abs(np.concatenate([matrix(one) for one in at_once]) - alone).max() < 2e-5
+
+
+@pytest.mark.parametrize("name", [*EMBEDDERS, "rank-bert", "rank-modernbert"])
+async def test_a_text_gives_the_same_a_layer_at_a_time(
+    pool: ModelPoolManager, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    ask = rank if name.startswith("rank") else embed
+    alone, parts = matrix(await ask(pool, name, *SAID)), []
+    go_on, begin = EncoderEngine._go_on, EncoderEngine._begin
+
+    def begun(engine: EncoderEngine) -> Any:
+        monkeypatch.setattr(engine, "_by_layers", True)
+        return begin(engine)
+
+    def beside_others(engine: EncoderEngine, *given: Any) -> Any:
+        # As if others had work, whose steps take no time.
+        monkeypatch.setattr(engine, "_shared", lambda: True)
+        monkeypatch.setattr(engine, "_resume", 0.0)
+        monkeypatch.setattr(engine, "_others_took", 0.0)
+        parts.append(1)
+        return go_on(engine, *given)
+
+    monkeypatch.setattr(EncoderEngine, "_begin", begun)
+    monkeypatch.setattr(EncoderEngine, "_go_on", beside_others)
+    assert np.abs(matrix(await ask(pool, name, *SAID)) - alone).max() < 2e-5
+    assert len(parts) > 1
 
 
 async def test_hundreds_of_texts_keep_their_order(pool: ModelPoolManager):

@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.utils.memory import Ledger, Relief
 from mlx_manager.mlx_server.utils.steps import finish
 
 LONGEST = 2000
+LAYERS = 8
 FREE = 100
 """Bytes that an engine leaves of its ledger."""
 
@@ -41,7 +42,7 @@ class Zeros:
     def working_bytes(self, rows: int, longest: int) -> int:
         return rows * longest
 
-    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def __call__(self, ids, segments, lengths, made=None) -> mx.array:
         return mx.zeros((ids.shape[0], 2))
 
 
@@ -54,7 +55,7 @@ class FilledUp(Zeros):
     def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
         return 1 << (rows - 1).bit_length(), -(-longest // 8) * 8
 
-    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def __call__(self, ids, segments, lengths, made=None) -> mx.array:
         self.shapes.append(ids.shape)
         return mx.stack([lengths, (ids != self.padding).sum(axis=1)], axis=1)
 
@@ -68,7 +69,7 @@ class Clocked(Zeros):
         self.shapes: list[tuple[int, ...]] = []
         monkeypatch.setattr(encoder_engine, "perf_counter", lambda: self.now)
 
-    def __call__(self, ids: mx.array, segments: mx.array, lengths: mx.array) -> mx.array:
+    def __call__(self, ids, segments, lengths, made=None) -> mx.array:
         self.shapes.append(ids.shape)
         self.now += self._seconds(ids.size)
         return super().__call__(ids, segments, lengths)
@@ -286,3 +287,111 @@ async def test_whatever_fails_after_a_batch_was_read_fails_its_requests_too(
         with pytest.raises(GenerationFailed):
             await reading.future
     assert not engine.has_work()
+
+
+class Layered(Clocked):
+    """Of `LAYERS` layers, each of which takes half a second to compute."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(lambda _: 0.0, monkeypatch)
+        self.computed = 0
+        compute = mx.eval
+
+        def computing(*arrays: mx.array) -> None:
+            self.now += 0.5
+            self.computed += 1
+            compute(*arrays)
+
+        monkeypatch.setattr(encoder_engine.mx, "eval", computing)
+
+    def __call__(self, ids, segments, lengths, made=None) -> mx.array:
+        vectors = super().__call__(ids, segments, lengths)
+        for _ in range(LAYERS):
+            vectors = vectors + 1
+            made.append(vectors)
+        return vectors
+
+
+def by_layers(engine: EncoderEngine) -> EncoderEngine:
+    """As on a CPU."""
+    engine._by_layers = True
+    return engine
+
+
+async def test_beside_others_a_batch_is_computed_some_layers_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, ledger = Layered(monkeypatch), ledger_of()
+    engine = by_layers(engine_of(ledger, shared=lambda: True, model=model))
+    reading = reading_of(KEPT + 10)
+    engine.submit(reading)
+    # The first layers have all the time since the engine was made.
+    computed = []
+    while engine.has_work():
+        before = model.computed
+        engine.step()
+        computed.append(model.computed - before)
+        assert ledger.available() == (FREE - 10 if engine.has_work() else FREE)
+        model.now += 1
+    # A step of the others takes a second, and a layer half of one.
+    assert computed == [1, 2, 2, 2, 1]
+    assert await answer(engine, reading) == [[LAYERS, LAYERS]]
+
+
+async def test_what_is_left_of_a_batch_is_computed_at_once_when_nobody_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, others_work = Layered(monkeypatch), True
+    engine = by_layers(engine_of(ledger_of(), shared=lambda: others_work, model=model))
+    reading = reading_of(3)
+    engine.submit(reading)
+    engine.step()
+    assert engine.has_work()
+    others_work = False
+    engine.step()
+    assert await answer(engine, reading) == [[LAYERS, LAYERS]]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
+async def test_a_batch_that_nobody_waits_for_any_more_goes_no_further(
+    how: str, monkeypatch: pytest.MonkeyPatch
+):
+    model, ledger = Layered(monkeypatch), ledger_of()
+    engine = by_layers(engine_of(ledger, shared=lambda: True, model=model))
+    first, second = reading_of(KEPT + 1), reading_of(KEPT + 2)
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    assert ledger.available() < FREE
+    match how:
+        case "cancelled":
+            engine.cancel(first)
+        case "failed":
+            engine.fail(RuntimeError())
+        case "closed":
+            engine.close()
+            assert ledger.available() == ledger.limit
+            return
+    assert ledger.available() == FREE
+    while engine.has_work():
+        model.now += 1
+        engine.step()
+    assert await answer(engine, second) == [[LAYERS, LAYERS]]
+
+
+async def test_a_batch_goes_on_while_somebody_waits_for_a_text_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = Layered(monkeypatch)
+    engine = by_layers(engine_of(ledger_of(), shared=lambda: True, model=model))
+    first, second = reading_of(3, 3), reading_of(3)
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    engine.cancel(first)
+    while engine.has_work():
+        model.now += 1
+        engine.step()
+    assert await answer(engine, second) == [[LAYERS, LAYERS]]
+    assert model.computed == LAYERS
+    assert not first.future.done()
