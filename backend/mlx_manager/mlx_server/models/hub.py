@@ -216,14 +216,14 @@ def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
 
 
 LEFTOVER_SECONDS = 3600
+"""A download that runs has written to its own part within the hour."""
 
 
 def drop_leftovers(repository: Path) -> None:
     """Delete the parts of files that downloads which were killed left: the client never goes on
-    with one. A download that runs has written to its own within the hour.
-    """
+    with one. Those that may not be deleted stay."""
     for part in repository.glob("blobs/*.incomplete"):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
                 part.unlink()
 

@@ -149,7 +149,8 @@ class ResponseStore:
         self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
         self._forget()
         while self._database.number("SELECT bytes FROM total") > most:
-            self._database.execute(OLDEST)
+            if not self._database.execute(OLDEST).rowcount:
+                break
 
     def _find(self, response_id: str, owner: str) -> StoredResponse:
         self._forget()
