@@ -1,6 +1,6 @@
 """Decode steps of random-weight Llama shapes through the fused decoder and the CUDA kernels.
 
-    PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b] [--apart]
+    PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b] [--apart] [--bits 4]
 
 A step's tokens are read by the host while the next step runs, as a server does it. The bytes that a
 step must read (weights once, keys and values once) over a device-to-device copy's bandwidth give
@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.engine.fused.decoder import BuildProducts, FusedDeco
 from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
 PAGE = 16
 STEPS, WARM = 64, 12
@@ -138,12 +139,18 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=["1b", "8b"])
     parser.add_argument("--loads", nargs="*", default=[*LOADS, "1 x 8192"])
     parser.add_argument("--apart", action="store_true", help="compare with launches of their own")
+    parser.add_argument("--bits", type=int, help="of the weights, in groups of 64; else bf16")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
+    answer_mlx()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
     for name in options.shapes:
         model = make(name)
+        if options.bits is not None:
+            nn.quantize(model, 64, options.bits)
+            mx.eval(model.parameters())
+            mx.clear_cache()
         decoders = {"": built(model, products.build)}
         wrong = check(decoders[""], model, PAGE)
         print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)

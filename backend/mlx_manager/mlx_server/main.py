@@ -280,6 +280,7 @@ def make_pool(
     with open_files.as_many_as_before():
         from mlx_manager.mlx_server.backends.embedding import EncoderBackend, preparing_encoder
         from mlx_manager.mlx_server.backends.text import TextBackend, preparing
+        from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
         from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
         from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
@@ -297,7 +298,14 @@ def make_pool(
             case _:
                 return (yield from preparing(loaded, thread, settings.engine, ledger))
 
-    return ModelPoolManager(settings.pool, settings.catalog, thread, make_backend, models=models)
+    return ModelPoolManager(
+        settings.pool,
+        settings.catalog,
+        thread,
+        make_backend,
+        models=models,
+        multiplies_packed=multiplies_packed,
+    )
 
 
 def make_script_pool() -> ModelPoolManager:

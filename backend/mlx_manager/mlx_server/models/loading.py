@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,10 +104,13 @@ def loading(
     ledger: Ledger,
     recipe: Recipe = AS_IT_IS,
     tokenizers: Tokenizers | None = None,
+    *,
+    multiplies_packed: Callable[[nn.Module], bool] = lambda _: False,
 ) -> Steps[LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
 
-    tokenizers: where its own may have been made before.
+    tokenizers: where its own may have been made before. multiplies_packed: whether the engine has
+    kernels for few rows and the packed weights of a model.
 
     The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
 
@@ -139,7 +142,8 @@ def loading(
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
         yield None
-        weights, nbytes = yield from settled(model, source.id, limits, ledger)
+        packed = multiplies_packed(model)
+        weights, nbytes = yield from settled(model, source.id, limits, ledger, packed=packed)
         return LoadedModel(
             source.id,
             folder.path,
@@ -157,11 +161,11 @@ def loading(
 
 
 def settled(
-    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger
+    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger, *, packed: bool = False
 ) -> Steps[tuple[WeightsForm, int]]:
     """Bring the weights into memory in the form that is fastest; their form, and their bytes as
-    the ledger has them from now on."""
-    weights = yield from settle_weights(model, model_id, limits, ledger)
+    the ledger has them from now on. packed: the engine has kernels for them as they are stored."""
+    weights = yield from settle_weights(model, model_id, limits, ledger, packed=packed)
     yield None
     if default_device() == "cpu":
         yield from lay_out(model)
@@ -278,7 +282,7 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
 
 
 def settle_weights(
-    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger
+    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger, *, packed: bool = False
 ) -> Steps[WeightsForm]:
     """Choose the weights' form and convert them to it, lazily.
 
@@ -288,9 +292,12 @@ def settle_weights(
     device, line = default_device(), weights_line(model_id)
     granted_bytes = ledger.figures()[line]
     room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit)
-    forms, reason = shortlist(forms_of(model, device), limits.weights, room)
-    form = forms[0]
-    if len(forms) > 1:
+    offered = forms_of(model, device, multiplies_packed=packed)
+    forms, reason = shortlist(offered, limits.weights, room)
+    form = next((form for form in forms if form.keeps), forms[0])
+    if form.keeps:
+        reason = "few rows are multiplied as they are stored, many by dense weights"
+    elif len(forms) > 1:
         form, reason = yield from fastest(model, forms, device)
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)

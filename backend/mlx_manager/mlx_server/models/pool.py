@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
 from mlx_manager.mlx_server.core import Kind, RowStatus
@@ -99,14 +100,9 @@ class Way:
     tokenizer: Callable[[Tokenizers, Path], object]
 
 
-TEXT = Way(checked_text, loading, Tokenizers.text)
 ENCODER = Way(
     lambda source, _, recipe: checked_encoder(source, recipe), loading_encoder, Tokenizers.encoder
 )
-
-
-def way_of(source: ModelSource) -> Way:
-    return ENCODER if source.kind in ("embedding", "reranker") else TEXT
 
 
 class Thread(Protocol):
@@ -122,7 +118,8 @@ class ModelPoolManager:
 
     To make one reads the disk, as the catalog does.
     make_backend: its steps are run on the MLX thread. models: the owner's settings of
-    single models, until they are read again.
+    single models, until they are read again. multiplies_packed: whether backends have kernels for
+    few rows and the packed weights of a text model.
     """
 
     def __init__(
@@ -136,6 +133,7 @@ class ModelPoolManager:
         catalog: Catalog | None = None,
         patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
+        multiplies_packed: Callable[[nn.Module], bool] = lambda _: False,
     ) -> None:
         self._models_file = sources.models_file
         self.ledger = Ledger(limits.memory_limit or default_limit())
@@ -146,6 +144,7 @@ class ModelPoolManager:
         self._limits = limits
         self._thread = thread
         self._make_backend = make_backend
+        self._multiplies_packed = multiplies_packed
         self._patience = patience
         self._residents = Residents(clock)
         self._policy = Policy(
@@ -444,7 +443,7 @@ class ModelPoolManager:
             useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
             if new and useful and source.path is not None:
                 self._looked_at.add(source.id)
-                read = way_of(source).tokenizer
+                read = self._way_of(source).tokenizer
                 await self._tried(source.id, partial(read, self._tokenizers, source.path))
                 return True
         return False
@@ -635,6 +634,12 @@ class ModelPoolManager:
             "may be (MLX_SERVER_MAX_MODELS)."
         )
 
+    def _way_of(self, source: ModelSource) -> Way:
+        if source.kind in ("embedding", "reranker"):
+            return ENCODER
+        brings = partial(loading, multiplies_packed=self._multiplies_packed)
+        return Way(checked_text, brings, Tokenizers.text)
+
     def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
         if self._beside is None:
             self._beside = side_stream()
@@ -650,7 +655,7 @@ class ModelPoolManager:
 
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Make place, load a model, make its backend, and take it among the residents."""
-        way = way_of(source)
+        way = self._way_of(source)
         if self._idle():
             yield from self._check_on_mlx(way, source, recipe)
         self._make_place_on_mlx()

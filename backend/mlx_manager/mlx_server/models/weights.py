@@ -2,6 +2,8 @@
 
 MLX's quantised and 16-bit products are fast on Metal and slow elsewhere. So at load one product
 is timed in every form that memory allows, and the fastest is taken (design, "Weights policy").
+Where the engine multiplies few rows by packed weights faster than by any dense ones, and many
+rows not, a model has both, if they fit.
 A conversion is lazy: `evaluated` carries it out a piece at a time, and a piece's stored form is
 freed before the next is read, so that both forms of a whole model are never in memory together.
 """
@@ -22,7 +24,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_manager.mlx_server.errors import ModelTooLarge
 from mlx_manager.mlx_server.utils.steps import Steps, beside
 
-FormName = Literal["stored", "float32", "dequantized", "dequantized-float32"]
+FormName = Literal["stored", "float32", "dequantized", "dequantized-float32", "stored+dequantized"]
 Setting = Literal["auto", "keep", "dequantize"]
 Device = Literal["cpu", "cuda", "metal"]
 
@@ -58,13 +60,15 @@ class WeightsForm:
 class Form:
     """A form that a model could take, of `nbytes` bytes.
 
-    dense: quantised layers are dequantised. wide: floats of 16 bits become float32.
+    dense: quantised layers are dequantised. wide: floats of 16 bits become float32. keeps: dense
+    layers have what they were made of beside their weights; see `dequantized`.
     """
 
     name: FormName
     nbytes: int
     dense: bool = False
     wide: bool = False
+    keeps: bool = False
 
 
 def default_device() -> Device:
@@ -73,8 +77,11 @@ def default_device() -> Device:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def forms_of(model: nn.Module, device: Device) -> list[Form]:
-    """The forms that the device can compute with and might be fast with, the stored one first."""
+def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = False) -> list[Form]:
+    """The forms that the device can compute with and might be fast with, the stored one first.
+
+    multiplies_packed: the engine has kernels for few rows and this model's packed weights.
+    """
     quantized = [module for _, module in model.named_modules() if is_quantized(module)]
     arrays: list[mx.array] = [array for _, array in tree_flatten(model.parameters())]
     stored = sum(array.nbytes for array in arrays)
@@ -83,6 +90,10 @@ def forms_of(model: nn.Module, device: Device) -> list[Form]:
     if quantized and device != "metal":
         gain = sum(dense_bytes(layer) - packed_bytes(layer) for layer in quantized)
         forms.append(Form("dequantized", stored + gain, dense=True))
+        if multiplies_packed:
+            kept = sum(packed_bytes(layer) for layer in quantized if keeps(model, layer))
+            nbytes = stored + gain + kept
+            forms.append(Form("stored+dequantized", nbytes, dense=True, keeps=True))
     if device == "cpu" and (widening or any(dense_dtype(layer).size < 4 for layer in quantized)):
         gains = [(wide_bytes(layer) - widened_packed_bytes(layer), layer) for layer in quantized]
         gain = sum(gain for gain, layer in gains if not follows(layer))
@@ -117,7 +128,8 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
         case "keep":
             forms, reason = forms[:1], "the setting is keep"
         case "dequantize" if any(form.dense for form in forms):
-            forms, reason = [f for f in forms if f.dense], "the setting is dequantize"
+            forms = [form for form in forms if form.dense and not form.keeps]
+            reason = "the setting is dequantize"
         case _:
             pass
     fitting = [form for form in forms if form.name == "stored" or form.nbytes <= room]
@@ -141,11 +153,19 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
 def convert(model: nn.Module, form: Form) -> None:
     """Bring `model` into `form`, lazily: nothing is computed before `evaluated`."""
     layers = [(name, layer) for name, layer in model.named_modules() if unpacks(layer, form)]
-    model.update_modules(
-        tree_unflatten([(name, dequantized(layer, form)) for name, layer in layers])
-    )
+    dense = [
+        (name, dequantized(layer, form, keep=form.keeps and keeps(model, layer)))
+        for name, layer in layers
+    ]
+    model.update_modules(tree_unflatten(dense))
     if form.wide:
         model.update(tree_map(widened, model.parameters()))
+
+
+def keeps(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether a dense `layer` of `model` is to have its packed weights, too: not a mere embedding,
+    which multiplies nothing."""
+    return not isinstance(layer, nn.QuantizedEmbedding) or "lm_head" not in model
 
 
 def converted(layer: nn.Module, form: Form) -> nn.Module:
@@ -234,8 +254,12 @@ def follows(layer: nn.Module) -> bool:
     )
 
 
-def dequantized(layer: nn.Module, form: Form) -> nn.Module:
-    """The same layer with a dense weight: float32, or of the scales' type where that is a float."""
+def dequantized(layer: nn.Module, form: Form, *, keep: bool = False) -> nn.Module:
+    """The same layer with a dense weight: float32, or of the scales' type where that is a float.
+
+    keep: with `packed`, `packed_scales` and `packed_biases`, too, which are as
+    `mx.quantized_matmul` takes them with its `group_size` and `bits`; the engine finds them there.
+    """
     match layer:
         case nn.QuantizedLinear():
             dense = nn.Linear(1, 1, bias=False)
@@ -262,6 +286,9 @@ def dequantized(layer: nn.Module, form: Form) -> nn.Module:
     )
     if "bias" in layer:
         dense.bias = layer.bias
+    if keep:
+        dense.packed, dense.packed_scales, dense.packed_biases = packing(layer)
+        dense.group_size, dense.bits = layer.group_size, layer.bits
     dense.eval()
     return dense
 

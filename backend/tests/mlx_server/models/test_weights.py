@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.models.weights import (
     forms_of,
     shortlist,
 )
+from mlx_manager.mlx_server.utils.steps import finish
 
 FOUR_BIT = {"group_size": 32, "bits": 4}
 TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
@@ -100,6 +101,26 @@ def test_forms_of_a_quantised_model_by_device(tmp_path: Path):
     assert names(model) == ["stored", "dequantized"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_weights_beside_those_they_were_made_of_take_the_bytes_foretold(
+    tmp_path: Path, tied: bool
+):
+    """On a device whose kernels multiply few rows by packed weights."""
+    folder = make_tiny_model(
+        tmp_path / "m", dtype=mx.bfloat16, quantize=FOUR_BIT, tie_word_embeddings=tied
+    )
+    model = load_model(folder, lazy=True)[0]
+    expected = model(TOKENS)
+    form = forms_of(model, "cuda", multiplies_packed=True)[-1]
+    assert (form.name, form.keeps, form.dense) == ("stored+dequantized", True, True)
+    convert(model, form)
+    finish(evaluated(model))
+    assert nbytes(model) == form.nbytes
+    assert ("packed" in model.model.embed_tokens) is tied
+    off = mx.linalg.norm((model(TOKENS) - expected).astype(mx.float32))
+    assert off < 0.05 * mx.linalg.norm(expected.astype(mx.float32))
+
+
 def test_dense_experts_must_be_float32_on_a_cpu(tmp_path: Path):
     model = model_of(tmp_path / "m", "qwen3_moe", mx.bfloat16, None)
     (form,) = forms_of(model, "cpu")
@@ -165,6 +186,15 @@ def test_shortlist_is_what_is_asked_for_and_fits(
     forms, said = shortlist(FORMS, setting, room)
     assert [form.name for form in forms] == left
     assert reason in said
+
+
+def test_packed_weights_are_kept_beside_dense_ones_where_both_fit_and_nothing_else_is_asked_for():
+    both = Form("stored+dequantized", 500, dense=True, keeps=True)
+    forms = [Form("stored", 100), Form("dequantized", 400, dense=True), both]
+    assert both in shortlist(forms, "auto", 500)[0]
+    assert both not in shortlist(forms, "auto", 499)[0]
+    assert shortlist(forms, "keep", 500)[0] == forms[:1]
+    assert shortlist(forms, "dequantize", 500)[0] == forms[1:2]
 
 
 def test_dequantising_that_does_not_fit_is_refused_with_the_numbers():

@@ -12,6 +12,7 @@ step, attention is up to four launches: what it does first becomes one of its ow
 chunks are attended by different kernels.
 
 `FusedDecoder.build` makes it from a loaded module, whose weights become views of the joined ones,
-so that nothing exists twice and the module goes on working. Whether the result is right is not
+so that the module goes on working and nothing exists twice, but for what is packed and dense, too
+(`models.weights`). Whether the result is right is not
 assumed from names but measured: `check` compares its logits with the module's own.
 """

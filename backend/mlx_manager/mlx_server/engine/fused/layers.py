@@ -11,7 +11,13 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
-from mlx_manager.mlx_server.engine.fused.projections import Dense, Projection, Sum, join
+from mlx_manager.mlx_server.engine.fused.projections import (
+    Head,
+    Projection,
+    Sum,
+    head,
+    join,
+)
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import PagedKernels, Rotary, Splits
@@ -20,6 +26,7 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
 from mlx_manager.mlx_server.engine.products.factors import Norm, Scaled
+from mlx_manager.mlx_server.engine.products.forms import WarpForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ class Joint:
         """Equal for joints whose launches are by the same kernels."""
         following = self.following
         if self.chain is None and (
-            following is None or not any(following.expects(ProductKernels.most_rows))
+            following is None or not any(following.expects(WarpForm.most_rows))
         ):
             return self.block.kind
         return (self.block.kind, None if following is None else following.kind)
@@ -203,26 +210,23 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a step ends with. `plain`: the product with the vocabulary, if it is a plain one."""
+    """What a step ends with. `product`: with the vocabulary, if it is known what is multiplied."""
 
     norm: nn.RMSNorm
-    plain: Dense | None
+    product: Head | None
     vocabulary: Callable[[mx.array], mx.array]
 
     @staticmethod
     def of(common: Common, few: ProductKernels | None) -> Ending:
         """few: what multiplies few rows, if anything does."""
-        head, dtype = common.head, common.layers[0].shape.dtype
-        plain = None
-        if type(head) in (nn.Linear, nn.Embedding) and head.weight.dtype == dtype:
-            plain = Dense.of(head.weight, head.get("bias"), few)
-        return Ending(common.norm, plain, common.vocabulary)
+        product = head(common.head, common.layers[0].shape.dtype, few)
+        return Ending(common.norm, product, common.vocabulary)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """Logits, (rows, vocabulary)."""
-        if self.plain is None:
+        if self.product is None:
             return self.vocabulary(self.norm(hidden))
-        return self.plain.normed(hidden, self.norm)
+        return self.product.normed(hidden, self.norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,20 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
                "l"(from), "r"(bytes));
 }
 
-// The same where the rest of its 128 bytes is copied, too.
+// Copies 4, 8 or 16 bytes.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_small(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+               "n"(BYTES));
+}
+
+// Copies 16 bytes where the rest of their 128 is copied, too; those beyond `bytes` as zeros.
 __device__ __forceinline__ void copy_async_of_line(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes));
 }
 
-// The same for all 16, where what follows them is copied soon after.
+// The same for 16, where what follows them is copied soon after.
 __device__ __forceinline__ void copy_async_in_order(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
                "l"(from));
@@ -74,6 +81,25 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same, added to nothing.
+__device__ __forceinline__ void multiply_alone(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                               unsigned b1, const __nv_bfloat16*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+__device__ __forceinline__ void multiply_alone(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                               unsigned b1, const __half*) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 __device__ __forceinline__ unsigned pack(float low, float high, const __nv_bfloat16*) {
   __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<unsigned*>(&x);
@@ -102,6 +128,15 @@ __device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b, const 
 __device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b, const __half*) {
   __half2 x = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
   return *reinterpret_cast<unsigned*>(&x);
+}
+
+// The lower and the upper halves of two words.
+__device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) {
+  return __byte_perm(a, b, 0x5410);
+}
+
+__device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) {
+  return __byte_perm(a, b, 0x7632);
 }
 
 __device__ __forceinline__ float power_of_two(float x) {
@@ -162,9 +197,26 @@ __device__ __forceinline__ float silu_times(float gate, float up) {
 template <typename T>
 __device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, const T* type) {
   const float2 a = unpack(x, type);
-  sum += a.x * a.x + a.y * a.y;
+  sum = fmaf(a.y, a.y, fmaf(a.x, a.x, sum));
   return multiply_pair(x, by, type);
 }
+
+// The part of a product that a block gives: so many rows from `first` on, and of the outputs the
+// part number `block`. Neighbours among the blocks share weights.
+struct Share {
+  int block, first, rows;
+
+  template <int ROWS>
+  __device__ __forceinline__ static Share of(int rows) {
+    const int parts = (rows + ROWS - 1) / ROWS, first = blockIdx.x % parts * ROWS;
+    return {int(blockIdx.x) / parts, first, rows - first < ROWS ? rows - first : ROWS};
+  }
+};
+
+// Rows of the weights that a block multiplies with: half of them from `first` on, half from `second`.
+struct Lines {
+  long first, second;
+};
 
 // What NORM says of the RMS norm before a product: there is none; the product multiplies its weights
 // into the rows and sums up their squares; or so many blocks, which have made the rows, did that.

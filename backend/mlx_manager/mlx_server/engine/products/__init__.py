@@ -3,11 +3,11 @@
 Such a product takes as long as reading the matrix takes, and what stands around it (norm,
 activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
 the rest on the way; with many rows, reading the rows themselves in every block costs more than the
-launches that it saves. There are two: products.cu, and groups.cu for compute capability 9.0. Where
-the latter is used, what a norm does to rows is done where they are made, and not by every block
-that reads them. With very few rows launches are what a step of a small model waits for: chain.cu
-has four products of the first kind in one. Many rows MLX multiplies; what stands behind its gates
-and ups is in gates.cu.
+launches that it saves. There are two: products.cu, for weights of half precision and for those that
+MLX has packed into 4 or 8 bits, and groups.cu for compute capability 9.0. Where the latter is used,
+what a norm does to rows is done where they are made, and not by every block that reads them. With
+very few rows launches are what a step of a small model waits for: chain.cu has four products of the
+first kind in one. Many rows MLX multiplies; what stands behind its gates and ups is in gates.cu.
 """
 
 from __future__ import annotations
@@ -34,13 +34,28 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Scaled
-from mlx_manager.mlx_server.engine.products.forms import WIDTH, Form, GroupForm, WarpForm
+from mlx_manager.mlx_server.engine.products.factors import (
+    Link,
+    Norm,
+    Packed,
+    Scaled,
+    Weight,
+    arrays_of,
+)
+from mlx_manager.mlx_server.engine.products.forms import (
+    WIDTH,
+    Form,
+    GroupForm,
+    Packing,
+    WarpForm,
+)
 
 # From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
 # too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32 rows,
 # but 24 instead of 21 for a 1B's (H200).
 FEWEST_IN_GROUPS = 17
+# More MLX multiplies.
+MOST_ROWS_OF_PACKED = 128
 _GATES_SOURCE = Path(__file__).with_name("gates.cu")
 _GATES_THREADS = 256
 # Elements that a thread takes.
@@ -71,7 +86,11 @@ class Variant:
             "residual": self.residual,
             "next_norm": self.ahead,
         }
-        return ("x", "weight", *(name for name, is_there in there.items() if is_there))
+        return (
+            "x",
+            *self.form.weight_parts,
+            *(name for name, is_there in there.items() if is_there),
+        )
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -85,17 +104,9 @@ def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
 
 
 class ProductKernels:
-    """Products of few rows, (rows, inputs), with matrices (outputs, inputs).
-
-    Attributes:
-        most_rows, most_gated_rows: how many `multiply` and `gated` take.
-    """
-
-    most_rows = WarpForm.most_rows
+    """Products of few rows, (rows, inputs), with matrices (outputs, inputs)."""
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
-        in_groups = device.multiplies_in_groups
-        self.most_gated_rows = (GroupForm if in_groups else WarpForm).most_rows
         self._dtype = dtype
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}
@@ -106,14 +117,27 @@ class ProductKernels:
         mx.eval(self._counters)
 
     @staticmethod
-    def serves(weight: mx.array) -> bool:
+    def serves(weight: Weight) -> bool:
         outputs, inputs = weight.shape
+        if isinstance(weight, Packed):
+            return outputs % 128 == 0 and Packing.serves(weight)
         return outputs % 128 == 0 and inputs % WIDTH == 0
+
+    @staticmethod
+    def most_rows(weight: Weight) -> int:
+        """How many `multiply` takes."""
+        return MOST_ROWS_OF_PACKED if isinstance(weight, Packed) else WarpForm.most_rows
+
+    def most_gated_rows(self, weight: Weight) -> int:
+        """How many `gated` takes."""
+        if self._device.multiplies_in_groups and not isinstance(weight, Packed):
+            return GroupForm.most_rows
+        return self.most_rows(weight)
 
     def multiply(
         self,
         x: mx.array | Scaled,
-        weight: mx.array,
+        weight: Weight,
         *,
         norm: Norm | None = None,
         bias: mx.array | None = None,
@@ -127,7 +151,7 @@ class ProductKernels:
     def multiply_ahead(
         self,
         x: mx.array,
-        weight: mx.array,
+        weight: Weight,
         following: Norm,
         *,
         bias: mx.array | None = None,
@@ -142,7 +166,7 @@ class ProductKernels:
     def gated(
         self,
         x: mx.array | Scaled,
-        weight: mx.array,
+        weight: Weight,
         *,
         norm: Norm | None = None,
         bias: mx.array | None = None,
@@ -151,15 +175,15 @@ class ProductKernels:
         """`silu(gate) * up`, (rows, outputs / 2): the halves of `norm(x) @ weight.T + bias`."""
         outputs = weight.shape[0]
         factors = _Factors(x, weight, norm, bias)
-        form = form or gated_form(outputs, x.shape[0], self._device)
+        form = form or gated_form(weight, x.shape[0], self._device)
         return self._run(factors, form, outputs // 2, gated=True)[0]
 
-    def gates_by_groups(self, weight: mx.array, rows: int) -> bool:
+    def gates_by_groups(self, weight: Weight, rows: int) -> bool:
         """Whether `gated` is by groups.cu, which a norm costs more time than it does who makes the
         rows: 5 % of an 8B's step of 32, nothing of a 1B's, whose gates are by warps (H200)."""
-        if rows > self.most_rows:
+        if rows > self.most_rows(weight):
             return False
-        return isinstance(gated_form(weight.shape[0], rows, self._device), GroupForm)
+        return isinstance(gated_form(weight, rows, self._device), GroupForm)
 
     def gate(self, both: mx.array) -> mx.array:
         """`silu(gate) * up`, (rows, width), the halves of `both`, (rows, 2 * width). For products
@@ -175,20 +199,24 @@ class ProductKernels:
         )
         return out
 
-    def chain(self, links: Sequence[Link]) -> Chain:
-        """What lies between the attention of a layer and that of the next, in one launch.
+    def chain(self, links: Sequence[Link]) -> Chain | None:
+        """What lies between the attention of a layer and that of the next, in one launch; None
+        where the weights are not all stored in one way.
 
         links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
             queries, keys and values. All of matrices that are served.
         """
-        variant = ChainVariant.of(links)
-        if variant not in self._chains:
-            self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
-        return Chain(links, self._chains[variant], self._counters)
+        variants = ChainVariant.all_of(links)
+        for variant in variants:
+            if variant not in self._chains:
+                self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
+        kernels = {variant.form: self._chains[variant] for variant in variants}
+        return Chain(links, kernels, self._counters) if kernels else None
 
     def _multiply(self, factors: _Factors, form: WarpForm | None) -> list[mx.array]:
         outputs = factors.weight.shape[0]
-        form = form or WarpForm.choose(outputs, factors.x.shape[0], self._device)
+        packing = Packing.of(factors.weight)
+        form = form or WarpForm.choose(outputs, factors.x.shape[0], self._device, packing)
         return self._run(factors, form, outputs, gated=False)
 
     def _run(self, factors: _Factors, form: Form, width: int, *, gated: bool) -> list[mx.array]:
@@ -197,13 +225,14 @@ class ProductKernels:
         if variant not in self._kernels:
             self._kernels[variant] = compiled_for_cuda(product_source(self._dtype, variant))
         rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
+        turns = -(-rows // form.rows)
         shapes, dtypes = [(rows, width)], [self._dtype]
         if variant.ahead:
             shapes += [(rows, width), (rows, blocks)]
             dtypes += [self._dtype, mx.float32]
         return self._kernels[variant](
             inputs=factors.arrays,
-            grid=(blocks * form.threads, 1, 1),
+            grid=(blocks * turns * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,
@@ -216,7 +245,7 @@ class _Factors:
     it is to do its part."""
 
     x: mx.array | Scaled
-    weight: mx.array
+    weight: Weight
     norm: Norm | None = None
     bias: mx.array | None = None
     residual: mx.array | None = None
@@ -230,7 +259,7 @@ class _Factors:
             (self.x.rows, self.x.squares) if isinstance(self.x, Scaled) else (self.x, norm)
         )
         may_be = (before, self.bias, self.residual, self.following)
-        return [rows, self.weight, *(array for array in may_be if array is not None)]
+        return [rows, *arrays_of(self.weight), *(array for array in may_be if array is not None)]
 
     def variant(self, form: Form, gated: bool) -> Variant:
         return Variant(
@@ -244,8 +273,11 @@ class _Factors:
         )
 
 
-def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
-    """What is fastest for gates and ups, `outputs` together."""
+def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
+    """What is fastest for gates and ups."""
+    outputs, packing = weight.shape[0], Packing.of(weight)
+    if packing is not None:
+        return WarpForm.choose(outputs, rows, device, packing, gated=True)
     if rows <= WarpForm.most_rows:
         by_warps = WarpForm.choose(outputs, rows, device, gated=True)
         all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors
@@ -255,27 +287,45 @@ def gated_form(outputs: int, rows: int, device: CudaDevice) -> Form:
 
 
 def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
-    form, there = variant.form, {*variant.inputs, *variant.outputs}
+    element, form = TYPES[dtype], variant.form
+    there = {*variant.inputs, *variant.outputs}
 
     def given(name: str) -> str:
         return name if name in there else "nullptr"
 
+    def rows_of(name: str, width: str) -> str:
+        """Of the block's share."""
+        return f"{name} + (long)share.first * ({width})" if name in there else "nullptr"
+
     norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)
-    constants = [TYPES[dtype], form.constants, norm, flag(variant.bias)]
-    rows = ["x", given("norm"), given("squares"), "weight", given("bias")]
-    sizes = ["x_shape[0]", "x_shape[1]", "weight_shape[0]", real(variant.epsilon or 0.0)]
+    constants = [element, form.constants, norm, flag(variant.bias)]
+    inputs, outputs = "x_shape[1]", "weight_shape[0]"
     if variant.gated:
-        sizes[2] += " / 2"
-        called, arguments = form.gated, [*rows, "out", *sizes]
+        outputs += " / 2"
+    rows = [rows_of("x", inputs), given("norm"), rows_of("squares", str(variant.makers))]
+    given_all = [*rows, form.weight(element), given("bias")]
+    sizes = ["share.rows", inputs, outputs, real(variant.epsilon or 0.0)]
+    if variant.gated:
+        called, arguments = form.gated, [*given_all, rows_of("out", outputs), *sizes]
     else:
         constants += [flag(variant.residual), flag(variant.ahead)]
-        ahead = ", ".join(given(name) for name in ("next_norm", "scaled_out", "squares_out"))
+        blocks = f"weight_shape[0] / {form.outputs}"
+        ahead = [
+            given("next_norm"),
+            rows_of("scaled_out", outputs),
+            rows_of("squares_out", blocks),
+        ]
         called = "multiply_rows"
-        arguments = [*rows, given("residual"), "out", f"{{{ahead}}}", *sizes]
+        results = [rows_of("residual", outputs), rows_of("out", outputs), f"{{{', '.join(ahead)}}}"]
+        arguments = [*given_all, *results, *sizes]
     return KernelSource(
         name="product",
         header=form.header(),
-        body=f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}{form.place});",
+        body=(
+            f"const kernels::Share share = kernels::Share::of<{form.rows}>(x_shape[0]);\n"
+            f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}, share.block"
+            f"{form.awaited});"
+        ),
         inputs=variant.inputs,
         outputs=variant.outputs,
         shared_memory=form.shared_memory,

@@ -32,28 +32,29 @@ __device__ __forceinline__ int count_in(const int* made) {
 }
 
 // A product: its weight is (outputs, inputs), and `bias` and `norm` are there if it has them.
-template <typename T>
+template <typename T, typename W>
 struct Link {
-  const T *weight, *bias, *norm;
+  W weight;
+  const T *bias, *norm;
   int outputs, inputs;
   float epsilon;
 };
 
 // `made` counts the blocks that are done with each product, and is all 0 again at the end. `B0` to
 // `B3`: which products have biases. `COUNT`: 3, or 4 if a layer follows.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, bool B0, bool B1, bool B2,
-          bool B3, int COUNT>
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, bool B0, bool B1, bool B2,
+          bool B3, typename W, int COUNT>
 __device__ __forceinline__ void chain_products(const T* attended, const T* residual,
-                                               const Link<T> (&links)[COUNT], const int* made,
+                                               const Link<T, W> (&links)[COUNT], const int* made,
                                                T* hidden, T* gated, T* result, T* heads, int rows) {
   constexpr int LINES = TILES * 16;
-  const Link<T>&output = links[0], &gate_up = links[1], &down = links[2];
+  const Link<T, W>&output = links[0], &gate_up = links[1], &down = links[2];
   const int of_output = output.outputs / LINES, of_gate_up = gate_up.outputs / LINES;
   const int of_down = down.outputs / LINES;
   int block = blockIdx.x;
   int done = -1;
   if (block < of_output) {
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNoNorm, B0, true, false>(
+    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNoNorm, B0, true, false>(
         attended, output.norm, nullptr, output.weight, output.bias, residual, hidden, {}, rows,
         output.inputs, output.outputs, 0.f, block, Awaited());
     count_in(made);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   }
   block -= of_output;
   if (block < of_gate_up) {
-    multiply_gated<T, TILES, COLUMNS, WARPS, STAGES, kNormHere, B1>(
+    multiply_gated<T, TILES, HELD, WARPS, STAGES, kNormHere, B1>(
         hidden, gate_up.norm, nullptr, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
         gate_up.outputs / 2, gate_up.epsilon, block, After{made, of_output});
     count_in(made + 1);
@@ -69,16 +70,16 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   }
   block -= of_gate_up;
   if (block < of_down) {
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNoNorm, B2, true, false>(
+    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNoNorm, B2, true, false>(
         gated, down.norm, nullptr, down.weight, down.bias, hidden, result, {}, rows, down.inputs,
         down.outputs, 0.f, block, After{made + 1, of_gate_up});
     done = count_in(made + 2) - (of_down - 1);
     if (COUNT == 4) return;
   } else if constexpr (COUNT == 4) {
-    const Link<T>& qkv = links[3];
+    const Link<T, W>& qkv = links[3];
     block -= of_down;
-    multiply_rows<T, TILES, COLUMNS, WARPS, STAGES, kNormHere, B3, false, false>(
-        result, qkv.norm, nullptr, qkv.weight, qkv.bias, qkv.weight, heads, {}, rows, qkv.inputs,
+    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNormHere, B3, false, false>(
+        result, qkv.norm, nullptr, qkv.weight, qkv.bias, nullptr, heads, {}, rows, qkv.inputs,
         qkv.outputs, qkv.epsilon, block, After{made + 2, of_down});
     done = count_in(made + 3) - (qkv.outputs / LINES - 1);
   }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES
+from mlx_manager.mlx_server.engine.kernels.cuda import TYPES
 from mlx_manager.mlx_server.engine.kernels.kernel import Kernel, KernelSource, flag, real, source
-from mlx_manager.mlx_server.engine.products.factors import Link
-from mlx_manager.mlx_server.engine.products.forms import WARPS_SOURCE, WarpForm
+from mlx_manager.mlx_server.engine.products.factors import Link, arrays_of
+from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
 
 MOST_ROWS = 8
 """For which one launch takes the device no longer than four, and the host less."""
@@ -20,8 +20,13 @@ PRODUCTS = ("output", "gate_up", "down", "qkv")
 NORMED = ("gate_up", "qkv")
 MADE = ("hidden", "gated", "result", "heads")
 _SOURCE = Path(__file__).with_name("chain.cu")
-# As measured on an H200. Two blocks fit a multiprocessor, so that one waits while another ends.
-_FORM = WarpForm(tiles=1, columns=1, warps=8, stages=3)
+# As measured on an H200, by how many rows there are. Two blocks fit a multiprocessor, so that one
+# waits while another ends.
+_FORMS = [WarpForm(tiles=1, rows=MOST_ROWS, warps=8, stages=3)]
+_PACKED_FORMS = [
+    WarpForm(tiles=2, rows=1, warps=4, stages=2),
+    WarpForm(tiles=1, rows=MOST_ROWS, warps=4, stages=2),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +39,15 @@ class ChainVariant:
     epsilons: tuple[float, ...]
 
     @staticmethod
-    def of(links: Sequence[Link]) -> ChainVariant:
-        return ChainVariant(
-            _FORM,
-            tuple(link.bias is not None for link in links),
-            tuple(link.norm.epsilon for link in links if link.norm is not None),
-        )
+    def all_of(links: Sequence[Link]) -> list[ChainVariant]:
+        """Those for few rows first; none where the weights are not all stored in one way."""
+        packing, *others = {Packing.of(link.weight) for link in links}
+        if others:
+            return []
+        forms = _FORMS if packing is None else _PACKED_FORMS
+        biases = tuple(link.bias is not None for link in links)
+        epsilons = tuple(link.norm.epsilon for link in links if link.norm is not None)
+        return [ChainVariant(replace(form, packing=packing), biases, epsilons) for form in forms]
 
 
 class Chain:
@@ -47,23 +55,19 @@ class Chain:
 
     most_rows = MOST_ROWS
 
-    def __init__(self, links: Sequence[Link], kernel: Kernel, counters: mx.array) -> None:
+    def __init__(
+        self, links: Sequence[Link], kernels: Mapping[WarpForm, Kernel], counters: mx.array
+    ) -> None:
         """
         links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
-            queries, keys and values. kernel: of their variant. counters: (4,) int32, zeros.
+            queries, keys and values. kernels: of their variants. counters: (4,) int32, zeros.
         """
-        self._kernel = kernel
-        self._weights: list[mx.array] = []
-        for link in links:
-            # What a product lacks is not read.
-            bias = link.weight if link.bias is None else link.bias
-            norm = link.weight if link.norm is None else link.norm.weight
-            self._weights += [link.weight, bias, norm]
+        self._kernels = kernels
+        self._weights = [array for link in links for array in arrays_of_link(link)]
         self._weights.append(counters)
         widths = [link.weight.shape[0] for link in links]
+        self._width = sum(widths)
         self._outputs = [widths[0], widths[1] // 2, *widths[2:]]
-        threads = sum(width // _FORM.outputs for width in widths) * _FORM.threads
-        self._launch = {"grid": (threads, 1, 1), "threadgroup": (_FORM.threads, 1, 1)}
 
     def __call__(self, attended: mx.array, residual: mx.array) -> list[mx.array]:
         """What the output gives, the gated, the layer's result, and the heads of the layer that
@@ -71,38 +75,55 @@ class Chain:
 
         attended: (rows, inputs of the output). residual: (rows, width).
         """
-        return self._kernel(
+        rows = attended.shape[0]
+        form = next(form for form in self._kernels if form.rows >= rows)
+        return self._kernels[form](
             inputs=[attended, residual, *self._weights],
-            output_shapes=[(attended.shape[0], outputs) for outputs in self._outputs],
+            grid=(self._width // form.outputs * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[(rows, outputs) for outputs in self._outputs],
             output_dtypes=[attended.dtype] * len(self._outputs),
-            **self._launch,
         )
+
+
+def arrays_of_link(link: Link) -> list[mx.array]:
+    """In the order of `inputs_of`."""
+    norm = None if link.norm is None else link.norm.weight
+    may_be = [array for array in (link.bias, norm) if array is not None]
+    return [*arrays_of(link.weight), *may_be]
+
+
+def inputs_of(name: str, form: WarpForm, *, bias: bool, norm: bool) -> list[str]:
+    """Names of what a product takes."""
+    there = [part for part, is_there in (("bias", bias), ("norm", norm)) if is_there]
+    return [f"{name}_{part}" for part in (*form.weight_parts, *there)]
 
 
 def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> KernelSource:
     element, form, count = TYPES[dtype], variant.form, len(variant.biases)
     epsilons = iter(variant.epsilons)
-    links = []
-    for name in PRODUCTS[:count]:
-        epsilon = real(next(epsilons) if name in NORMED else 0.0)
-        of = f"{name}, {name}_bias, {name}_norm, {name}_shape[0], {name}_shape[1], {epsilon}"
-        links.append(f"{{{of}}}")
+    links, inputs = [], ["attended", "residual"]
+    for name, bias in zip(PRODUCTS, variant.biases, strict=False):
+        norm = name in NORMED
+        own = inputs_of(name, form, bias=bias, norm=norm)
+        inputs += own
+        weight = ", ".join(own[: len(form.weight_parts)])
+        may_be = [f"{name}_{part}" for part in ("bias", "norm")]
+        given = ", ".join(each if each in own else "nullptr" for each in may_be)
+        shape = f"{own[0]}_shape[0], {own[0]}_shape[1]{form.inputs_a_word}"
+        links.append(f"{{{{{weight}}}, {given}, {shape}, {real(next(epsilons) if norm else 0.0)}}}")
     biases = ", ".join(flag(bias) for bias in (*variant.biases, False)[:4])
     made = MADE[:count]
+    link = f"kernels::Link<{element}, {form.weight_type(element)}>"
     return KernelSource(
         name="chain",
-        header=source(DEVICE_SOURCE, WARPS_SOURCE, _SOURCE),
+        header=source(*form.sources, _SOURCE),
         body=(
-            f"const kernels::Link<{element}> links[] = {{{', '.join(links)}}};\n"
+            f"const {link} links[] = {{{', '.join(links)}}};\n"
             f"kernels::chain_products<{element}, {form.constants}, {biases}>(attended, residual, "
             f"links, made, {', '.join((*made, 'result')[:4])}, attended_shape[0]);"
         ),
-        inputs=(
-            "attended",
-            "residual",
-            *(f"{name}{part}" for name in PRODUCTS[:count] for part in ("", "_bias", "_norm")),
-            "made",
-        ),
+        inputs=(*inputs, "made"),
         outputs=made,
         shared_memory=form.shared_memory,
     )

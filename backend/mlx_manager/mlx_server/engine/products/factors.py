@@ -37,9 +37,42 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One product of a chain: `weight` is (outputs, inputs), `bias` (outputs,)."""
+class Packed:
+    """A weight as `mx.quantize` packs it.
 
-    weight: mx.array
+    words: (outputs, inputs * bits / 32) uint32. scales, biases: (outputs, inputs / group_size);
+    there are biases in the affine mode alone.
+    """
+
+    words: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        outputs, words = self.words.shape
+        return outputs, words * 32 // self.bits
+
+
+Weight = mx.array | Packed
+"""What rows are multiplied with: numbers of half precision, (outputs, inputs), or packed ones."""
+
+
+def arrays_of(weight: Weight) -> list[mx.array]:
+    if isinstance(weight, Packed):
+        may_be = (weight.words, weight.scales, weight.biases)
+        return [array for array in may_be if array is not None]
+    return [weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One product of a chain: `bias` is (outputs,)."""
+
+    weight: Weight
     bias: mx.array | None = None
     norm: Norm | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,9 +14,10 @@ from mlx_manager.mlx_server.engine.kernels.hopper import (
     instructions,
 )
 from mlx_manager.mlx_server.engine.kernels.kernel import source
+from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
 
 WIDTH = 64
-"""Inputs that a stage holds: what the matrix's inputs must be a multiple of."""
+"""Inputs that a stage holds of numbers of half precision: what a matrix has a multiple of."""
 
 _MOST_STAGES = 4
 # Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
@@ -24,24 +25,80 @@ _STAGE_MEMORY = 168 * 1024
 # By the tiles of a block: the warps and stages that go with them.
 _IN_FLIGHT = {1: (8, 4), 2: (8, 3), 3: (4, 3), 4: (4, 4)}
 
-WARPS_SOURCE = Path(__file__).with_name("products.cu")
+PARTS = ("weight", "scales", "biases")
+"""Of a weight that is packed; others have the first alone."""
+
+_WARPS_SOURCE = Path(__file__).with_name("products.cu")
+_PLAIN_SOURCE = Path(__file__).with_name("plain.cu")
+_PACKED_SOURCE = Path(__file__).with_name("packed.cu")
 _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How weights are packed: integers of so many bits, groups of so many that share a scale, and
+    how many a stage of the kernel holds of each row."""
+
+    bits: int
+    group: int
+    width: int
+
+    @staticmethod
+    def of(weight: Weight) -> Packing | None:
+        """None for numbers of half precision.
+
+        Raises:
+            ValueError: packed as the kernel does not know it; see `serves`.
+        """
+        if not isinstance(weight, Packed):
+            return None
+        found = Packing._found(weight)
+        if found is None:
+            raise ValueError(f"{weight.bits} bits in groups of {weight.group_size} are not served")
+        return found
+
+    @staticmethod
+    def serves(weight: Packed) -> bool:
+        """Whether the kernel knows how `weight` is packed."""
+        return Packing._found(weight) is not None
+
+    @staticmethod
+    def _found(weight: Packed) -> Packing | None:
+        bits, group, inputs = weight.bits, weight.group_size, weight.shape[1]
+        if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
+            return None
+        # 128 bytes of a row, or 64; of each row two scales at least, as less can't be copied.
+        widths = (1024 // bits, 512 // bits)
+        fitting = (width for width in widths if inputs % width == 0 and width >= 2 * group)
+        width = next(fitting, None)
+        return None if width is None else Packing(bits, group, width)
+
+    def narrower(self) -> Packing:
+        """With half as much of each row in a stage, where that can be copied."""
+        half = self.width // 2
+        return replace(self, width=half) if half >= 2 * self.group else self
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a stage, for each row."""
+        return self.width * self.bits // 8 + 2 * 2 * (self.width // self.group)
+
+
+@dataclass(frozen=True, slots=True)
 class WarpForm:
-    """Outputs of a block in tiles of 16, its rows in columns of 8, warps, stages of each warp's
-    ring."""
+    """Outputs of a block in tiles of 16, how many rows it may have, 1, 2, 4 or a multiple of 8,
+    warps, stages of each warp's ring; how the weights are packed, if they are."""
 
     tiles: int
-    columns: int
+    rows: int
     warps: int
     stages: int
+    packing: Packing | None = None
 
     most_rows: ClassVar[int] = 32
     gated: ClassVar[str] = "multiply_gated"
-    # The block's, among those of its product, and that its rows are there: otherwise in chain.cu.
-    place: ClassVar[str] = ", blockIdx.x, kernels::Awaited()"
+    # The rows are there when the launch begins; otherwise in chain.cu.
+    awaited: ClassVar[str] = ", kernels::Awaited()"
 
     @property
     def outputs(self) -> int:
@@ -54,32 +111,67 @@ class WarpForm:
 
     @property
     def shared_memory(self) -> int:
-        stages = self.warps * self.stages * self._stage_bytes(self.tiles, self.columns)
-        merged = self.warps * self.columns * 8 * (self.tiles * 16 + 5) * 4
+        stages = self.warps * self.stages * self._stage_bytes(self.tiles, self.rows, self.packing)
+        merged = self.warps * (self.rows + -self.rows % 8) * (self.outputs + 5) * 4
         return max(stages, merged)
 
     @property
     def constants(self) -> str:
-        return f"{self.tiles}, {self.columns}, {self.warps}, {self.stages}"
+        return f"{self.tiles}, {self.rows}, {self.warps}, {self.stages}"
+
+    def weight(self, element: str) -> str:
+        """The weight, made of its arrays."""
+        return f"{self.weight_type(element)}{{{', '.join(self.weight_parts)}}}"
+
+    def weight_type(self, element: str) -> str:
+        """Of CUDA. element: the rows' type."""
+        if self.packing is None:
+            return f"kernels::Plain<{element}>"
+        of = f"{self.packing.bits}, {self.packing.group}, {self.packing.width}"
+        return f"kernels::Packed<{element}, {of}>"
+
+    @property
+    def weight_parts(self) -> tuple[str, ...]:
+        """Names of a weight's arrays, in the order of `arrays_of`."""
+        return PARTS[:1] if self.packing is None else PARTS
+
+    @property
+    def inputs_a_word(self) -> str:
+        """What the columns of a weight's first array are multiplied by to be its inputs."""
+        return "" if self.packing is None else f" * {32 // self.packing.bits}"
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        weights = _PLAIN_SOURCE if self.packing is None else _PACKED_SOURCE
+        return DEVICE_SOURCE, weights, _WARPS_SOURCE
 
     def header(self) -> str:
-        return source(DEVICE_SOURCE, WARPS_SOURCE)
+        return source(*self.sources)
 
     @staticmethod
-    def choose(outputs: int, rows: int, device: CudaDevice, *, gated: bool = False) -> WarpForm:
+    def choose(
+        outputs: int,
+        rows: int,
+        device: CudaDevice,
+        packing: Packing | None = None,
+        *,
+        gated: bool = False,
+    ) -> WarpForm:
         """As measured on an H200: as few outputs a block as leave it a multiprocessor to itself, as
         what waits for another block begins too late; where the most are too few for that, two
         blocks share one. More stages than these are slower. With up to 8 rows more tiles share the
         reading of the rows, and two blocks of four warps do better where blocks are neither few nor
         many. `gated`: a tile of gates needs one of ups beside it.
         """
+        if packing is not None:
+            return WarpForm._of_packed(rows, device, packing)
         if rows <= 8:
             return WarpForm._of_few_rows(outputs, device, gated=gated)
-        columns = 2 if rows <= 16 else 4
+        held = 16 if rows <= 16 else 32
         tiles = next((n for n in _IN_FLIGHT if _shared_out(outputs, n, device, gated=gated)), None)
         if tiles is None:
-            return WarpForm._fitting(4, columns, 4, 2, device.block_memory)
-        return WarpForm._fitting(tiles, columns, *_IN_FLIGHT[tiles], device.block_memory)
+            return WarpForm._fitting(4, held, 4, 2, device.block_memory)
+        return WarpForm._fitting(tiles, held, *_IN_FLIGHT[tiles], device.block_memory)
 
     @staticmethod
     def _of_few_rows(outputs: int, device: CudaDevice, *, gated: bool) -> WarpForm:
@@ -88,19 +180,36 @@ class WarpForm:
         turns = outputs / (16 * tiles) / device.multiprocessors
         warps = 4 if 1 < turns < 5 else 8
         memory = min(_STAGE_MEMORY, device.block_memory)
-        return WarpForm._fitting(tiles, 1, warps, _MOST_STAGES, memory)
+        return WarpForm._fitting(tiles, 8, warps, _MOST_STAGES, memory)
 
     @staticmethod
-    def _fitting(tiles: int, columns: int, warps: int, stages: int, memory: int) -> WarpForm:
+    def _of_packed(rows: int, device: CudaDevice, packing: Packing) -> WarpForm:
+        """As measured on an H200: four warps with two stages each, as many blocks as fit then. With
+        many rows more tiles share the reading of those, where there is memory for that; else blocks
+        have fewer of them."""
+        held = next(held for held in (1, 8, 16, 32) if rows <= held or held == 32)
+        forms = [
+            WarpForm(tiles, most, 4, 2, each)
+            for most in (held, 16, 8)
+            if most <= held
+            for tiles in ((2,) if most <= 8 else (4, 2))
+            for each in (packing, packing.narrower())
+        ]
+        return next(form for form in forms if form.shared_memory <= device.block_memory)
+
+    @staticmethod
+    def _fitting(tiles: int, rows: int, warps: int, stages: int, memory: int) -> WarpForm:
         """With fewer stages, or fewer warps, where `memory` has no room."""
-        of_stage = WarpForm._stage_bytes(tiles, columns)
+        of_stage = WarpForm._stage_bytes(tiles, rows, None)
         while warps > 1 and memory < 2 * warps * of_stage:
             warps //= 2
-        return WarpForm(tiles, columns, warps, max(2, min(stages, memory // (warps * of_stage))))
+        return WarpForm(tiles, rows, warps, max(2, min(stages, memory // (warps * of_stage))))
 
     @staticmethod
-    def _stage_bytes(tiles: int, columns: int) -> int:
-        return (tiles * 16 + columns * 8 + 1) * WIDTH * 2
+    def _stage_bytes(tiles: int, rows: int, packing: Packing | None) -> int:
+        row_bytes = WIDTH * 2 if packing is None else packing.row_bytes
+        width = WIDTH if packing is None else packing.width
+        return tiles * 16 * row_bytes + (rows + 1) * width * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +223,8 @@ class GroupForm:
     stages: ClassVar[int] = 3
     most_rows: ClassVar[int] = 64
     gated: ClassVar[str] = "multiply_gated_by_groups"
-    place: ClassVar[str] = ""
+    weight_parts: ClassVar[tuple[str, ...]] = PARTS[:1]
+    awaited: ClassVar[str] = ""
 
     @property
     def outputs(self) -> int:
@@ -134,6 +244,9 @@ class GroupForm:
     @property
     def constants(self) -> str:
         return f"{self.groups}, {self.rows}, {self.stages}"
+
+    def weight(self, element: str) -> str:
+        return self.weight_parts[0]
 
     def header(self) -> str:
         product = instructions([GroupProduct(self.rows)])

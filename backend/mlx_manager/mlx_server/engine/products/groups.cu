@@ -170,7 +170,7 @@ __device__ __forceinline__ float2 pair_at(const T* from) {
 template <typename T, int GROUPS, int ROWS, int STAGES, int NORM, bool BIAS>
 __device__ __forceinline__ void multiply_gated_by_groups(
     const T* x, const T* norm, const float* made, const T* weight, const T* bias, T* out, int rows,
-    int inputs, int outputs, float epsilon) {
+    int inputs, int outputs, float epsilon, int block) {
   using Product = GroupProduct<T, GROUPS, ROWS, STAGES, NORM>;
   constexpr int EACH = Product::OUTPUTS / 2, PAIRS = EACH / 2;
   Product product;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_gated_by_groups(
   product.rows = rows;
   product.inputs = inputs;
   product.shared_memory = tiles_in_shared_memory();
-  const long first = (long)blockIdx.x * EACH;
+  const long first = (long)block * EACH;
   product.first = first;
   product.second = outputs + first;
   const float* result = product.run();

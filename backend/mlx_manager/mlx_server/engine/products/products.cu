@@ -1,11 +1,10 @@
 // Products of few rows with large matrices: bound by reading the matrix once.
 //
-// A block gives 16 * TILES outputs of up to 8 * COLUMNS rows. Its warps take turns at the 64 columns
-// of a stage: each walks its own through a ring filled by cp.async, 128 bytes of every weight row
-// and of every input row at a time, and adds up its share on the tensor cores with the weights as
-// the first operand and the rows as the second. Which 4 of a lane's 8 neighbouring elements count as
-// which k of an mma is the same for both, so each lane reads its 16 bytes as they lie. The shares
-// meet in shared memory at the end. An RMS norm before the product costs no launch: its weights are
+// A block gives 16 * TILES outputs of up to HELD rows, by 8 as columns. Its warps take turns at the columns of
+// a stage: each walks its own through a ring filled by cp.async, 128 bytes of every weight row and
+// the same columns of every input row at a time, and adds up its share on the tensor cores with the
+// weights as the first operand and the rows as the second. How the weights are stored is a type of
+// its own: plain.cu, packed.cu. The shares meet in shared memory at the end. An RMS norm before the product costs no launch: its weights are
 // multiplied into the rows on the way, the squares are summed beside the product, and 1 / rms is
 // applied to the result. As every block does that for all rows, the product that makes the rows may
 // do it: it leaves them multiplied with the weights, and each of its blocks the squares of its
@@ -13,8 +12,6 @@
 // the fewer through that cache are under way.
 
 namespace kernels {
-
-constexpr int kWidth = 64;
 
 // Rows that are there when the launch begins.
 struct Awaited {
@@ -39,67 +36,76 @@ __device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) 
   for (int e = 0; e < N; e++) sum[e] += float(x.of[e]);
 }
 
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM>
+// `W`: how the weights are stored. `HELD`: how many rows there may be.
+template <typename T, typename W, int TILES, int HELD, int WARPS, int STAGES, int NORM>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
+  static constexpr int COLUMNS = (HELD + 7) / 8;
   static constexpr int ROWS = COLUMNS * 8;
-  static constexpr int STAGE = (OUTPUTS + ROWS + (NORM == kNormHere ? 1 : 0)) * kWidth;
+  static constexpr int WIDTH = W::WIDTH, PIECES = WIDTH / 8;
+  // Of a stage, in bytes: the weights, the rows, the norm's weights.
+  static constexpr int WEIGHTS = W::template stage<OUTPUTS>();
+  static constexpr int STAGE =
+      WEIGHTS + (HELD + (NORM == kNormHere ? 1 : 0)) * WIDTH * int(sizeof(T));
   static constexpr int MERGE_STRIDE = OUTPUTS + 4;
-  // Outputs that a thread gives at once, and sums of a row's squares, which need not wait for each
-  // other: with few rows there are more threads than outputs, and registers to spare.
+  // Outputs that a thread gives at once: with few rows there are more threads than outputs.
   static constexpr int AT_ONCE = COLUMNS == 1 ? 1 : 4;
-  static constexpr int SUMS = COLUMNS == 1 ? 4 : 1;
+  // A row's squares: of few rows as the diagonal of their product with themselves, since tensor
+  // cores have time then.
+  static constexpr bool DIAGONAL = COLUMNS == 1;
+  static constexpr int SUMS = DIAGONAL ? 4 : 1;
 
-  const T* weight;
+  W weight;
   const T* x;
   const T* norm;
   const float* made;
   int inputs, rows, count, warp, lane;
-  // Weight rows of the block's tiles: `first` on, and from tile TILES / 2 on `second` on.
-  long first, second;
-  T* stages;
+  Lines lines;
+  unsigned char* stages;
 
   float output[TILES][COLUMNS][4];
   float squares[COLUMNS][SUMS];
 
-  __device__ __forceinline__ long weight_row(int row) const {
-    return row < OUTPUTS / 2 ? first + row : second + row - OUTPUTS / 2;
-  }
-
-  // Where 16-byte piece `piece` of row `row` lies in a stage. Odd rows swap their halves, so that
-  // the two rows that 8 lanes read at once fall into different banks.
+  // Where 16-byte piece `piece` of an input row lies among those of a stage: the two rows that 8
+  // lanes read at once fall into different banks.
   __device__ __forceinline__ static int place(int row, int piece) {
-    return row * kWidth + (piece ^ (row % 2 * 4)) * 8;
+    return row * WIDTH + (piece ^ (row % 2 * W::SWAP)) * 8;
   }
 
-  // Of the columns of stage `i`: the first that this lane copies.
-  __device__ __forceinline__ long column(int i) const {
-    return (long)(warp + i * WARPS) * kWidth + lane % 8 * 8;
+  __device__ __forceinline__ unsigned char* stage(int i) const {
+    return stages + (i % STAGES) * STAGE;
   }
+
+  __device__ __forceinline__ static T* rows_of(unsigned char* stage) {
+    return reinterpret_cast<T*>(stage + WEIGHTS);
+  }
+
+  __device__ __forceinline__ static T* norm_of(unsigned char* stage) {
+    return rows_of(stage) + HELD * WIDTH;
+  }
+
+  // The first column of stage `i`.
+  __device__ __forceinline__ int column(int i) const { return (warp + i * WARPS) * WIDTH; }
 
   __device__ __forceinline__ void fetch_weights(int i) {
     if (i >= count) return;
-    const long k = column(i);
-    T* stage = stages + (i % STAGES) * STAGE;
-#pragma unroll
-    for (int j = 0; j < OUTPUTS / 4; j++) {
-      const int row = j * 4 + lane / 8;
-      copy_async(stage + place(row, lane % 8), weight + weight_row(row) * inputs + k, 16);
-    }
-    if (NORM == kNormHere && lane < 8)
-      copy_async(stage + place(OUTPUTS + ROWS, lane), norm + k, 16);
+    const int k = column(i);
+    weight.template fetch<OUTPUTS>(stage(i), lines, inputs, k, lane);
+    if (NORM == kNormHere && lane < PIECES)
+      copy_async(norm_of(stage(i)) + lane * 8, norm + k + lane * 8, 16);
   }
 
   __device__ __forceinline__ void fetch_rows(int i) {
     if (i < count) {
-      const long k = column(i);
-      T* stage = stages + (i % STAGES) * STAGE;
+      constexpr int EACH = 32 / PIECES;
+      const int row = lane / PIECES, piece = lane % PIECES, left = rows - row;
+      T* to = rows_of(stage(i));
+      // Where rows lie whose places differ by more than their number.
+      T* by_turns[2] = {to + place(row, piece), to + place(row + EACH, piece) - EACH * WIDTH};
+      const T* from = x + (unsigned(row * inputs) + column(i) + piece * 8);
 #pragma unroll
-      for (int j = 0; j < ROWS / 4; j++) {
-        const int row = j * 4 + lane / 8;
-        if (row < rows)
-          copy_async(stage + place(OUTPUTS + row, lane % 8), x + (long)row * inputs + k, 16);
-      }
+      for (int j = 0; j < (HELD + EACH - 1) / EACH; j++, from += EACH * inputs)
+        if (j * EACH < left) copy_async(by_turns[j % 2] + j * EACH * WIDTH, from, 16);
     }
     commit_copies();
   }
@@ -109,41 +115,37 @@ struct Product {
     fetch_rows(i);
   }
 
-  __device__ __forceinline__ static uint4 read(const T* stage, int row, int piece) {
-    return *reinterpret_cast<const uint4*>(stage + place(row, piece));
-  }
-
-  __device__ __forceinline__ void take(const T* stage) {
+  // 8 neighbouring columns of the rows that this lane holds for an mma's second operand, multiplied
+  // with the norm's weights.
+  __device__ __forceinline__ void read(uint4 (&b)[COLUMNS], const T* of, int piece) {
     const T* type = nullptr;
+    uint4 by;
+    if constexpr (NORM == kNormHere)
+      by = *reinterpret_cast<const uint4*>(of + HELD * WIDTH + piece * 8);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int piece = half * 4 + lane % 4;
-      uint4 b[COLUMNS];
-      uint4 by;
-      if constexpr (NORM == kNormHere) by = read(stage, OUTPUTS + ROWS, piece);
-#pragma unroll
-      for (int n = 0; n < COLUMNS; n++) {
-        b[n] = read(stage, OUTPUTS + n * 8 + lane / 4, piece);
-        if constexpr (NORM == kNormHere) {
+    for (int n = 0; n < COLUMNS; n++) {
+      const int row = n * 8 + lane / 4;
+      b[n] = *reinterpret_cast<const uint4*>(of + place(HELD < 8 ? row % HELD : row, piece));
+      if constexpr (NORM == kNormHere) {
+        if constexpr (DIAGONAL) {
+          const unsigned early[4] = {b[n].x, 0, b[n].y, 0}, late[4] = {b[n].z, 0, b[n].w, 0};
+          multiply(squares[n], early, b[n].x, b[n].y, type);
+          multiply(squares[n], late, b[n].z, b[n].w, type);
+          b[n] = {multiply_pair(b[n].x, by.x, type), multiply_pair(b[n].y, by.y, type),
+                  multiply_pair(b[n].z, by.z, type), multiply_pair(b[n].w, by.w, type)};
+        } else {
           b[n].x = scaled(b[n].x, by.x, squares[n][0], type);
-          b[n].y = scaled(b[n].y, by.y, squares[n][1 % SUMS], type);
-          b[n].z = scaled(b[n].z, by.z, squares[n][2 % SUMS], type);
-          b[n].w = scaled(b[n].w, by.w, squares[n][3 % SUMS], type);
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        const uint4 upper = read(stage, t * 16 + lane / 4, piece);
-        const uint4 lower = read(stage, t * 16 + 8 + lane / 4, piece);
-        const unsigned early[4] = {upper.x, lower.x, upper.y, lower.y};
-        const unsigned late[4] = {upper.z, lower.z, upper.w, lower.w};
-#pragma unroll
-        for (int n = 0; n < COLUMNS; n++) {
-          multiply(output[t][n], early, b[n].x, b[n].y, type);
-          multiply(output[t][n], late, b[n].z, b[n].w, type);
+          b[n].y = scaled(b[n].y, by.y, squares[n][0], type);
+          b[n].z = scaled(b[n].z, by.z, squares[n][0], type);
+          b[n].w = scaled(b[n].w, by.w, squares[n][0], type);
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void take(unsigned char* stage) {
+    const T* of = rows_of(stage);
+    weight.take(output, stage, lane, [&](uint4(&b)[COLUMNS], int piece) { read(b, of, piece); });
   }
 
   // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then sums of squares: [WARPS][ROWS], or if others have
@@ -155,8 +157,8 @@ struct Product {
     extern __shared__ __align__(16) unsigned char shared[];
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
-    stages = reinterpret_cast<T*>(shared) + warp * STAGES * STAGE;
-    count = (inputs / kWidth - warp + WARPS - 1) / WARPS;
+    stages = shared + warp * STAGES * STAGE;
+    count = (inputs / WIDTH - warp + WARPS - 1) / WARPS;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
@@ -183,7 +185,7 @@ struct Product {
       wait_copies<STAGES - 2>();
       __syncwarp();
       fetch(i + STAGES - 1);
-      take(stages + (i % STAGES) * STAGE);
+      take(stage(i));
       __syncwarp();
     }
     wait_copies<0>();
@@ -201,12 +203,15 @@ struct Product {
           merged[(warp * ROWS + row + e % 2) * MERGE_STRIDE + t * 16 + e / 2 * 8 + lane / 4] =
               output[t][n][e];
       if constexpr (NORM == kNormHere) {
-        float sum = 0.f;
-#pragma unroll
-        for (int e = 0; e < SUMS; e++) sum += squares[n][e];
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        if (lane % 4 == 0) sums[warp * ROWS + n * 8 + lane / 4] = sum;
+        float sum;
+        if constexpr (DIAGONAL) {
+          sum = lane / 4 % 2 ? squares[n][1] : squares[n][0];
+        } else {
+          sum = squares[n][0];
+          sum += shuffle_xor(sum, 1);
+          sum += shuffle_xor(sum, 2);
+        }
+        if (lane % 4 == (DIAGONAL ? lane / 8 : 0)) sums[warp * ROWS + n * 8 + lane / 4] = sum;
       }
     }
     summed.add_up(sums);
@@ -251,14 +256,13 @@ struct Ahead {
 
 // out = norm(x) @ weight^T + bias + residual, whichever of them there are. `outputs` in all.
 // By block number `block` of as many as it takes.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM, bool BIAS,
-          bool RESIDUAL, bool AHEAD, typename AWAIT>
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
+          bool RESIDUAL, bool AHEAD, typename W, typename AWAIT>
 __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const float* made,
-                                              const T* weight, const T* bias, const T* residual,
-                                              T* out, Ahead<T> ahead, int rows, int inputs,
-                                              int outputs, float epsilon, int block,
-                                              AWAIT await_rows) {
-  Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
+                                              W weight, const T* bias, const T* residual, T* out,
+                                              Ahead<T> ahead, int rows, int inputs, int outputs,
+                                              float epsilon, int block, AWAIT await_rows) {
+  Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
   const int first = block * product.OUTPUTS;
   product.made = made;
   product.weight = weight;
@@ -266,8 +270,7 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const f
   product.norm = norm;
   product.inputs = inputs;
   product.rows = rows;
-  product.first = first;
-  product.second = first + product.OUTPUTS / 2;
+  product.lines = {first, first + product.OUTPUTS / 2};
   constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N, THREADS = WARPS * 32;
   // How often a thread gives N outputs of a row, and what goes with them.
   constexpr int TURNS = (product.ROWS * PIECES + THREADS - 1) / THREADS;
@@ -326,13 +329,13 @@ __device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const f
 // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
 // bias.
 // By block number `block` of as many as it takes.
-template <typename T, int TILES, int COLUMNS, int WARPS, int STAGES, int NORM, bool BIAS,
-          typename AWAIT>
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
+          typename W, typename AWAIT>
 __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const float* made,
-                                               const T* weight, const T* bias, T* out, int rows,
+                                               W weight, const T* bias, T* out, int rows,
                                                int inputs, int outputs, float epsilon, int block,
                                                AWAIT await_rows) {
-  Product<T, TILES, COLUMNS, WARPS, STAGES, NORM> product;
+  Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
   product.made = made;
   constexpr int EACH = TILES * 8;
   const int first = block * EACH;
@@ -341,8 +344,7 @@ __device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const 
   product.norm = norm;
   product.inputs = inputs;
   product.rows = rows;
-  product.first = first;
-  product.second = outputs + first;
+  product.lines = {first, outputs + first};
   const float* merged = product.run(await_rows, [] {});
   constexpr int N = product.AT_ONCE, PIECES = EACH / N;
   using Values = Neighbours<T, N>;

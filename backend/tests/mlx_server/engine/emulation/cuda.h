@@ -35,6 +35,7 @@ struct __half {
   operator float() const { return float_of_float16(bits); }
 };
 struct float2 { float x, y; };
+struct uint2 { unsigned x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -65,7 +66,7 @@ inline unsigned shared_address(const void* pointer) {
   return unsigned(static_cast<const unsigned char*>(pointer) - shared);
 }
 
-struct Copy { void* to; const void* from; int bytes; };
+struct Copy { void* to; const void* from; int bytes, size = 16; };
 using Copies = std::vector<Copy>;
 inline std::deque<Copies> committed[1024];
 inline Copies pending[1024];
@@ -84,6 +85,10 @@ inline void forget_copies() {
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
 }
+template <int BYTES>
+void copy_async_small(void* to, const void* from) {
+  pending[group::current].push_back({to, from, BYTES, BYTES});
+}
 inline void copy_async_of_line(void* to, const void* from, int bytes) {
   copy_async(to, from, bytes);
 }
@@ -97,7 +102,7 @@ inline void wait_copies() {
   auto& groups = committed[group::current];
   for (; int(groups.size()) > PENDING; groups.pop_front())
     for (auto& copy : groups.front()) {
-      std::memset(copy.to, 0, 16);
+      std::memset(copy.to, 0, copy.size);
       std::memcpy(copy.to, copy.from, copy.bytes);
       unsigned piece = shared_address(copy.to) / 16;
       hidden[piece] = true;
@@ -166,6 +171,12 @@ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, c
 }
 
 template <typename T>
+void multiply_alone(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const T* type) {
+  for (float& sum : c) sum = 0.f;
+  multiply(c, a, b0, b1, type);
+}
+
+template <typename T>
 unsigned pack(float low, float high, const T*) {
   T pair[2] = {T(low), T(high)};
   unsigned x;
@@ -178,6 +189,9 @@ template <typename T>
 unsigned multiply_pair(unsigned a, unsigned b, const T* type) {
   return pack(element<T>(a, 0) * element<T>(b, 0), element<T>(a, 1) * element<T>(b, 1), type);
 }
+
+inline unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffff) | b << 16; }
+inline unsigned upper_halves(unsigned a, unsigned b) { return a >> 16 | (b & 0xffff0000); }
 
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float shuffle_xor(float x, int lanes) { return group::exchange(x, group::lane() ^ lanes); }

@@ -17,11 +17,13 @@ from mlx_manager.mlx_server.engine.fused import decoder as decoders
 from mlx_manager.mlx_server.engine.fused.check import CHECKED_ROWS, check
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step
+from mlx_manager.mlx_server.engine.fused.projections import MOST_PACKED
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.engine.products.factors import Scaled
+from mlx_manager.mlx_server.engine.products.factors import Packed, Scaled, arrays_of
+from mlx_manager.mlx_server.models.weights import convert, forms_of
 
 PAGE = 16
 
@@ -30,20 +32,29 @@ class PortableProducts:
     """`ProductKernels` in MLX operations.
 
     chained: of how many rows products are chained. grouped: from how many on gates are multiplied
-    by groups. ahead: rows for whose norms who made them did a part.
+    by groups. ahead: rows for whose norms who made them did a part. packed: rows that packed
+    weights have been multiplied with.
     """
-
-    most_rows = 32
-    most_gated_rows = 64
 
     def __init__(self, chained: int = 0, grouped: int = 33) -> None:
         self.chained, self.grouped = chained, grouped
         self.ahead: set[int] = set()
+        self.packed: set[int] = set()
 
     def serves(self, weight) -> bool:
-        return True
+        return not isinstance(weight, Packed) or weight.mode == "affine"
+
+    def most_rows(self, weight) -> int:
+        return 48 if isinstance(weight, Packed) else 32
+
+    def most_gated_rows(self, weight) -> int:
+        return 48 if isinstance(weight, Packed) else 64
 
     def multiply(self, x, weight, *, norm=None, bias=None, residual=None):
+        if isinstance(weight, Packed):
+            self.packed.add(x.shape[0])
+            arrays, kind = arrays_of(weight), (weight.group_size, weight.bits)
+            weight = mx.dequantize(*arrays, *kind)
         if isinstance(x, Scaled):
             y = x.rows * mx.rsqrt(x.squares.sum(1, keepdims=True) / x.shape[1] + norm.epsilon)
         else:
@@ -53,7 +64,7 @@ class PortableProducts:
         return y if residual is None else y + residual
 
     def gates_by_groups(self, weight, rows):
-        return self.grouped <= rows <= self.most_rows
+        return self.grouped <= rows <= 32 and not isinstance(weight, Packed)
 
     def multiply_ahead(self, x, weight, following, **more):
         self.ahead.add(x.shape[0])
@@ -211,6 +222,56 @@ def test_quantised_projections_are_fused_too():
     model = make("llama", {"attention_bias": True})
     nn.quantize(model, group_size=32, bits=4)
     assert check(built(model), model, PAGE) is None
+
+
+@pytest.mark.parametrize("chained", [0, 8])
+@pytest.mark.parametrize("name", ["llama", "tied", "biases", "qwen3", "phi3"])
+def test_few_rows_may_be_multiplied_as_they_are_packed(name, chained):
+    model, of = make(*MODELS[name]), PortableProducts(chained)
+    nn.quantize(model, group_size=32, bits=4)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert check(decoder, model, PAGE) is None
+    assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
+
+
+@pytest.mark.parametrize("chained", [0, 8])
+@pytest.mark.parametrize("name", ["llama", "tied", "biases", "phi3"])
+def test_more_rows_are_multiplied_by_dense_weights_where_those_are_there_too(name, chained):
+    model, of = make(*MODELS[name]), PortableProducts(chained, grouped=17)
+    nn.quantize(model, group_size=32, bits=4)
+    (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
+    convert(model, form)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert check(decoder, model, PAGE) is None
+    assert of.packed == {rows for rows in CHECKED_ROWS if rows <= MOST_PACKED} != set()
+    assert of.ahead == {rows for rows in CHECKED_ROWS if 17 <= rows <= 32}
+    weights = sum(array.nbytes for _, array in nn.utils.tree_flatten(model.parameters()))
+    assert weights == form.nbytes
+
+
+def test_prompts_are_multiplied_by_dense_weights_where_packed_ones_are_there_too():
+    logits = []
+    for keeps in (False, True):
+        model = make("llama", {"attention_bias": True})
+        nn.quantize(model, group_size=32, bits=4)
+        forms = forms_of(model, "cuda", multiplies_packed=True)
+        convert(model, next(form for form in forms if form.dense and form.keeps == keeps))
+        decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts())
+        logits.append(ragged_logits(decoder, 0.3))
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_were_made_of(
+    monkeypatch,
+):
+    model, of = make("llama", {}), PortableProducts()
+    nn.quantize(model, group_size=32, bits=4)
+    (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
+    convert(model, form)
+    monkeypatch.setattr(of, "serves", lambda weight: not isinstance(weight, Packed))
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert check(decoder, model, PAGE) is None
+    assert not of.packed
 
 
 def test_the_module_keeps_working_and_nothing_exists_twice():

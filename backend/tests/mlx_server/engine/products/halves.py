@@ -1,4 +1,4 @@
-"""Numbers of half precision, which NumPy does not have all of."""
+"""Numbers of half precision, which NumPy does not have all of, and packed ones."""
 
 from __future__ import annotations
 
@@ -14,3 +14,17 @@ def rounded(values, dtype):
 def bits(values, dtype):
     """As `dtype` stores them."""
     return np.array(mx.array(values).astype(dtype).view(mx.uint16))
+
+
+def in_packs(weight, packing, dtype):
+    """As MLX packs it: what it stands for, and its arrays."""
+    group, bits_each = packing.group, packing.bits
+    words, scales, biases = mx.quantize(mx.array(weight), group, bits_each)
+    scales, biases = (rounded(np.array(each), dtype) for each in (scales, biases))
+    stands_for = mx.dequantize(words, mx.array(scales), mx.array(biases), group, bits_each)
+    arrays = {
+        "weight": np.array(words),
+        "scales": bits(scales, dtype),
+        "biases": bits(biases, dtype),
+    }
+    return np.array(stands_for), arrays

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.products.halves import bits, rounded
+from engine.products.halves import bits, in_packs, rounded
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels
-from mlx_manager.mlx_server.engine.products.chain import ChainVariant, chain_source
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm
-from mlx_manager.mlx_server.engine.products.forms import WarpForm
+from mlx_manager.mlx_server.engine.products.chain import PRODUCTS, ChainVariant, chain_source
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed
+from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
 WIDTH, ATTENDED, INNER, HEADS = 256, 128, 384, 512
+FOUR, EIGHT = Packing(4, 64, 128), Packing(8, 64, 128)
 EPSILON = 1e-5
 
 
@@ -36,11 +37,14 @@ class Case:
 
 
 CASES = [
-    Case("one-row", 1, WarpForm(1, 1, 4, 3)),
-    Case("several-tiles", 5, WarpForm(2, 1, 4, 2)),
-    Case("last-layer", 3, WarpForm(1, 1, 4, 3), count=3),
-    Case("biases", 13, WarpForm(2, 2, 2, 4), biased=True, dtype=F16),
-    Case("more-warps-than-columns", 8, WarpForm(1, 1, 8, 3)),
+    Case("one-row", 1, WarpForm(1, 8, 4, 3)),
+    Case("several-tiles", 5, WarpForm(2, 8, 4, 2)),
+    Case("last-layer", 3, WarpForm(1, 8, 4, 3), count=3),
+    Case("biases", 13, WarpForm(2, 16, 2, 4), biased=True, dtype=F16),
+    Case("more-warps-than-columns", 8, WarpForm(1, 8, 8, 3)),
+    Case("packed", 3, WarpForm(2, 8, 4, 3, FOUR)),
+    Case("packed-last-layer", 8, WarpForm(2, 8, 4, 3, FOUR), biased=True, count=3, dtype=F16),
+    Case("packed-8-bits", 1, WarpForm(1, 8, 2, 2, EIGHT), biased=True),
 ]
 
 
@@ -50,24 +54,30 @@ def normed(x, weight):
 
 def entry(case):
     source = chain_source(case.dtype, case.variant)
-    inputs = (*(case.dtype,) * (len(source.inputs) - 1), mx.int32)
-    return source, inputs, (case.dtype,) * len(source.outputs)
+    of = dict.fromkeys(source.inputs, case.dtype) | {"made": mx.int32}
+    if case.form.packing is not None:
+        of |= {f"{name}_weight": mx.uint32 for name in PRODUCTS}
+    return source, tuple(of[name] for name in source.inputs), (case.dtype,) * len(source.outputs)
 
 
 @pytest.fixture(scope="module")
-def library(compile_cuda):
-    return compile_cuda([entry(case) for case in CASES])
+def libraries(compile_cuda):
+    """For plain weights and packed ones, whose sources are not the same, with their cases."""
+    kinds = [
+        [case for case in CASES if (case.form.packing is None) is plain] for plain in (True, False)
+    ]
+    return [(own, compile_cuda([entry(case) for case in own])) for own in kinds]
 
 
 def test_nvidia_s_compiler_takes_chains(nvidia_accepts):
-    nvidia_accepts([entry(CASES[0]), entry(CASES[2])])
+    nvidia_accepts([entry(case) for case in (CASES[0], CASES[2], *CASES[-3:])])
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
-def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(library, index):
-    case = CASES[index]
-    rng = np.random.default_rng(index)
-    dtype = case.dtype
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(libraries, case):
+    cases, library = next(each for each in libraries if case in each[0])
+    rng = np.random.default_rng(case.rows)
+    dtype, packing = case.dtype, case.form.packing
 
     def draw(*size, scale=1.0):
         return rounded(rng.normal(size=size) * scale, dtype)
@@ -75,6 +85,9 @@ def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(library, index
     attended, residual = draw(case.rows, ATTENDED), draw(case.rows, WIDTH)
     sizes = [(WIDTH, ATTENDED), (2 * INNER, WIDTH), (WIDTH, INNER), (HEADS, WIDTH)]
     weights = [draw(*size, scale=size[1] ** -0.5) for size in sizes]
+    stored = [{"weight": bits(weight, dtype)} for weight in weights]
+    if packing is not None:
+        weights, stored = zip(*(in_packs(each, packing, dtype) for each in weights), strict=True)
     biases = [draw(size[0]) * case.biased for size in sizes]
     norms = [draw(size[1]) for size in sizes]
 
@@ -85,17 +98,29 @@ def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(library, index
     wanted = [hidden, gated, result, normed(result, norms[3]) @ weights[3].T + biases[3]]
 
     outs = [bits(np.full_like(a, np.nan, np.float32), dtype) for a in wanted[: case.count]]
-    parts = zip(weights, biases, norms, strict=True)
-    arrays = [bits(a, dtype) for own in list(parts)[: case.count] for a in own]
     counters = np.zeros(4, np.int32)
+    given = {"attended": bits(attended, dtype), "residual": bits(residual, dtype), "made": counters}
+    for name, *own in zip(PRODUCTS, stored, biases, norms, strict=True):
+        given |= {f"{name}_{part}": array for part, array in own[0].items()}
+        given |= {f"{name}_bias": bits(own[1], dtype), f"{name}_norm": bits(own[2], dtype)}
     blocks = sum(size[0] // case.form.outputs for size in sizes[: case.count])
     threads = case.form.threads
-    given = [bits(attended, dtype), bits(residual, dtype), *arrays, counters]
-    library.call(index, given, outs, (blocks * threads, 1, 1), (threads, 1, 1))
+    names = chain_source(dtype, case.variant).inputs
+    arrays = [given[name] for name in names]
+    library.call(cases.index(case), arrays, outs, (blocks * threads, 1, 1), (threads, 1, 1))
     for out, expected in zip(outs, wanted, strict=False):
         got = np.array(mx.array(out).view(dtype).astype(mx.float32))
         assert np.linalg.norm(got - expected) <= 2e-2 * np.linalg.norm(expected)
     assert not counters.any()
+
+
+def test_weights_that_are_stored_in_different_ways_make_no_chain():
+    plain = Link(mx.zeros((WIDTH, 256)))
+    groups = mx.zeros((WIDTH, 4))
+    packed = Link(Packed(mx.zeros((WIDTH, 32)), groups, groups, 64, 4))
+    packings = {variant.form.packing for variant in ChainVariant.all_of([packed] * 3)}
+    assert packings == {Packing(4, 64, 256)}
+    assert ChainVariant.all_of([plain, packed, plain]) == []
 
 
 def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypatch):
@@ -123,7 +148,7 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
     named = dict(zip(made[0].inputs, given[1]["inputs"], strict=True))
     assert named["attended"] is attended
     assert named["residual"] is residual
-    assert named["gate_up"] is gate_up.weight
+    assert named["gate_up_weight"] is gate_up.weight
     assert named["gate_up_norm"] is norms[0].weight
     assert named["qkv_bias"] is qkv.bias
     assert named["qkv_norm"] is norms[1].weight

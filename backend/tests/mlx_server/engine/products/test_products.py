@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.products.halves import bits, rounded
+from engine.products.halves import bits, in_packs, rounded
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
-from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, WarpForm
+from mlx_manager.mlx_server.engine.products.factors import Packed
+from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, Packing, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
-FORMS = (WarpForm, GroupForm)
 NAMES = (
-    *("x", "norm", "squares", "weight", "bias", "residual", "next_norm"),
+    *("x", "norm", "squares", "weight", "scales", "biases", "bias", "residual", "next_norm"),
     *("out", "scaled_out", "squares_out"),
 )
 H200 = CudaDevice(132, 227 * 1024, 228 * 1024, multiplies_in_groups=True)
@@ -41,6 +41,15 @@ class Case:
     dtype: mx.Dtype = BF16
 
     @property
+    def packing(self) -> Packing | None:
+        return self.form.packing if isinstance(self.form, WarpForm) else None
+
+    @property
+    def kind(self) -> tuple:
+        """Of those whose sources are the same."""
+        return type(self.form), self.packing is not None
+
+    @property
     def variant(self) -> Variant:
         epsilon = 1e-5 if self.norm else None
         return Variant(
@@ -54,37 +63,58 @@ class Case:
         )
 
 
+FOUR, EIGHT = Packing(4, 64, 256), Packing(8, 64, 128)
+PACKED_CASES = [
+    Case("packed", WarpForm(2, 1, 4, 3, FOUR), 1, inputs=512),
+    Case("packed-norm", WarpForm(4, 4, 4, 2, FOUR), 3, inputs=768, norm=True, bias=True),
+    Case("packed-f16", WarpForm(1, 16, 2, 3, FOUR), 11, inputs=512, norm=True, dtype=F16),
+    Case("packed-residual", WarpForm(4, 32, 4, 3, FOUR), 29, inputs=1024, residual=True),
+    Case("packed-gated", WarpForm(4, 16, 4, 3, FOUR), 13, inputs=512, gated=True, norm=True),
+    Case("packed-turns", WarpForm(2, 32, 4, 2, FOUR), 75, inputs=256, norm=True, residual=True),
+    Case("packed-made", WarpForm(2, 8, 4, 2, FOUR), 19, inputs=512, norm=True, makers=38),
+    Case("packed-ahead", WarpForm(2, 8, 4, 2, FOUR), 18, inputs=512, residual=True, ahead=True),
+    Case("packed-narrow", WarpForm(2, 8, 4, 3, Packing(4, 64, 128)), 3, inputs=384, norm=True),
+    Case("packed-by-32", WarpForm(2, 8, 2, 3, Packing(4, 32, 256)), 8, inputs=512),
+    Case("packed-by-128", WarpForm(2, 32, 2, 3, Packing(4, 128, 256)), 31, inputs=512, norm=True),
+    Case("packed-8-bits", WarpForm(2, 1, 4, 3, EIGHT), 1, inputs=512, norm=True, bias=True),
+    Case(
+        "packed-8-bits-gated", WarpForm(4, 32, 4, 2, EIGHT), 40, inputs=384, gated=True, dtype=F16
+    ),
+    Case("packed-8-bits-by-32", WarpForm(1, 16, 4, 3, Packing(8, 32, 64)), 9, inputs=192),
+]
 CASES = [
-    Case("one-row", WarpForm(1, 1, 4, 3), 1),
-    Case("norm", WarpForm(2, 1, 4, 2), 5, norm=True),
-    Case("norm-and-bias", WarpForm(1, 2, 2, 4), 13, norm=True, bias=True, dtype=F16),
-    Case("residual", WarpForm(4, 4, 4, 3), 32, residual=True),
-    Case("residual-and-bias", WarpForm(2, 4, 8, 2), 27, residual=True, bias=True),
-    Case("three-tiles", WarpForm(3, 4, 4, 3), 21, outputs=384, norm=True, dtype=F16),
-    Case("tile-of-many-rows", WarpForm(1, 4, 8, 4), 32, inputs=1024, norm=True, residual=True),
-    Case("gated", WarpForm(2, 1, 4, 3), 8, gated=True, norm=True),
-    Case("gated-tile", WarpForm(1, 2, 4, 3), 11, gated=True, norm=True, bias=True),
-    Case("gated-bias", WarpForm(4, 4, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
-    Case("more-stages-than-inputs", WarpForm(2, 1, 4, 6), 3, inputs=192, norm=True),
+    *PACKED_CASES,
+    Case("one-row", WarpForm(1, 8, 4, 3), 1),
+    Case("norm", WarpForm(2, 8, 4, 2), 5, norm=True),
+    Case("norm-and-bias", WarpForm(1, 16, 2, 4), 13, norm=True, bias=True, dtype=F16),
+    Case("residual", WarpForm(4, 32, 4, 3), 32, residual=True),
+    Case("residual-and-bias", WarpForm(2, 32, 8, 2), 27, residual=True, bias=True),
+    Case("three-tiles", WarpForm(3, 32, 4, 3), 21, outputs=384, norm=True, dtype=F16),
+    Case("tile-of-many-rows", WarpForm(1, 32, 8, 4), 32, inputs=1024, norm=True, residual=True),
+    Case("gated", WarpForm(2, 8, 4, 3), 8, gated=True, norm=True),
+    Case("gated-tile", WarpForm(1, 16, 4, 3), 11, gated=True, norm=True, bias=True),
+    Case("gated-bias", WarpForm(4, 32, 4, 2), 30, gated=True, norm=True, bias=True, dtype=F16),
+    Case("more-stages-than-inputs", WarpForm(2, 8, 4, 6), 3, inputs=192, norm=True),
     Case("in-groups", GroupForm(2, 32), 27, outputs=256, gated=True, norm=True),
     Case("in-groups-bias", GroupForm(4, 64), 41, outputs=256, gated=True, bias=True, dtype=F16),
     Case("in-groups-long", GroupForm(2, 64), 64, inputs=640, gated=True, norm=True),
-    Case("many-turns", WarpForm(1, 1, 2, 2), 2, inputs=1024, residual=True),
-    Case("made", WarpForm(2, 2, 4, 3), 13, norm=True, makers=38, bias=True),
-    Case("made-of-few", WarpForm(1, 1, 8, 3), 5, norm=True, makers=2, dtype=F16),
-    Case("made-gated", WarpForm(4, 4, 4, 4), 30, gated=True, norm=True, makers=128),
+    Case("many-turns", WarpForm(1, 8, 2, 2), 2, inputs=1024, residual=True),
+    Case("made", WarpForm(2, 16, 4, 3), 13, norm=True, makers=38, bias=True),
+    Case("made-of-few", WarpForm(1, 8, 8, 3), 5, norm=True, makers=2, dtype=F16),
+    Case("made-gated", WarpForm(4, 32, 4, 4), 30, gated=True, norm=True, makers=128),
     Case("made-in-groups", GroupForm(2, 32), 29, outputs=256, gated=True, norm=True, makers=66),
     Case(
         "made-in-larger-groups", GroupForm(4, 64), 61, outputs=256, gated=True, norm=True, makers=10
     ),
-    Case("ahead", WarpForm(1, 4, 8, 4), 29, residual=True, ahead=True),
-    Case("ahead-of-few", WarpForm(2, 1, 4, 3), 7, bias=True, residual=True, ahead=True, dtype=F16),
-    Case("ahead-of-three-tiles", WarpForm(3, 2, 4, 3), 16, outputs=384, residual=True, ahead=True),
+    Case("ahead", WarpForm(1, 32, 8, 4), 29, residual=True, ahead=True),
+    Case("ahead-of-few", WarpForm(2, 8, 4, 3), 7, bias=True, residual=True, ahead=True, dtype=F16),
+    Case("ahead-of-three-tiles", WarpForm(3, 16, 4, 3), 16, outputs=384, residual=True, ahead=True),
 ]
 
 NAMED = {
     *("norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"),
     *("made", "made-gated", "made-in-groups", "ahead", "ahead-of-three-tiles"),
+    *("packed-norm", "packed-gated", "packed-made", "packed-ahead", "packed-8-bits-gated"),
 }
 
 
@@ -103,9 +133,9 @@ def expected(case, x, norm, weight, bias, residual):
 
 @pytest.fixture(scope="module")
 def libraries(compile_cuda):
-    """A library for each kind of form, whose sources are not the same, with the numbers of its
-    cases."""
-    numbers = {kind: [i for i, c in enumerate(CASES) if type(c.form) is kind] for kind in FORMS}
+    """A library for each kind of case, with the numbers of those."""
+    kinds = {case.kind for case in CASES}
+    numbers = {kind: [i for i, case in enumerate(CASES) if case.kind == kind] for kind in kinds}
     return {
         kind: (compile_cuda([entry(CASES[i]) for i in own]), own) for kind, own in numbers.items()
     }
@@ -113,8 +143,9 @@ def libraries(compile_cuda):
 
 def entry(case):
     source = products.product_source(case.dtype, case.variant)
-    types = [mx.float32 if name.startswith("squares") else case.dtype for name in NAMES]
-    of = dict(zip(NAMES, types, strict=True))
+    of = {name: mx.float32 if name.startswith("squares") else case.dtype for name in NAMES}
+    if case.packing is not None:
+        of["weight"] = mx.uint32
     return source, *(tuple(of[name] for name in names) for names in (source.inputs, source.outputs))
 
 
@@ -158,16 +189,20 @@ def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_product_is_the_reference(libraries, index):
     case = CASES[index]
-    library, own = libraries[type(case.form)]
+    library, own = libraries[case.kind]
     rng = np.random.default_rng(index)
     weights = case.outputs * (2 if case.gated else 1)
     blocks = weights // case.form.outputs
+    turns = -(-case.rows // case.form.rows)
 
     def draw(*size, scale=1.0):
         return rounded(rng.normal(size=size) * scale, case.dtype)
 
     x, norm = draw(case.rows, case.inputs), draw(case.inputs)
     weight = draw(weights, case.inputs, scale=case.inputs**-0.5)
+    packed = {}
+    if case.packing is not None:
+        weight, packed = in_packs(weight, case.packing, case.dtype)
     bias, residual, next_norm = draw(weights), draw(case.rows, case.outputs), draw(case.outputs)
     wanted = expected(case, x, norm, weight, bias, residual)
     # In parts that are not alike, and some of which give nothing.
@@ -187,13 +222,13 @@ def test_product_is_the_reference(libraries, index):
     arrays = {
         name: values if name.startswith("squares") else bits(values, case.dtype)
         for name, values in of.items()
-    }
+    } | packed
     threads = case.form.threads
     library.call(
         own.index(index),
         [arrays[name] for name in case.variant.inputs],
         [arrays[name] for name in case.variant.outputs],
-        (blocks * threads, 1, 1),
+        (blocks * turns * threads, 1, 1),
         (threads, 1, 1),
     )
 
@@ -216,7 +251,7 @@ def test_chosen_forms_fit_the_multiprocessor(rows, outputs, gated, device):
     form = WarpForm.choose(outputs, rows, device, gated=gated)
     assert outputs % form.outputs == 0
     assert not (gated and form.tiles % 2)
-    assert form.columns * 8 >= rows
+    assert form.rows >= rows
     assert form.shared_memory <= device.block_memory
     assert form.stages >= 2
 
@@ -237,7 +272,7 @@ def test_makers_are_an_even_number(rows, outputs, device):
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("outputs", [256, 2816, 16384, 28672, 57344])
 def test_gates_and_ups_are_shared_out_evenly(rows, outputs):
-    form = gated_form(outputs, rows, H200)
+    form = gated_form(mx.zeros((outputs, 256)), rows, H200)
     assert outputs % form.outputs == 0
     assert form.shared_memory <= H200.block_memory
     assert isinstance(form, WarpForm) or form.rows >= rows
@@ -247,3 +282,33 @@ def test_matrices_of_odd_sizes_are_not_served():
     assert ProductKernels.serves(mx.zeros((256, 896)))
     assert not ProductKernels.serves(mx.zeros((200, 896)))
     assert not ProductKernels.serves(mx.zeros((256, 900)))
+
+
+def packed(outputs, inputs, group, bits):
+    """Of no content."""
+    groups = mx.zeros((outputs, inputs // group))
+    return Packed(mx.zeros((outputs, inputs * bits // 32)), groups, groups, group, bits)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("inputs", [896, 1536, 2048, 3584])
+def test_packed_matrices_that_are_served_are_cut_into_whole_stages(bits, group, inputs):
+    weight = packed(256, inputs, group, bits)
+    assert weight.shape == (256, inputs)
+    served = ProductKernels.serves(weight)
+    whole = inputs % (256 if group == 128 else 128) == 0
+    assert served == ((bits == 4 and group > 16 and whole) or (bits == 8 and group in (32, 64)))
+    if served:
+        packing = Packing.of(weight)
+        assert inputs % packing.width == 0
+        assert packing.width // group >= 2
+        for rows in (1, 9, 32, 128):
+            for device in (H200, RTX4090):
+                form = WarpForm.choose(256, rows, device, packing)
+                assert form.shared_memory <= device.block_memory
+                assert 256 % form.outputs == 0
+
+
+def test_packed_matrices_of_odd_sizes_are_not_served():
+    assert not ProductKernels.serves(packed(200, 1024, 64, 4))

@@ -1,0 +1,228 @@
+// Weights as MLX packs them, for products.cu: unsigned integers of 4 or 8 bits, (outputs, inputs), the
+// first lowest in its word, and a scale and a bias for each GROUP of a row's inputs:
+// weight = scale * integer + bias.
+//
+// Integers are unpacked by putting 4 bits into a number's lowest: 128 + q is bfloat16 0x4300 | q, and
+// 1024 + q is float16 0x6400 | q, exactly; the upper 4 of 8 bits likewise, where a last bit is worth
+// 16. These are multiplied with the rows, a group at a time, and scale and bias are applied to the
+// group's float32 sum: what was added to every q is taken away there, with the sum of the rows'
+// elements, which is a product with ones. So weights are rounded nowhere. Integers 4 apart (of 8
+// bits: 2) are unpacked at once, and the rows' elements are paired like that, too. The 4 lanes of an
+// mma's row have neighbouring columns of one group.
+
+namespace kernels {
+
+// A pair of the numbers that `q`s 4 bits are the lowest of, at bits 0 to 3 and 16 to 19, which are
+// `mask`. UPPER: the bits are worth 16 times as much.
+template <bool UPPER>
+__device__ __forceinline__ unsigned number_pair(unsigned q, unsigned mask, const __nv_bfloat16*) {
+  return (q & mask) | (UPPER ? 0x45004500u : 0x43004300u);
+}
+template <bool UPPER>
+__device__ __forceinline__ unsigned number_pair(unsigned q, unsigned mask, const __half*) {
+  return (q & mask) | (UPPER ? 0x74007400u : 0x64006400u);
+}
+// What is added to 4 bits, or to 8.
+template <int BITS>
+__host__ __device__ constexpr float offset_of(const __nv_bfloat16*) {
+  return BITS == 4 ? 128.f : 128.f + 2048.f;
+}
+template <int BITS>
+__host__ __device__ constexpr float offset_of(const __half*) {
+  return BITS == 4 ? 1024.f : 1024.f + 16384.f;
+}
+__device__ __forceinline__ unsigned pair_of_ones(const __nv_bfloat16*) { return 0x3f803f80u; }
+__device__ __forceinline__ unsigned pair_of_ones(const __half*) { return 0x3c003c00u; }
+
+// 8 neighbouring elements of a row in pairs: 0 and 4, 1 and 5, 2 and 6, 3 and 7; for 8 bits 0 and 2,
+// 1 and 3, 4 and 6, 5 and 7.
+template <int BITS>
+__device__ __forceinline__ uint4 paired(uint4 x) {
+  if (BITS == 4)
+    return make_uint4(lower_halves(x.x, x.z), upper_halves(x.x, x.z), lower_halves(x.y, x.w),
+                      upper_halves(x.y, x.w));
+  return make_uint4(lower_halves(x.x, x.y), upper_halves(x.x, x.y), lower_halves(x.z, x.w),
+                    upper_halves(x.z, x.w));
+}
+
+// Products of an mma's first operand, `a`, with a pair of pairs of the rows; the first of a sum.
+template <int COLUMNS, typename T>
+__device__ __forceinline__ void multiply_all(float (&sums)[COLUMNS][4], const unsigned (&a)[4],
+                                             const uint4 (&b)[COLUMNS], bool second, bool first,
+                                             const T* type) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n++) {
+    const unsigned b0 = second ? b[n].z : b[n].x, b1 = second ? b[n].w : b[n].y;
+    if (first)
+      multiply_alone(sums[n], a, b0, b1, type);
+    else
+      multiply(sums[n], a, b0, b1, type);
+  }
+}
+
+// Adds the products of 8 integers of an upper and of a lower output with 8 columns of the rows.
+// `first`: of a sum.
+template <int BITS, int COLUMNS, typename T>
+__device__ __forceinline__ void multiply_integers(float (&sums)[COLUMNS][4], const unsigned* upper,
+                                                  const unsigned* lower, unsigned mask,
+                                                  const uint4 (&b)[COLUMNS], bool first,
+                                                  const T* type) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if constexpr (BITS == 4) {
+      const unsigned above = i ? *upper >> 8 : *upper, below = i ? *lower >> 8 : *lower;
+      const unsigned a[4] = {number_pair<false>(above, mask, type),
+                             number_pair<false>(below, mask, type),
+                             number_pair<false>(above >> 4, mask, type),
+                             number_pair<false>(below >> 4, mask, type)};
+      multiply_all(sums, a, b, i == 1, first && i == 0, type);
+    } else {
+      const unsigned above = upper[i], below = lower[i];
+      const unsigned low[4] = {number_pair<false>(above, mask, type),
+                               number_pair<false>(below, mask, type),
+                               number_pair<false>(above >> 8, mask, type),
+                               number_pair<false>(below >> 8, mask, type)};
+      const unsigned high[4] = {number_pair<true>(above >> 4, mask, type),
+                                number_pair<true>(below >> 4, mask, type),
+                                number_pair<true>(above >> 12, mask, type),
+                                number_pair<true>(below >> 12, mask, type)};
+      multiply_all(sums, low, b, i == 1, first && i == 0, type);
+      multiply_all(sums, high, b, i == 1, false, type);
+    }
+  }
+}
+
+template <typename T, int BITS, int GROUP, int COLUMNS_OF_STAGE>
+struct Packed {
+  static constexpr int WIDTH = COLUMNS_OF_STAGE;
+  // Bytes of a row in a stage, its 16-byte pieces, its groups.
+  static constexpr int ROW = WIDTH * BITS / 8, PIECES = ROW / 16, GROUPS = WIDTH / GROUP;
+  // Columns that 4 lanes read at once, of which each has OCTETS times 8, in so many words.
+  static constexpr int UNIT = GROUP < 64 ? 32 : 64, OCTETS = UNIT / 32, UNITS = GROUP / UNIT;
+  static constexpr int WORDS = OCTETS * BITS / 4;
+  static constexpr int SWAP = OCTETS == 2 ? 1 : 4;
+
+  const unsigned* words;
+  const T* scales;
+  const T* biases;
+
+  template <int OUTPUTS>
+  __host__ __device__ static constexpr int stage() {
+    return OUTPUTS * (ROW + 2 * GROUPS * int(sizeof(T)));
+  }
+
+  // Where 16-byte piece `piece` of row `row` lies in a stage: rows that lanes read at once fall into
+  // different banks.
+  __device__ __forceinline__ static int place(int row, int piece) {
+    constexpr int LINES = 128 / ROW, AT_ONCE = 8 / WORDS / LINES;
+    return row * ROW + (piece ^ (row / LINES % AT_ONCE * WORDS)) * 16;
+  }
+
+  // Behind the weights of a stage lie each row's scales and biases.
+  template <int OUTPUTS>
+  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
+                                        int lane) const {
+    constexpr int EACH = 32 / PIECES;
+    const int row = lane / PIECES, piece = lane % PIECES;
+    const unsigned line = unsigned(inputs) * BITS / 8;
+    const unsigned offset = row * line + unsigned(k) * BITS / 8 + piece * 16;
+    const unsigned char* of = reinterpret_cast<const unsigned char*>(words) + offset;
+    const unsigned char* halves[2] = {of + lines.first * line, of + lines.second * line};
+#pragma unroll
+    for (int j = 0; j < OUTPUTS / EACH; j++) {
+      const int below = j * EACH % (OUTPUTS / 2);
+      copy_async(stage + place(j * EACH + row, piece),
+                 halves[j * EACH / (OUTPUTS / 2)] + below * line, 16);
+    }
+    constexpr int BYTES = GROUPS * int(sizeof(T));
+    unsigned char* to = stage + OUTPUTS * ROW + lane / 16 * BYTES;
+    const unsigned groups = inputs / GROUP;
+    const T* own = (lane < 16 ? scales : biases) + k / GROUP;
+#pragma unroll
+    for (int t = 0; t < OUTPUTS / 16; t++) {
+      const int row = t * 16 + lane % 16;
+      const int below = row % (OUTPUTS / 2);
+      const long line = (row < OUTPUTS / 2 ? lines.first : lines.second);
+      copy_async_small<BYTES>(to + row * 2 * BYTES, own + line * groups + below * groups);
+    }
+  }
+
+  // What a lane has of a row's integers.
+  struct alignas(WORDS * 4) Own {
+    unsigned of[WORDS];
+  };
+  // A row's scales, and its biases.
+  struct alignas(GROUPS * 2 * sizeof(T)) Terms {
+    T scales[GROUPS], biases[GROUPS];
+  };
+
+  __device__ __forceinline__ static Own read(const unsigned char* stage, int row, int unit,
+                                             int lane) {
+    const int at = (unit * 4 + lane % 4) * WORDS * 4;
+    return *reinterpret_cast<const Own*>(stage + place(row, at / 16) + at % 16);
+  }
+
+  // Adds a stage's share; `read_rows` gives 8 columns of the rows.
+  template <int TILES, int COLUMNS, typename READ>
+  __device__ __forceinline__ void take(float (&output)[TILES][COLUMNS][4],
+                                       const unsigned char* stage, int lane, READ read_rows) const {
+    const T* type = nullptr;
+    const Terms* terms = reinterpret_cast<const Terms*>(stage + TILES * 16 * ROW);
+    const unsigned one = pair_of_ones(type);
+    const unsigned ones[4] = {one, one, one, one};
+    // The compiler does not know that this adds 0: it would make the mask anew for each use.
+    const unsigned mask = 0x000f000fu | blockIdx.z;
+    // With many sums there are no registers for several groups at once.
+    constexpr int AT_ONCE = TILES * COLUMNS > 4 ? 1 : GROUPS;
+    Terms above[TILES], below[TILES];
+    if constexpr (AT_ONCE > 1) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        above[t] = terms[t * 16 + lane / 4];
+        below[t] = terms[t * 16 + 8 + lane / 4];
+      }
+    }
+#pragma unroll AT_ONCE
+    for (int group = 0; group < GROUPS; group++) {
+      uint4 b[UNITS * OCTETS][COLUMNS];
+      float totals[COLUMNS][4];
+#pragma unroll
+      for (int i = 0; i < UNITS * OCTETS; i++) {
+        const int unit = group * UNITS + i / OCTETS;
+        read_rows(b[i], (unit * 4 + lane % 4) * OCTETS + i % OCTETS);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++) b[i][n] = paired<BITS>(b[i][n]);
+        multiply_all(totals, ones, b[i], false, i == 0, type);
+        multiply_all(totals, ones, b[i], true, false, type);
+      }
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        float sums[COLUMNS][4];
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+          const int unit = group * UNITS + u;
+          const Own upper = read(stage, t * 16 + lane / 4, unit, lane);
+          const Own lower = read(stage, t * 16 + 8 + lane / 4, unit, lane);
+#pragma unroll
+          for (int o = 0; o < OCTETS; o++)
+            multiply_integers<BITS>(sums, upper.of + o * (BITS / 4), lower.of + o * (BITS / 4), mask,
+                                    b[u * OCTETS + o], u + o == 0, type);
+        }
+        const Terms& upper = AT_ONCE > 1 ? above[t] : terms[t * 16 + lane / 4];
+        const Terms& lower = AT_ONCE > 1 ? below[t] : terms[t * 16 + 8 + lane / 4];
+        const float by[2] = {float(upper.scales[group]), float(lower.scales[group])};
+        const float plus[2] = {
+            fmaf(by[0], -offset_of<BITS>(type), float(upper.biases[group])),
+            fmaf(by[1], -offset_of<BITS>(type), float(lower.biases[group]))};
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            output[t][n][e] = fmaf(plus[e / 2], totals[n][e % 2],
+                                   fmaf(by[e / 2], sums[n][e], output[t][n][e]));
+      }
+    }
+  }
+};
+
+}  // namespace kernels
