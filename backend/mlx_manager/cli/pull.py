@@ -188,7 +188,7 @@ def document(found: Repository, missing: int, folder: Path | None) -> dict[str, 
         "model_type": found.model_type or None,
         "bytes": found.nbytes,
         "bytes_to_download": missing,
-        "files": dict(found.files),
+        "files": {name: file.nbytes for name, file in found.files.items()},
         "path": folder and str(folder),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,22 @@ def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> Non
     again = program("pull", "own/demo", "--json")
     assert json.loads(again.stdout)["bytes_to_download"] == 0
     assert hub.fetched == []
+
+
+def test_of_a_new_commit_only_what_has_changed_is_to_come(program, tmp_path: Path, environment):
+    folder = tmp_path / "demo"
+    shutil.copytree(demo_model_path(), folder)
+    with fake_hub(folder) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        assert program("pull", "own/demo").returncode == 0
+        hub.commit = hub.commit[::-1]
+        config = folder / "config.json"
+        config.write_text(f"{config.read_text()}\n")
+        hub.fetched.clear()
+        done = program("pull", "own/demo", "--json")
+    assert json.loads(done.stdout)["bytes_to_download"] == config.stat().st_size
+    assert hub.fetched == ["config.json"]
+    assert done.stdout.count(hub.commit) == 2
 
 
 def test_a_cut_connection_is_taken_up_where_it_broke(program, tmp_path: Path, environment) -> None:

@@ -21,11 +21,13 @@ class FakeHub:
     """`folder`'s files are the repository of every name without a word of `refusals`.
 
     cuts: how many more answers break off half-way. slow: set, answers stop half-way until it is
-    cleared. strange: what it answers about every repository. ranges: the Range headers that came. sizes: what the hub claims of a file.
+    cleared. strange: what it answers about every repository. ranges: the Range headers that came.
+    sizes: what the hub claims of a file.
     """
 
     folder: Path
     url: str = ""
+    commit: str = COMMIT
     cuts: int = 0
     held: threading.Event | None = None
     gated: bool = False
@@ -57,8 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             case ["api", "models", _, "broken", *_]:
                 self.refuse(500, "")
             case ["api", "models", owner, name, "tree", *_]:
-                files = self.hub.files().items()
-                self.send([{"type": "file", "path": n, "size": s, "oid": oid(n)} for n, s in files])
+                self.send([self.leaf(n, s) for n, s in self.hub.files().items()])
             case ["api", "models", *_] if self.hub.strange is not None:
                 self.send(self.hub.strange)
             case ["api", "models", owner, name, *_]:
@@ -75,12 +76,31 @@ class Handler(BaseHTTPRequestHandler):
         files = self.hub.files().items()
         return {
             "id": name,
-            "sha": COMMIT,
+            "sha": self.hub.commit,
             "tags": ["mlx", "license:apache-2.0"],
             "gated": "manual" if self.hub.gated else False,
             "config": {"model_type": config["model_type"]},
-            "siblings": [{"rfilename": n, "size": s, "blobId": oid(n)} for n, s in files],
+            "siblings": [self.sibling(n, s) for n, s in files],
         }
+
+    def leaf(self, name: str, size: int) -> dict[str, object]:
+        described = {"type": "file", "path": name, "size": size, "oid": self.oid(name)}
+        lfs = {"size": size, "oid": self.etag(name), "pointerSize": 134}
+        return described | ({"lfs": lfs} if is_large(name) else {})
+
+    def sibling(self, name: str, size: int) -> dict[str, object]:
+        described = {"rfilename": name, "size": size, "blobId": self.oid(name)}
+        lfs = {"size": size, "sha256": self.etag(name), "pointerSize": 134}
+        return described | ({"lfs": lfs} if is_large(name) else {})
+
+    def oid(self, name: str) -> str:
+        return hashlib.sha1((self.hub.folder / name).read_bytes()).hexdigest()
+
+    def etag(self, name: str) -> str:
+        """What clients call the file's content by in their caches."""
+        if is_large(name):
+            return hashlib.sha256((self.hub.folder / name).read_bytes()).hexdigest()
+        return self.oid(name)
 
     def file(self, name: str) -> None:
         content = (self.hub.folder / name).read_bytes()
@@ -91,8 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("ETag", f'"{oid(name)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{self.etag(name)}"')
+        self.send_header("X-Repo-Commit", self.hub.commit)
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         if self.command == "GET":
@@ -133,8 +153,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def oid(name: str) -> str:
-    return hashlib.sha1(name.encode()).hexdigest()
+def is_large(name: str) -> bool:
+    """Whether the hub keeps it beside git, as git-lfs does."""
+    return name.endswith(".safetensors")
 
 
 @contextmanager

@@ -110,28 +110,41 @@ def is_complete(snapshot: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class HubFile:
+    """blob: what a cache calls its content, whatever commits have it; "" where the hub says not."""
+
+    nbytes: int
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
 class Repository:
     """A model as the hub describes it.
 
-    files: those that mlx-lm reads, with their bytes. licence, model_type: "" where it says none.
+    files: those that mlx-lm reads. licence, model_type: "" where it says none.
     gated: its owner asks for terms to be accepted first.
     """
 
     id: str
     commit: str
-    files: Mapping[str, int]
+    files: Mapping[str, HubFile]
     licence: str
     gated: bool
     model_type: str
 
     @property
     def nbytes(self) -> int:
-        return sum(self.files.values())
+        return sum(file.nbytes for file in self.files.values())
 
     def missing(self, cache: Path) -> int:
         """Bytes that a cache does not hold yet."""
-        snapshot = repository_folder(cache, self.id) / "snapshots" / self.commit
-        return sum(size for name, size in self.files.items() if not (snapshot / name).is_file())
+        folder = repository_folder(cache, self.id)
+        snapshot, blobs = folder / "snapshots" / self.commit, folder / "blobs"
+        return sum(
+            file.nbytes
+            for name, file in self.files.items()
+            if not ((snapshot / name).is_file() or (blobs / file.blob).is_file())
+        )
 
 
 def repository_folder(cache: Path, repository: str) -> Path:
@@ -159,7 +172,9 @@ def described(info: ModelInfo) -> Repository:
         LookupError, TypeError, ValueError: the hub says something else than it used to.
     """
     files = {
-        file.rfilename: file.size or 0
+        file.rfilename: HubFile(
+            file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
+        )
         for file in info.siblings or ()
         if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
     }
