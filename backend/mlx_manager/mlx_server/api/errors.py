@@ -121,8 +121,6 @@ def _body(scope: Scope, error: MLXManagerError) -> dict[str, Any]:
 def invalid(errors: Sequence[ErrorDetails | Mapping[str, Any]]) -> InvalidRequest:
     """Pydantic's findings as one error that names the fields and what they allow."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"The body is not valid JSON: {first['ctx']['error']}.")
     if first["type"] == "model_type" and not first["loc"]:
         return InvalidRequest("The body must be a JSON object.")
     more = len(errors) - MOST_NAMED

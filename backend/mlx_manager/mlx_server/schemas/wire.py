@@ -6,8 +6,8 @@ Requests accept fields that nobody here knows, because clients run ahead of serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
@@ -38,28 +38,34 @@ class Wire(BaseModel):
         return list(dict.fromkeys(_unknown(self, "")))
 
 
-def conversation(body: Wire) -> tuple[str, list[Wire]]:
-    """The name of the field with the messages or items so far, and these; or nothing."""
-    for name in _fields(body, CONVERSATIONS):
-        match getattr(body, name):
-            # The `input` of embeddings is a list of texts.
-            case [Wire(), *_] as found:
-                return name, found
+def conversation(kind: type[Wire], body: object) -> tuple[str, list[Any]]:
+    """The name of the field with the messages or items so far, and these; or nothing.
+
+    body: JSON that is to be a `kind`, and need not be one.
+    """
+    for name, found in _lists(body, [name for name in CONVERSATIONS if name in kind.model_fields]):
+        # The `input` of embeddings is a list of texts.
+        if isinstance(found[0], dict):
+            return name, found
     return "", []
 
 
-def parts(message: Wire, fields: tuple[str, ...] = CONTENTS) -> Iterator[Wire]:
+def parts(message: object, fields: Sequence[str] = CONTENTS) -> Iterator[Any]:
     """The parts of a message's content, if it has any, and those that they have: what tools give
-    may have parts of its own."""
-    for name in _fields(message, fields):
-        content = getattr(message, name)
-        for part in content if isinstance(content, list) else ():
+    may have parts of its own. message: JSON."""
+    for _, content in _lists(message, fields):
+        for part in content:
             yield part
             yield from parts(part)
 
 
-def _fields(value: Wire, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name in type(value).model_fields]
+def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Those of the fields that are lists, and not empty."""
+    if isinstance(value, dict):
+        for name in fields:
+            match value.get(name):
+                case [_, *_] as found:
+                    yield name, found
 
 
 class Timed(Wire):

@@ -237,6 +237,25 @@ async def test_a_conversation_of_too_many_pieces_is_refused_with_the_setting(
     assert answer.json()["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "bot"}] * 4}, "messages"),
+        ("/v1/responses", {"input": [{"type": "message"}] * 4}, "input"),
+        ("/v1/messages", {"messages": [{"role": "bot"}] * 4}, "messages"),
+    ],
+)
+async def test_pieces_are_counted_before_any_is_looked_at(
+    serve: Any, path: str, fields: dict[str, Any], param: str
+):
+    async with serve(max_messages=3) as client:
+        answer = await client.post(path, json=fields)
+        few = await client.post(path, json={param: fields[param][:3]})
+    assert answer.status_code == 413
+    assert f"`{param}` has 4 messages" in answer.json()["error"]["message"]
+    assert few.status_code in (400, 422)
+
+
 TEXTS = [{"type": "text", "text": "x"}] * 3
 
 

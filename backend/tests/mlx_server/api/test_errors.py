@@ -106,7 +106,7 @@ async def test_a_bad_value_is_422_and_names_the_field_and_what_is_allowed(
 async def test_of_a_long_list_the_first_wrong_item_alone_is_named(
     serve, path: str, field: str, item: object
 ):
-    async with serve() as client:
+    async with serve(max_messages=50_000) as client:
         response = await client.post(path, json={field: [item] * 50_000})
     assert response.status_code == 422
     message = response.json()["error"]["message"]

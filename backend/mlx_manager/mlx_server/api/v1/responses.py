@@ -41,9 +41,10 @@ async def create_response(request: Request) -> Response:
     earlier, owner = body.previous_response_id, caller_of(request)
     history: list[Item] = []
     if earlier is not None:
-        history = responses.kept_items(await server.responses.history(earlier, owner))
-        said = [*history, *responses.input_items(body)]
+        kept = await server.responses.history(earlier, owner)
+        said = [*kept, *(item.model_dump() for item in responses.input_items(body))]
         check_counts("input", said, server.settings.api, earlier="previous_response_id")
+        history = responses.kept_items(kept)
     asked = responses.request(head, history)
     stream = responses.ResponseStream(head)
     inference = server.inference(request, body)
