@@ -1,5 +1,5 @@
 """The one way from progress to a response, streamed or not, for every protocol; and from what was
-encoded."""
+encoded, or asked of a tokenizer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ async def respond(
         return EventStreamResponse(progress, stream, keepalive=keepalive, headers=headers)
     async with UntilHangup(request.receive):
         collected = await collect(progress, answer)
-    content = collected.model_dump_json(exclude_unset=True)
-    return Response(content, media_type="application/json", headers=headers)
+    return LargeResponse(collected, headers)
 
 
 class LargeResponse(Response):

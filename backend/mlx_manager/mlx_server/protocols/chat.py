@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import Head, error_body, last_chunks, new_id, total
 from mlx_manager.mlx_server.protocols.constraints import constraint
-from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
+from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs, chat_logprobs_in_pieces
 from mlx_manager.mlx_server.protocols.parameters import (
     UNSUPPORTED_IN_CHAT,
     includes_usage,
@@ -42,6 +42,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     sampling,
     stop_rules,
 )
+from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionChoice,
     ChatCompletionRequest,
@@ -389,28 +390,34 @@ class ChatAnswer:
             for event in events:
                 self._choices[row].add(event)
 
-    def body(self) -> ChatCompletionResponse:
-        """The response, once every row has finished. Serialise it with `exclude_unset`."""
-        asked = self.head.logprobs
+    def body(self) -> Iterator[str]:
+        """A `ChatCompletionResponse`, once every row has finished."""
         ends = [choice.finished for choice in self._choices if choice.finished is not None]
-        return ChatCompletionResponse(
+        around = ChatCompletionResponse(
             id=self.head.id,
             object="chat.completion",
             created=self.head.created,
             model=self.head.model,
-            choices=[
-                ChatCompletionChoice(
-                    index=index,
-                    message=choice.message(self.head.reasoning_field),
-                    logprobs=None if asked is None else chat_logprobs(choice.logprobs),
-                    finish_reason=end.reason,
-                    **({"token_ids": list(end.ids)} if self.head.return_ids else {}),
-                )
-                for index, (choice, end) in enumerate(zip(self._choices, ends, strict=True))
-            ],
+            choices=[],
             usage=total((end.usage for end in ends), self.head.n),
             **self._prompt_ids(),
         )
+        given = enumerate(zip(self._choices, ends, strict=True))
+        choices = (self._choice(index, *each) for index, each in given)
+        return filled(whole(around), "choices", joined(choices))
+
+    def _choice(self, index: int, given: _Choice, end: Finished) -> Iterator[str]:
+        choice = ChatCompletionChoice(
+            index=index,
+            message=given.message(self.head.reasoning_field),
+            logprobs=None,
+            finish_reason=end.reason,
+            **({"token_ids": list(end.ids)} if self.head.return_ids else {}),
+        )
+        if self.head.logprobs is None:
+            return iter((whole(choice),))
+        scores = chat_logprobs_in_pieces(given.logprobs)
+        return filled(whole(choice), "logprobs", scores, "null")
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         started = self._choices[0].started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     sampling,
     stop_rules,
 )
+from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionChoice,
     CompletionRequest,
@@ -230,17 +232,19 @@ class CompletionAnswer:
                     case Finished():
                         self._finished[row] = event
 
-    def body(self) -> CompletionResponse:
-        """The response, once every row has finished. Serialise it with `exclude_unset`."""
+    def body(self) -> Iterator[str]:
+        """A `CompletionResponse`, once every row has finished."""
         ends = [self._finished[row] for row in range(len(self._texts))]
-        return CompletionResponse(
+        around = CompletionResponse(
             id=self.head.id,
             object="text_completion",
             created=self.head.created,
             model=self.head.model,
-            choices=[self._choice(index, row) for index, row in enumerate(self._given())],
+            choices=[],
             usage=total((end.usage for end in ends), self.head.n),
         )
+        choices = (self._choice(index, row) for index, row in enumerate(self._given()))
+        return filled(whole(around), "choices", joined(choices))
 
     def _given(self) -> list[int]:
         """The rows that are given: all of them, or the likeliest of each prompt's."""
@@ -257,16 +261,18 @@ class CompletionAnswer:
         scores = [s.logprob for s in self._logprobs[row][before:] if s.logprob is not None]
         return sum(scores) / len(scores) if scores else -inf
 
-    def _choice(self, index: int, row: int) -> CompletionChoice:
+    def _choice(self, index: int, row: int) -> Iterator[str]:
         asked, end = self.head.logprobs, self._finished[row]
-        scores = None if asked is None else CompletionLogprobs(asked).write(self._logprobs[row])
         choice = CompletionChoice(
             index=index,
             text="".join(self._texts[row]),
-            logprobs=scores,
+            logprobs=None,
             finish_reason=_REASONS[end.reason],
         )
         if self.head.return_ids:
             choice.prompt_token_ids = list(self._prompts[row])
             choice.token_ids = list(end.ids)
-        return choice
+        if asked is None:
+            return iter((whole(choice),))
+        scores = CompletionLogprobs(asked).pieces(self._logprobs[row])
+        return filled(whole(choice), "logprobs", scores, "null")

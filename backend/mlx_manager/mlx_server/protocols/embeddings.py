@@ -1,19 +1,17 @@
-"""OpenAI's embeddings and Cohere's rerank: body → request, what was encoded → body. Pure.
-
-A body is JSON in pieces, since one of thousands of vectors takes long to write.
-"""
+"""OpenAI's embeddings and Cohere's rerank: body → request, what was encoded → body. Pure."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import EmbeddingRequest, Encoded
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.embeddings import (
     Embedding,
     EmbeddingsRequest,
@@ -24,7 +22,6 @@ from mlx_manager.mlx_server.schemas.embeddings import (
     RerankResponse,
     RerankResult,
 )
-from mlx_manager.mlx_server.schemas.wire import Wire
 
 UNSUPPORTED_IN_RERANK: dict[str, Refusal] = {
     "max_chunks_per_doc": Refusal((1,)),
@@ -79,7 +76,7 @@ def vectors(body: EmbeddingsRequest, model: str, encoded: Encoded) -> Iterator[s
         )
         for index, row in enumerate(encoded.rows)
     )
-    return pieces(around, "data", embeddings)
+    return filled(whole(around), "data", joined((whole(one),) for one in embeddings))
 
 
 def base64(row: array[float]) -> str:
@@ -127,17 +124,8 @@ def ranked(body: RerankRequest, asked: core.RerankRequest, encoded: Encoded) -> 
             found.document = RerankDocument(text=asked.documents[index])
         return found
 
-    return pieces(around, "results", map(result, order[: body.top_n or None]))
-
-
-def pieces(around: Wire, name: str, items: Iterable[Wire]) -> Iterator[str]:
-    """JSON of `around` with the items in its empty list `name`, each item in a piece."""
-    # No text in it looks like this: there, quotes are escaped.
-    before, _, after = around.model_dump_json(exclude_unset=True).partition(f'"{name}":[]')
-    yield f'{before}"{name}":['
-    for number, item in enumerate(items):
-        yield ("," if number else "") + item.model_dump_json(exclude_unset=True)
-    yield f"]{after}"
+    results = map(result, order[: body.top_n or None])
+    return filled(whole(around), "results", joined((whole(one),) for one in results))
 
 
 def usage(encoded: Encoded) -> EncodingUsage:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_manager.mlx_server.core import TokenLogprob
+from mlx_manager.mlx_server.protocols.pieces import sliced
+
+PIECE = 16
+"""Tokens of one: with twenty alternatives each they take a millisecond."""
 
 LEAST = -9999.0
 """Stands for a probability of nothing, as at OpenAI: JSON has no infinity. Also for what is no
@@ -14,13 +18,24 @@ number, which compares as less than nothing: hence `max(LEAST, x)`, in that orde
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice or chunk."""
-    content = [
+    """The `logprobs` of a chat's chunk."""
+    return {"content": entries(tokens), "refusal": None}
+
+
+def chat_logprobs_in_pieces(tokens: Sequence[TokenLogprob]) -> Iterator[str]:
+    """The `logprobs` of a chat's choice."""
+    yield '{"content":'
+    yield from sliced(tokens, PIECE, entries)
+    yield ',"refusal":null}'
+
+
+def entries(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """What a chat says of each token."""
+    return [
         _entry(token.piece, token.logprob or 0.0)
         | {"top_logprobs": [_entry(piece, logprob) for _, piece, logprob in token.top]}
         for token in tokens
     ]
-    return {"content": content, "refusal": None}
 
 
 def _entry(piece: bytes, logprob: float) -> dict[str, Any]:
@@ -40,28 +55,44 @@ class CompletionLogprobs:
         self._offset = 0
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-    def write(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-        texts: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token in tokens:
-            texts.append(_name(token.piece))
-            values.append(None if token.logprob is None else max(LEAST, token.logprob))
-            tops.append(None if token.logprob is None else _top(token, token.logprob))
-            offsets.append(self._offset)
-            self._offset += len(self._decode(token.piece))
+    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """A chunk's."""
+        return {name: column and column(tokens) for name, column in self._columns().items()}
+
+    def pieces(self, tokens: Sequence[TokenLogprob]) -> Iterator[str]:
+        """A choice's."""
+        before = "{"
+        for name, column in self._columns().items():
+            yield f'{before}"{name}":'
+            yield from sliced(tokens, PIECE, column) if column else ("null",)
+            before = ","
+        yield "}"
+
+    def _columns(self) -> Mapping[str, Callable[[Sequence[TokenLogprob]], list[Any]] | None]:
         return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": tops if self._best else None,
-            "text_offset": offsets,
+            "tokens": lambda tokens: [_name(token.piece) for token in tokens],
+            "token_logprobs": lambda tokens: [_value(token.logprob) for token in tokens],
+            "top_logprobs": (lambda tokens: list(map(_top, tokens))) if self._best else None,
+            "text_offset": self._offsets,
         }
 
+    def _offsets(self, tokens: Sequence[TokenLogprob]) -> list[int]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decode(token.piece))
+        return offsets
 
-def _top(token: TokenLogprob, logprob: float) -> dict[str, float]:
+
+def _value(logprob: float | None) -> float | None:
+    return None if logprob is None else max(LEAST, logprob)
+
+
+def _top(token: TokenLogprob) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
     top = {_name(piece): max(LEAST, value) for _, piece, value in reversed(token.top)}
-    return dict(reversed(top.items())) | {_name(token.piece): max(LEAST, logprob)}
+    return dict(reversed(top.items())) | {_name(token.piece): max(LEAST, token.logprob)}
 
 
 def _name(piece: bytes) -> str:

@@ -46,6 +46,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.pieces import whole
 from mlx_manager.mlx_server.schemas.anthropic import (
     Block,
     CountTokensRequest,
@@ -578,8 +579,8 @@ class MessageAnswer:
             self._blocks.append(_Open(kind))
         self._blocks[-1].pieces.append(text)
 
-    def body(self) -> MessagesResponse:
-        """The response, once the answer has finished. Serialise it with `exclude_unset`."""
+    def body(self) -> Iterator[str]:
+        """A `MessagesResponse`, once the answer has finished."""
         assert self._started is not None
         assert self._finished is not None
         message = _start(self.head, self._started)
@@ -587,7 +588,7 @@ class MessageAnswer:
         message.stop_reason = _stop_reason(self.head, self._finished)
         message.stop_sequence = self._finished.stop_sequence
         message.usage = _usage(self._finished.usage)
-        return message
+        return iter((whole(message),))
 
 
 # ---------------------------------------------------------------------------------------------

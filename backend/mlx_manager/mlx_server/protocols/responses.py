@@ -46,9 +46,10 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs
+from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whole
 from mlx_manager.mlx_server.schemas.responses import (
     Content,
     FunctionCallItem,
@@ -555,7 +556,7 @@ class _OpenItem:
     call: ToolCallStarted | None = None
     names: JsonItem = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[JsonItem] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -564,12 +565,11 @@ class _OpenItem:
     def part(self) -> JsonItem:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        logprobs = _logprobs(self.logprobs)
         return {
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": logprobs,
+            "logprobs": self.logprobs,
         }
 
     def item(self, status: Status, *, encrypted: bool = False) -> JsonItem:
@@ -638,16 +638,17 @@ class ResponseStream:
                     )
                     self._number += 1
                 else:
-                    out += self._event(event)
+                    out += _wire(self.events(event))
         return out.encode("ascii")
 
     def end(self) -> bytes:
         response = self.response()
-        return self._emit(f"response.{response['status']}", response=response).encode("ascii")
+        last = self._emit(f"response.{response['status']}", response=response)
+        return _wire(last).encode("ascii")
 
     def fail(self, error: MLXManagerError) -> bytes:
         response = self.response() | {"status": "failed", "error": _error(error)}
-        return self._emit("response.failed", response=response).encode("ascii")
+        return _wire(self._emit("response.failed", response=response)).encode("ascii")
 
     def unkept(self) -> None:
         """The response could not be kept, whatever was asked."""
@@ -668,10 +669,11 @@ class ResponseStream:
             "usage": _usage(self._finished.usage),
         }
 
-    def _event(self, event: Event) -> str:  # noqa: PLR0911 one for each kind
+    def events(self, event: Event) -> list[JsonItem]:  # noqa: PLR0911 one for each kind
+        """What is to be sent of an event, which is part of the response from now on."""
         match event:
             case Admitted():
-                return ""
+                return []
             case TextDelta(text, logprobs):
                 return self._enter("message") + self._text(text, logprobs)
             case ReasoningDelta(text):
@@ -689,16 +691,18 @@ class ResponseStream:
                 self._completed = int(time.time())
                 return closed
 
-    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> str:
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[JsonItem]:
         assert self._open is not None
-        self._open.logprobs += logprobs
-        scores = _bare(_logprobs(logprobs))
-        return self._grow("response.output_text.delta", text, content_index=0, logprobs=scores)
+        scores = entries(logprobs)
+        self._open.logprobs += scores
+        return self._grow(
+            "response.output_text.delta", text, content_index=0, logprobs=_bare(scores)
+        )
 
-    def _reasoning(self, text: str) -> str:
+    def _reasoning(self, text: str) -> list[JsonItem]:
         return self._grow("response.reasoning_text.delta", text, content_index=0)
 
-    def _grow(self, kind: str, delta: str, **more: Any) -> str:
+    def _grow(self, kind: str, delta: str, **more: Any) -> list[JsonItem]:
         assert self._open is not None
         self._open.pieces.append(delta)
         return self._emit(kind, **self._place(), **more, delta=delta)
@@ -707,10 +711,10 @@ class ResponseStream:
         self,
         kind: Literal["message", "reasoning", "function_call"],
         call: ToolCallStarted | None = None,
-    ) -> str:
+    ) -> list[JsonItem]:
         """Open an item unless one of its kind is open that goes on; each call has its own."""
         if self._open is not None and self._open.kind == kind != "function_call":
-            return ""
+            return []
         closed = self._leave("completed")
         names = {} if call is None else self._names.get(call.name, {"name": call.name})
         opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), call, names)
@@ -727,9 +731,9 @@ class ResponseStream:
         )
         return closed + added + self._part("added")
 
-    def _leave(self, status: Status) -> str:
+    def _leave(self, status: Status) -> list[JsonItem]:
         if self._open is None:
-            return ""
+            return []
         item = self._open.item(status, encrypted=self.head.includes(ENCRYPTED))
         index = len(self._items)
         done = self._done() + self._part("done")
@@ -737,7 +741,7 @@ class ResponseStream:
         self._open = self._message = None
         return done + self._emit("response.output_item.done", output_index=index, item=item)
 
-    def _done(self) -> str:
+    def _done(self) -> list[JsonItem]:
         assert self._open is not None
         place, text = self._place(), self._open.text
         match self._open.kind:
@@ -753,7 +757,7 @@ class ResponseStream:
                     "response.reasoning_text.done", **place, content_index=0, text=text
                 )
             case "message":
-                logprobs = _bare(_logprobs(self._open.logprobs))
+                logprobs = _bare(self._open.logprobs)
                 return self._emit(
                     "response.output_text.done",
                     **place,
@@ -762,10 +766,10 @@ class ResponseStream:
                     logprobs=logprobs,
                 )
 
-    def _part(self, what: Literal["added", "done"]) -> str:
+    def _part(self, what: Literal["added", "done"]) -> list[JsonItem]:
         assert self._open is not None
         if self._open.kind == "function_call":
-            return ""
+            return []
         part = self._open.part()
         kind = f"response.content_part.{what}"
         return self._emit(kind, **self._place(), content_index=0, part=part)
@@ -774,15 +778,14 @@ class ResponseStream:
         assert self._open is not None
         return {"item_id": self._open.id, "output_index": len(self._items)}
 
-    def _emit(self, kind: str, **fields: Any) -> str:
+    def _emit(self, kind: str, **fields: Any) -> list[JsonItem]:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return sse.named(kind, event)
+        return [event]
 
 
-def _logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonItem]:
-    found: list[JsonItem] = chat_logprobs(tokens)["content"]
-    return found
+def _wire(events: Iterable[JsonItem]) -> str:
+    return "".join(sse.named(event["type"], event) for event in events)
 
 
 def _bare(logprobs: Sequence[JsonItem]) -> list[JsonItem]:
@@ -811,8 +814,20 @@ class ResponseAnswer:
         self._stream = stream
 
     def add(self, progress: Progress) -> None:
-        self._stream.write(progress)
+        for _, events in progress:
+            for event in events:
+                self._stream.events(event)
 
-    def body(self) -> ResponsesResponse:
-        """The response, once the answer has finished. Serialise it with `exclude_unset`."""
-        return ResponsesResponse(**self._stream.response())
+    def body(self) -> Iterator[str]:
+        """A `ResponsesResponse`, once the answer has finished."""
+        response = self._stream.response()
+        around = ResponsesResponse(**response | {"output": []})
+        return filled(whole(around), "output", joined(map(_in_pieces, response["output"])))
+
+
+def _in_pieces(item: JsonItem) -> Iterator[str]:
+    match item:
+        case {"type": "message", "content": [{"logprobs": [_, *_] as scores} as part]}:
+            bare = item | {"content": [part | {"logprobs": []}]}
+            return filled(sse.dump(bare), "logprobs", sliced(scores, PIECE))
+    return iter((sse.dump(item),))

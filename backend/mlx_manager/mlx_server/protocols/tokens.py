@@ -1,7 +1,4 @@
-"""`/v1/tokenize` and `/v1/apply-template`: body → prompt, what was found → body. Pure.
-
-A body is JSON in pieces, since one of a million tokens takes long to write.
-"""
+"""`/v1/tokenize` and `/v1/apply-template`: body → prompt, what was found → body. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from mlx_manager.mlx_server.core import Conversation, Text
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.chat import conversation
+from mlx_manager.mlx_server.protocols.pieces import sliced
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     ChatMessage,
@@ -81,12 +79,12 @@ def tokenized(
     ids: Sequence[int], context_length: int, texts: Sequence[str] | None
 ) -> Iterator[str]:
     """A `TokenizeResponse`."""
-    yield f'{{"count":{len(ids)},"max_model_len":{context_length},"tokens":['
-    yield from _listed(ids)
+    yield f'{{"count":{len(ids)},"max_model_len":{context_length},"tokens":'
+    yield from sliced(ids, PIECE)
     if texts is not None:
-        yield '],"token_strs":['
-        yield from _listed(texts)
-    yield "]}"
+        yield ',"token_strs":'
+        yield from sliced(texts, PIECE)
+    yield "}"
 
 
 def told(text: str) -> Iterator[str]:
@@ -96,8 +94,3 @@ def told(text: str) -> Iterator[str]:
         for start in range(0, len(text), PIECE):
             yield sse.quote(text[start : start + PIECE])[1:-1]
     yield '"}'
-
-
-def _listed(items: Sequence[object]) -> Iterator[str]:
-    for start in range(0, len(items), PIECE):
-        yield ("," if start else "") + sse.dump(items[start : start + PIECE])[1:-1]

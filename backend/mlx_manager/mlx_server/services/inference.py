@@ -7,13 +7,12 @@ the server's process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
-
-from pydantic import BaseModel
 
 from mlx_manager.mlx_server.config import TimeLimits
 from mlx_manager.mlx_server.core import (
@@ -429,11 +428,13 @@ class Answer(Protocol):
         """
         ...
 
-    def body(self) -> BaseModel: ...
+    def body(self) -> Iterator[str]:
+        """JSON in pieces."""
+        ...
 
 
-async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> BaseModel:
-    """The body of an answer that is not streamed: the stream, collected."""
+async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> Iterator[str]:
+    """The body of an answer that is not streamed, in pieces: the stream, collected."""
     async with aclosing(progress):
         async for step in progress:
             try:
@@ -476,7 +477,7 @@ async def generate_chat_completion(
     progress = Inference(pool).generate(chat.requests(body, head))
     if body.stream:
         return _chunks(progress, chat.ChatStream(head))
-    return (await collect(progress, chat.ChatAnswer(head))).model_dump(exclude_unset=True)
+    return await _object(progress, chat.ChatAnswer(head))
 
 
 async def generate_completion(
@@ -498,8 +499,12 @@ async def generate_completion(
     progress = Inference(pool).generate(completions.requests(body, head))
     if body.stream:
         return _chunks(progress, completions.CompletionStream(head))
-    answer = completions.CompletionAnswer(head)
-    return (await collect(progress, answer)).model_dump(exclude_unset=True)
+    return await _object(progress, completions.CompletionAnswer(head))
+
+
+async def _object(progress: AsyncGenerator[Progress, None], answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads("".join(await collect(progress, answer)))
+    return found
 
 
 async def _chunks(

@@ -21,9 +21,11 @@ from sdk_models import events, strictly
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import (
     Admitted,
+    Event,
     Finished,
     Started,
     TextDelta,
+    TokenLogprob,
     ToolCallDelta,
     ToolCallStarted,
     Usage,
@@ -395,6 +397,34 @@ async def test_reading_has_its_time_out_too(serve, protocol: Protocol, ask: str)
         response = await client.post(protocol.path, json=body, headers=headers)
     assert response.status_code == 504
     assert "`timeout` of 0.02 s" in failure(protocol, response.json())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "scores"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 20}),
+        (COMPLETIONS, {"logprobs": 20}),
+        (RESPONSES, {"top_logprobs": 20}),
+    ],
+    ids=lambda value: getattr(value, "path", None),
+)
+async def test_an_answer_with_many_scores_comes_in_blocks_and_whole(
+    serve, protocol: Protocol, scores: dict[str, Any]
+):
+    top = tuple((i, b'"%d"' % i, -float(i)) for i in range(20))
+    scored = [TextDelta('"', (TokenLogprob(i, b'"', -i / 8, top),)) for i in range(500)]
+
+    def script(_: object) -> list[list[Event]]:
+        return [[Started(3)], *[[delta] for delta in scored], [Finished("stop", Usage(3, 500))]]
+
+    async with serve(script) as client:
+        answer = await client.post(protocol.path, json=asked(protocol, False, **scores))
+    assert "content-length" not in answer.headers
+    body = answer.json()
+    assert protocol.text(body) == '"' * 500
+    assert protocol.tokens(body) == (3, 0, 500)
+    # Each token has an entry for every alternative.
+    assert [answer.text.count(f'\\"{i}\\""') for i in range(20)] == [500] * 20
 
 
 async def test_tokens_are_counted_without_generating(serve):

@@ -56,7 +56,7 @@ def test_vectors_are_written_one_at_a_time_and_together_are_the_response(
     )
     pieces = list(embeddings.vectors(body, name, encoded))
     assert "".join(pieces) == expected.model_dump_json()
-    assert len(pieces) == len(rows) + 2
+    assert max(piece.count('"index":') for piece in pieces) == min(1, len(rows))
 
 
 @given(scores=st.lists(NUMBERS, min_size=1, max_size=9), name=NAMES, text=NAMES, top=st.integers(0, 9))  # fmt: skip
@@ -80,4 +80,4 @@ def test_results_are_written_one_at_a_time_and_together_are_the_response(
             result.document = RerankDocument(text=documents[result.index])
     pieces = list(embeddings.ranked(body, asked, encoded))
     assert json.loads("".join(pieces)) == expected.model_dump(exclude_unset=True)
-    assert len(pieces) == len(best) + 2
+    assert max(piece.count('"index":') for piece in pieces) == 1
