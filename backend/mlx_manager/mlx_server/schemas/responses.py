@@ -96,9 +96,9 @@ Content = Annotated[
 
 
 class MessageItem(Wire):
-    """`phase` has no effect."""
+    """An item that names no type is one. `phase` has no effect."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: str | None = None
@@ -154,7 +154,7 @@ def _item_kind(value: object) -> str:
         case {"type": str(kind)}:
             return f"<{kind}>" if kind in _ITEMS else "<other>"
         case BaseModel():
-            return f"<{value.type}>"  # type: ignore[attr-defined]
+            return f"<{value.type or 'message'}>"  # type: ignore[attr-defined]
     return "<message>"
 
 

@@ -473,6 +473,18 @@ async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
     assert item["content"] == [{"type": "input_text", "text": "hi"}]
 
 
+@pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": "message"}])
+async def test_an_item_that_names_no_type_is_a_message(serve, kind: dict[str, Any]):
+    backend = ScriptedBackend(lambda _: says("Hello"))
+    async with serve(pool=ScriptedPool(backend)) as client:
+        first = await answered(client, RESPONSES, False, input=[SAID[0] | kind])
+        await answered(client, RESPONSES, False, previous_response_id=first["id"])
+        listed = (await client.get(f"/v1/responses/{first['id']}/input_items")).json()
+    said = [(message.role, message.content) for message in backend.requests[-1].prompt.messages]
+    assert said == [("user", "hi"), ("assistant", "Hello"), ("user", "hi")]
+    assert listed["data"][0]["type"] == "message"
+
+
 async def test_input_items_come_in_pages(serve):
     said = [{"role": "user", "content": str(number)} for number in range(5)]
     async with serve() as client:
