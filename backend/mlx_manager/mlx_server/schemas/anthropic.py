@@ -69,7 +69,9 @@ class ToolUseBlock(Wire):
 
 
 class OtherBlock(Wire):
-    """A kind of content that text models don't read. Refused by name."""
+    """A kind of content that text models don't read."""
+
+    types_read = ()
 
     type: str
 
@@ -137,10 +139,12 @@ class InputMessage(Wire):
 
 
 class MessagesTool(Wire):
-    """A function the model may call. `type` other than "custom" is refused by name.
+    """A function the model may call.
 
     `eager_input_streaming` has no effect: inputs are always streamed as they are written.
     """
+
+    types_read = ("custom", None)
 
     type: str | None = None
     name: NonEmpty

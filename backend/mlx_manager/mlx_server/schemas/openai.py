@@ -76,7 +76,9 @@ class ChatToolCall(Wire):
 
 
 class ContentPart(Wire):
-    """A piece of a message. Types other than text and refusal are refused by name later."""
+    """A piece of a message."""
+
+    types_read = ("text", "refusal")
 
     type: str
     text: str | None = None

@@ -61,7 +61,9 @@ class RefusalPart(Wire):
 
 
 class OtherPart(Wire):
-    """A kind of content that text models don't read. Refused by name."""
+    """A kind of content that text models don't read."""
+
+    types_read = ()
 
     type: str
 
@@ -141,7 +143,9 @@ class ReasoningItem(Wire):
 
 
 class OtherItem(Wire):
-    """Hosted tools' calls and whatever else nobody here can read. Refused by name."""
+    """Hosted tools' calls and whatever else nobody here can read."""
+
+    types_read = ()
 
     type: str
 
@@ -178,8 +182,10 @@ Items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 class ResponsesTool(Wire):
     """A function the model may call, or a namespace with its `tools`, which are functions.
 
-    Other types are hosted tools, refused by name.
+    Other types are hosted tools.
     """
+
+    types_read = ("function", "namespace")
 
     type: str
     tools: Many[ResponsesTool] | None = None

@@ -6,8 +6,8 @@ Requests accept fields that nobody here knows, because clients run ahead of serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
@@ -32,6 +32,10 @@ class Wire(BaseModel):
     """The base of every wire type: unknown fields are kept, not-a-number and infinity refused."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    types_read: ClassVar[Container[str | None] | None] = None
+    """The values of `type` that are read, where any other is refused by name later: what its fields
+    are called is nothing to name then."""
 
     def unknown_fields(self) -> list[str]:
         """The fields that no type here declares, dotted, each once (`messages.audio`)."""
@@ -82,6 +86,8 @@ class Timed(Wire):
 
 def _unknown(value: object, path: str) -> Iterator[str]:
     if isinstance(value, Wire):
+        if value.types_read is not None and value.type not in value.types_read:  # type: ignore[attr-defined]
+            return
         for name, given in (value.model_extra or {}).items():
             # A null means the default, everywhere.
             if given is not None:

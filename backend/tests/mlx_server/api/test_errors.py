@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.errors import (
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+OTHER = {"type": "hologram", "depth": 3}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +276,37 @@ async def test_unknown_fields_are_refused_when_the_owner_is_strict(serve):
     assert response.json()["error"]["param"] == "top_a"
     assert known.status_code == 200
     assert "x-unknown-fields" not in known.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [OTHER]}]}, "messages[0].content[0].type"),
+        ("/v1/responses", {"input": [OTHER]}, "input[0].type"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [OTHER]}]},
+            "input[0].content[0].type",
+        ),
+        ("/v1/responses", {"input": "hi", "tools": [OTHER]}, "tools[0].type"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [OTHER]}]},
+            "messages[0].content[0].type",
+        ),
+        ("/v1/messages", HELLO | {"tools": [OTHER | {"name": "find"}]}, "tools[0].type"),
+    ],
+)
+async def test_an_unknown_kind_is_refused_as_such_and_not_by_its_fields_where_the_owner_is_strict(
+    serve, path: str, fields: dict[str, object], param: str
+):
+    asked = fields if path == "/v1/responses" else fields | {"max_tokens": 5}
+    async with serve(strict_fields=True) as client:
+        response = await client.post(path, json=asked)
+    message = response.json()["error"]["message"]
+    assert f"`{param.removesuffix('.type')}" in message
+    assert "'hologram'" in message
+    assert "Unknown fields" not in message
 
 
 async def test_the_next_request_is_answered_after_each_kind_of_failure(serve):
