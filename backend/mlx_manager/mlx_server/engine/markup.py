@@ -42,6 +42,8 @@ class Markup:
         self.stopped: str | None = None
         self.may_stop = True
         """Whether a stop string that is complete now counts; otherwise it is text."""
+        self.strayed = False
+        """Whether a marker that does not fit has vanished from the text that was fed last."""
         self._strays = _strays(output.edges)
         self._edges = {
             region: edges + self._strays.get(region, ()) for region, edges in output.edges.items()
@@ -75,6 +77,7 @@ class Markup:
         return self.stopped is not None or self._log.full
 
     def feed(self, text: str) -> list[Event]:
+        self.strayed = False
         while text and not self.complete:
             if self._reader:
                 text = self._progress(self._reader.feed(text))
@@ -140,12 +143,12 @@ class Markup:
 
     def _pass_stray(self, marker: str) -> None:
         """A marker of thinking that does not fit: nothing, unless it stands among text."""
-        if self._region == "reasoning":
-            if not self._trim:
-                self._emit(marker)
-        elif self._blanks is None and not self._unclosed:
+        content = self._region == "content"
+        among_text = self._blanks is None and not self._unclosed if content else not self._trim
+        self.strayed = not among_text
+        if among_text:
             self._emit(marker)
-        else:
+        elif content:
             self._unclosed, self._blanks, self._trim = False, "", True
             self._fresh = self._output.calls is not None and self._output.calls.bare
 

@@ -85,7 +85,7 @@ class OutputParser:
         self._tokens_left -= 1
         events = self._markup.feed(text)
         self.complete = self._markup.complete
-        if before == self._markup.region:
+        if before == self._markup.region and not self._markup.strayed:
             self._reasoning_tokens += before == "reasoning"
         elif not events:
             # The tokens so far were a marker, and nobody sees those.

@@ -223,6 +223,25 @@ def test_logprobs_go_with_the_text_that_their_tokens_became() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pieces", "scored", "thought"),
+    [
+        (["\n", "</think>", "\n\n", "Four", "."], [2, 3, 4], 0),
+        (["\n", "</thi", "nk>", "Four"], [3], 0),
+        (["<think>", "\n", "<think>", "Hm", "</think>", "Four"], [3, 5], 2),
+        (["It ", "</think>", " is"], [0, 1, 2], 0),
+    ],
+)
+def test_a_marker_out_of_place_has_no_logprobs_where_it_vanishes(
+    pieces: list[str], scored: list[int], thought: int
+) -> None:
+    parser = OutputParser(Pieces(pieces), THINKING)
+    events = [event for token in range(len(pieces)) for event in parser.push(token, logprob(token))]
+    texts = [event for event in events if isinstance(event, TextDelta | ReasoningDelta)]
+    assert [score.token_id for event in texts for score in event.logprobs] == scored
+    assert parser.reasoning_tokens == thought
+
+
+@pytest.mark.parametrize(
     ("output", "pieces"),
     [
         (HERMES, ["So: ", "<tool", "_call>", "oops", "."]),
