@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a burst of them is no reason to turn any away."""
@@ -214,6 +217,7 @@ class Connection(HttpToolsProtocol):
                 "MLX_SERVER_MAX_HEADERS_KB)."
             )
             said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
+            log.warning("a request was refused (%s): %s", request_id.decode(), error.message)
             body = json.dumps(said).encode()
             named = "".join(f"{name.decode()}: {request_id.decode()}\r\n" for name in ID_HEADERS)
             head = (

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,8 +26,12 @@ LAST = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("listener") / "log"
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("listener") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[LiveServer]:
     with live_server(log, client_timeout_seconds=2, api_key=KEY) as running:
         yield running
     assert "Traceback" not in log.read_text()
@@ -146,8 +151,8 @@ def test_half_a_head_behind_a_request_is_not_waited_for_forever(server: LiveServ
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
-def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape(
-    server: LiveServer, path: str
+def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape_and_told_in_the_log(
+    server: LiveServer, log: Path, path: str
 ) -> None:
     answer = received(server, head(path) + b"x: y\r\n" * 11_000)
     lines, _, body = answer.partition(b"\r\n\r\n")
@@ -157,3 +162,5 @@ def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape(
     assert "64" in said["error"]["message"] or "65536" in said["error"]["message"]
     if path == "/v1/messages":
         assert f"request-id: {said['request_id']}".encode() in lines
+    request_id = lines.partition(b"x-request-id: ")[2].partition(b"\r")[0].decode()
+    assert f"({request_id}): {said['error']['message']}" in log.read_text()
