@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -280,8 +280,12 @@ def make_pool(
     with open_files.as_many_as_before():
         from mlx_manager.mlx_server.backends.embedding import EncoderBackend, preparing_encoder
         from mlx_manager.mlx_server.backends.text import TextBackend, preparing
+        from mlx_manager.mlx_server.engine.encoder_engine import kept_bytes
         from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
+        from mlx_manager.mlx_server.engine.text_engine import least_working
+        from mlx_manager.mlx_server.models.encoder import Encoder
         from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
+        from mlx_manager.mlx_server.models.loading import Foresight
         from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
     # What has been imported by now stays: to look through it at every full collection would stop
@@ -298,13 +302,20 @@ def make_pool(
             case _:
                 return (yield from preparing(loaded, thread, settings.engine, ledger))
 
+    def working(model: Any, context_length: int) -> int:
+        match model:
+            case Encoder():
+                return kept_bytes(model, context_length)
+            case _:
+                return least_working(settings.engine, model)
+
     return ModelPoolManager(
         settings.pool,
         settings.catalog,
         thread,
         make_backend,
+        foresight=Foresight(working, multiplies_packed),
         models=models,
-        multiplies_packed=multiplies_packed,
     )
 
 

@@ -19,9 +19,10 @@ from mlx_manager.mlx_server.config import (
     PoolLimits,
 )
 from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
+from mlx_manager.mlx_server.engine.text_engine import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import Catalog
-from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
@@ -72,6 +73,7 @@ async def open_pool(
         sources,
         thread,
         make_backend,
+        foresight=Foresight(lambda model, _: least_working(EngineLimits(), model)),
         catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
         patience=patience,
         clock=clock,

@@ -89,6 +89,11 @@ class Model(Protocol):
         ...
 
 
+def kept_bytes(model: Model, longest: int) -> int:
+    """The memory that a model which takes texts up to `longest` has for as long as it is loaded."""
+    return model.working_bytes(1, min(longest, KEPT))
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
     """What an encoder's engine is doing; `running` and `waiting` count requests."""
@@ -168,7 +173,7 @@ class EncoderEngine:
         self._model = model
         self._longest = longest
         self._line = working_line(name)
-        self._kept = model.working_bytes(1, min(longest, KEPT))
+        self._kept = kept_bytes(model, longest)
         if not ledger.reserve_if_attainable(self._line, self._kept):
             raise OutOfMemory(
                 f"To read a text {name} takes {self._kept:,} bytes, and {ledger.attainable():,} of "

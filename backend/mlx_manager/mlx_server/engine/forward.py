@@ -537,9 +537,10 @@ def _widths(model: nn.Module) -> list[int]:
     return [w.shape[-2] for w in weights if isinstance(w, mx.array) and w.ndim > 1]
 
 
-def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) -> int:
+def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: int) -> int:
     """An estimate of what a step of so many tokens holds at its worst moment, with logits of
-    `rows` of them.
+    `rows` of them. forward: how the model is run; None: whatever will turn out, but no more than
+    that takes.
 
     On a CPU a layer's results are gone before the next one's: the widest product's, as float32 and
     with what it is made from and into, for each token; the logits and their copies for each row;
@@ -553,6 +554,8 @@ def working_bytes(model: nn.Module, forward: Forward, tokens: int, rows: int) ->
     logits = 4 * 4 * rows * vocabulary
     if mx.default_device() == mx.cpu:
         return logits + 4 * (6 * tokens * widest + 20 * SCORES)
+    if forward is None:
+        return logits
     products: int = sum(n for n in outputs if n != vocabulary)
     return logits + 4 * forward.tokens_at_once(tokens) * products
 

@@ -875,16 +875,27 @@ def with_chunk(
     clear_cache()
     most = ledger.available() // 3
     tokens = chunk_of(limits)
-    scored = max(limits.page_size, MOST_SCORED // vocabulary_of(model))
-
-    def working_on(tokens: int) -> int:
-        return working_bytes(model, forward, tokens, limits.max_rows + min(tokens, scored))
-
-    working = working_on(tokens)
+    working = _working_on(limits, model, forward, tokens)
     while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
         tokens //= 2
-        working = working_on(tokens)
-    return replace(limits, prefill_chunk=tokens), scored, working
+        working = _working_on(limits, model, forward, tokens)
+    return replace(limits, prefill_chunk=tokens), _most_scored(limits, model), working
+
+
+def least_working(limits: EngineLimits, model: nn.Module) -> int:
+    """No more than `with_chunk` will give for the bytes, before there is memory for the weights."""
+    return _working_on(limits, model, None, limits.prefill_chunk or LEAST_CHUNK_AHEAD)
+
+
+def _working_on(
+    limits: EngineLimits, model: nn.Module, forward: Forward | None, tokens: int
+) -> int:
+    rows = limits.max_rows + min(tokens, _most_scored(limits, model))
+    return working_bytes(model, forward, tokens, rows)
+
+
+def _most_scored(limits: EngineLimits, model: nn.Module) -> int:
+    return max(limits.page_size, MOST_SCORED // vocabulary_of(model))
 
 
 def _newest(rows: list[Sequence], last: Step | None) -> mx.array:

@@ -21,8 +21,12 @@ from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
+    NONE,
     Checked,
+    Foresight,
     allowed_context,
+    check_room,
+    check_steps,
     explained,
     granted,
     settled,
@@ -84,6 +88,8 @@ def loading_encoder(
     ledger: Ledger,
     recipe: Recipe = AS_IT_IS,
     tokenizers: Tokenizers | None = None,
+    *,
+    foresight: Foresight = NONE,
 ) -> Steps[LoadedEncoder]:
     """Load an encoder a piece at a time; see `loading.loading`.
 
@@ -97,11 +103,13 @@ def loading_encoder(
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
         checked = checked_encoder(source, recipe)
-    folder, kind, sentence = checked.folder, checked.kind, checked.sentence
-    with granted(source.id, checked.nbytes, ledger), explained(source.id):
+        folder, kind, sentence = checked.folder, checked.kind, checked.sentence
+        check_room(source.id, checked.nbytes, ledger)
         found = dict(stored(folder))
         model = build(folder, kind, sentence, source.id, found)
-        yield None
+    yield None
+    check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
+    with granted(source.id, checked.nbytes, ledger), explained(source.id):
         tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
         tokenizer = yield from beside(partial(tokenizers.encoder, folder.path))
         single = Wrapping.single(tokenizer)

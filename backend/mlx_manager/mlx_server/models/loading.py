@@ -91,6 +91,21 @@ def weights_line(model_id: str) -> str:
     return f"weights:{model_id}"
 
 
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What the engine knows of a model before its weights are there.
+
+    least_working: bytes that its steps work on at least, by the tokens that it takes.
+    multiplies_packed: whether there are kernels for few rows and its weights as they are packed.
+    """
+
+    least_working: Callable[[nn.Module, int], int] = lambda model, context_length: 0
+    multiplies_packed: Callable[[nn.Module], bool] = lambda model: False
+
+
+NONE = Foresight()
+
+
 def load(
     source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
 ) -> LoadedModel:
@@ -105,12 +120,11 @@ def loading(
     recipe: Recipe = AS_IT_IS,
     tokenizers: Tokenizers | None = None,
     *,
-    multiplies_packed: Callable[[nn.Module], bool] = lambda _: False,
+    foresight: Foresight = NONE,
 ) -> Steps[LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
 
-    tokenizers: where its own may have been made before. multiplies_packed: whether the engine has
-    kernels for few rows and the packed weights of a model.
+    tokenizers: where its own may have been made before.
 
     The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
 
@@ -122,18 +136,20 @@ def loading(
     """
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
+    found: dict[str, mx.array] = {}
     with explained(source.id):
         checked = checked_text(source, limits, recipe)
-    folder = checked.folder
-    with granted(source.id, checked.nbytes, ledger), explained(source.id):
-        found: dict[str, mx.array] = {}
+        check_room(source.id, checked.nbytes, ledger)
+        folder = checked.folder
         model, config = load_model(
             folder.path,
             lazy=True,
             get_model_classes=noting(found),
             trust_remote_code=limits.trust_remote_code,
         )
-        yield None
+    yield None
+    check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
+    with granted(source.id, checked.nbytes, ledger), explained(source.id):
         tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
         tokenizer = yield from beside(partial(tokenizers.text, folder.path))
         adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
@@ -142,8 +158,7 @@ def loading(
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
         yield None
-        packed = multiplies_packed(model)
-        weights, nbytes = yield from settled(model, source.id, limits, ledger, packed=packed)
+        weights, nbytes = yield from settled(model, source.id, limits, ledger, foresight)
         return LoadedModel(
             source.id,
             folder.path,
@@ -161,16 +176,20 @@ def loading(
 
 
 def settled(
-    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger, *, packed: bool = False
+    model: nn.Module,
+    model_id: str,
+    limits: PoolLimits,
+    ledger: Ledger,
+    foresight: Foresight = NONE,
 ) -> Steps[tuple[WeightsForm, int]]:
     """Bring the weights into memory in the form that is fastest; their form, and their bytes as
-    the ledger has them from now on. packed: the engine has kernels for them as they are stored."""
-    weights = yield from settle_weights(model, model_id, limits, ledger, packed=packed)
+    the ledger has them from now on."""
+    weights = yield from settle_weights(model, model_id, limits, ledger, foresight)
     yield None
     if default_device() == "cpu":
         yield from lay_out(model)
     yield from evaluated(model)
-    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    nbytes = bytes_of(model)
     ledger.record(weights_line(model_id), nbytes)
     mx.clear_cache()
     return weights, nbytes
@@ -282,7 +301,11 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
 
 
 def settle_weights(
-    model: nn.Module, model_id: str, limits: PoolLimits, ledger: Ledger, *, packed: bool = False
+    model: nn.Module,
+    model_id: str,
+    limits: PoolLimits,
+    ledger: Ledger,
+    foresight: Foresight,
 ) -> Steps[WeightsForm]:
     """Choose the weights' form and convert them to it, lazily.
 
@@ -292,6 +315,7 @@ def settle_weights(
     device, line = default_device(), weights_line(model_id)
     granted_bytes = ledger.figures()[line]
     room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit)
+    packed = foresight.multiplies_packed(model)
     offered = forms_of(model, device, multiplies_packed=packed)
     forms, reason = shortlist(offered, limits.weights, room)
     form = next((form for form in forms if form.keeps), forms[0])
@@ -309,11 +333,9 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
     """Memory for the weights, given back if the load fails.
 
     Raises:
-        ModelTooLarge: there is less memory than that.
         OutOfMemory: there is less left, even after relief.
     """
     line = weights_line(model_id)
-    check_room(model_id, nbytes, ledger)
     if not ledger.reserve(line, nbytes):
         raise crowded(model_id, nbytes, ledger.available(), ledger.limit)
     loaded = False
@@ -329,7 +351,9 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
 def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
     """Ask before anything goes for the weights: in vain, it would go again for who asks next.
 
-    Raises: what `granted` raises.
+    Raises:
+        ModelTooLarge: there is less memory than that.
+        OutOfMemory: there will be less left, even after relief.
     """
     if nbytes > ledger.limit:
         raise ModelTooLarge(
@@ -338,6 +362,29 @@ def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
         )
     if nbytes > (attainable := ledger.attainable()):
         raise crowded(model_id, nbytes, attainable, ledger.limit)
+
+
+def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -> None:
+    """The same for the weights and what steps work on together.
+
+    Raises: what `check_room` raises.
+    """
+    needed = bytes_of(model) + working
+    said = f"The weights of {model_id} and what its steps work on take {needed:,} bytes, and "
+    if needed > ledger.limit:
+        raise ModelTooLarge(
+            f"{said}the memory limit is {ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
+        )
+    if needed > (attainable := ledger.attainable()):
+        raise OutOfMemory(
+            f"{said}{attainable:,} of {ledger.limit:,} are left beside the models in use.",
+            retry_after=10,
+        )
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Of its weights, in memory or not."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:

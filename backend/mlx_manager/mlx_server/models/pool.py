@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
 from mlx_manager.mlx_server.core import Kind, RowStatus
@@ -44,7 +43,9 @@ from mlx_manager.mlx_server.models.encoder_loading import (
 )
 from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loading import (
+    NONE,
     Checked,
+    Foresight,
     LoadedModel,
     check_room,
     checked_text,
@@ -100,9 +101,14 @@ class Way:
     tokenizer: Callable[[Tokenizers, Path], object]
 
 
+TEXT = Way(checked_text, loading, Tokenizers.text)
 ENCODER = Way(
     lambda source, _, recipe: checked_encoder(source, recipe), loading_encoder, Tokenizers.encoder
 )
+
+
+def way_of(source: ModelSource) -> Way:
+    return ENCODER if source.kind in ("embedding", "reranker") else TEXT
 
 
 class Thread(Protocol):
@@ -117,9 +123,8 @@ class ModelPoolManager:
     """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
 
     To make one reads the disk, as the catalog does.
-    make_backend: its steps are run on the MLX thread. models: the owner's settings of
-    single models, until they are read again. multiplies_packed: whether backends have kernels for
-    few rows and the packed weights of a text model.
+    make_backend: its steps are run on the MLX thread. foresight: what is known of a model that it
+    will run. models: the owner's settings of single models, until they are read again.
     """
 
     def __init__(
@@ -129,11 +134,11 @@ class ModelPoolManager:
         thread: Thread,
         make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], Steps[ModelBackend]],
         *,
+        foresight: Foresight = NONE,
         models: ModelsFile | None = None,
         catalog: Catalog | None = None,
         patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
-        multiplies_packed: Callable[[nn.Module], bool] = lambda _: False,
     ) -> None:
         self._models_file = sources.models_file
         self.ledger = Ledger(limits.memory_limit or default_limit())
@@ -144,7 +149,7 @@ class ModelPoolManager:
         self._limits = limits
         self._thread = thread
         self._make_backend = make_backend
-        self._multiplies_packed = multiplies_packed
+        self._foresight = foresight
         self._patience = patience
         self._residents = Residents(clock)
         self._policy = Policy(
@@ -443,7 +448,7 @@ class ModelPoolManager:
             useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
             if new and useful and source.path is not None:
                 self._looked_at.add(source.id)
-                read = self._way_of(source).tokenizer
+                read = way_of(source).tokenizer
                 await self._tried(source.id, partial(read, self._tokenizers, source.path))
                 return True
         return False
@@ -634,12 +639,6 @@ class ModelPoolManager:
             "may be (MLX_SERVER_MAX_MODELS)."
         )
 
-    def _way_of(self, source: ModelSource) -> Way:
-        if source.kind in ("embedding", "reranker"):
-            return ENCODER
-        brings = partial(loading, multiplies_packed=self._multiplies_packed)
-        return Way(checked_text, brings, Tokenizers.text)
-
     def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
         if self._beside is None:
             self._beside = side_stream()
@@ -655,11 +654,18 @@ class ModelPoolManager:
 
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Make place, load a model, make its backend, and take it among the residents."""
-        way = self._way_of(source)
+        way = way_of(source)
         if self._idle():
             yield from self._check_on_mlx(way, source, recipe)
         self._make_place_on_mlx()
-        loaded = yield from way.loading(source, self._limits, self.ledger, recipe, self._tokenizers)
+        loaded = yield from way.loading(
+            source,
+            self._limits,
+            self.ledger,
+            recipe,
+            self._tokenizers,
+            foresight=self._foresight,
+        )
         backend: ModelBackend | None = None
         try:
             backend = yield from self._make_backend(loaded, self.ledger)

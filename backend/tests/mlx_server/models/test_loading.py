@@ -177,8 +177,8 @@ def test_code_of_a_repository_runs_only_when_trusted(tmp_path: Path):
 def test_abandoned_load_gives_its_memory_back(tmp_path: Path):
     ledger = Ledger(PLENTY)
     steps = loading(source(make_tiny_model(tmp_path / "m")), PoolLimits(), ledger)
-    assert advance(steps) is None
-    assert ledger.figures()["weights:m"] > 0
+    while "weights:m" not in ledger.figures():
+        advance(steps)
     steps.close()
     assert "weights:m" not in ledger.figures()
 

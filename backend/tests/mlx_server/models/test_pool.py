@@ -173,6 +173,24 @@ async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(models_dir:
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
 
 
+async def test_no_idle_model_goes_for_weights_that_leave_their_steps_no_memory(tmp_path: Path):
+    make_tiny_model(tmp_path / "a")
+    folder = make_tiny_model(tmp_path / "c", vocab_size=30_000)
+    size = (folder / "model.safetensors").stat().st_size
+    async with open_pool(tmp_path, patience=0.0) as pool:
+        await answer(pool, "a")
+        taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
+        said = r"of c and what its steps work on take [\d,]+ bytes"
+        pool.ledger.limit = size + taken // 2
+        with pytest.raises(ModelTooLarge, match=said):
+            await pool.get_model("c")
+        pool.ledger.limit += 10**9
+        pool.ledger.record("pages:elsewhere", 10**9)
+        with pytest.raises(OutOfMemory, match=said):
+            await pool.get_model("c")
+        assert await states(pool) == {"a": "loaded", "c": "loadable"}
+
+
 async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(
     models_dir: Path, caplog: pytest.LogCaptureFixture
 ):
