@@ -257,8 +257,12 @@ class CompletionAnswer:
 
     def _likelihood(self, row: int) -> float:
         """The mean log probability of the tokens that were drawn and are shown."""
-        before = self._finished[row].usage.prompt_tokens if self.head.echo else 0
-        scores = [s.logprob for s in self._logprobs[row][before:] if s.logprob is not None]
+        shown, end = self._logprobs[row], self._finished[row]
+        if self.head.echo:
+            # The token that ends the text has a score, too, then.
+            ended = end.reason == "stop" and end.stop_sequence is None
+            shown = shown[end.usage.prompt_tokens : -1 if ended else None]
+        scores = [s.logprob for s in shown if s.logprob is not None]
         return sum(scores) / len(scores) if scores else -inf
 
     def _choice(self, index: int, row: int) -> Iterator[str]:

@@ -164,10 +164,23 @@ def test_what_is_echoed_makes_no_answer_likelier():
     # Of the second nothing is shown, of the third one token: the others belong to a stop string.
     for row, (logprobs, drawn) in enumerate([([-3.0, -3.0], 2), ([], 4), ([-2.0], 3)]):
         shown = [scored(65 + row, logprob) for logprob in logprobs]
-        events = [Started(2), TextDelta("pq", prompt), *shown, Finished("stop", Usage(2, drawn))]
+        end = Finished("stop", Usage(2, drawn), "S")
+        events = [Started(2), TextDelta("pq", prompt), *shown, end]
         answer.add([(row, events)])
     body = json.loads("".join(answer.body()))
     assert [choice["text"] for choice in body["choices"]] == ["pqC"]
+
+
+def test_what_ends_an_echoed_answer_makes_it_no_likelier():
+    head = completions.head(CompletionRequest(prompt="p", n=1, best_of=2, echo=True), "m")
+    answer = CompletionAnswer(head)
+    prompt = (TokenLogprob(1, b"p", None),)
+    for row, (logprob, of_end) in enumerate([(-1.0, -9.0), (-2.0, -0.1)]):
+        end = TextDelta("", (TokenLogprob(2, b"<|end|>", of_end),))
+        drawn = [scored(65 + row, logprob), end, Finished("stop", Usage(1, 2))]
+        answer.add([(row, [Started(1), TextDelta("p", prompt), *drawn])])
+    body = json.loads("".join(answer.body()))
+    assert [choice["text"] for choice in body["choices"]] == ["pA"]
 
 
 def test_best_of_must_make_sense():
