@@ -298,6 +298,13 @@ def packing_of(layer: nn.QuantizedLinear | nn.QuantizedEmbedding) -> Packed:
     )
 
 
+def table_of(embed: nn.Module) -> Weight | None:
+    """The embeddings, if they are looked up and no more."""
+    if type(embed) is nn.QuantizedEmbedding:
+        return packing_of(embed)
+    return embed.weight if type(embed) is nn.Embedding else None
+
+
 def _kept(layer: nn.Module) -> Packed:
     """What a dense layer was made of, if it has that, too."""
     arrays = (layer.packed, layer.packed_scales, layer.packed_biases)

@@ -57,6 +57,11 @@ class Packed:
         outputs, words = self.words.shape
         return outputs, words * 32 // self.bits
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the scales, hence of what it stands for, but for modes that have scales of 8 bits."""
+        return self.scales.dtype
+
 
 Weight = mx.array | Packed
 """What rows are multiplied with: numbers of half precision, (outputs, inputs), or packed ones."""

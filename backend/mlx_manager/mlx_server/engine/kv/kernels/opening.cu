@@ -13,6 +13,21 @@ __device__ __forceinline__ void embed(const T* embedding, int width, T* hidden) 
   for (int i = threadIdx.x; i < width / 8; i += blockDim.x) to[i] = from[i];
 }
 
+// The same of a row as MLX packs it, BITS an integer and GROUP of them with a scale and a bias.
+template <int BITS, int GROUP, typename T>
+__device__ __forceinline__ void embed_packed(const unsigned* words, const T* scales, const T* biases,
+                                             int width, T* hidden) {
+  constexpr int EACH = 32 / BITS;
+  for (int i = threadIdx.x; i < width / EACH; i += blockDim.x) {
+    const unsigned word = words[i];
+    const int at = i * EACH;
+    const float scale = float(scales[at / GROUP]), bias = float(biases[at / GROUP]);
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      hidden[at + e] = T(float(word >> e * BITS & ((1u << BITS) - 1)) * scale + bias);
+  }
+}
+
 // Cosines and sines as `Fresh` of heads.cu has them; `frequencies` are DIMS / 2 radians a position.
 template <int DIMS, bool TRADITIONAL>
 __device__ __forceinline__ void turn(int position, const float* frequencies, float amplitude,

@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
+from mlx_manager.mlx_server.engine.products.factors import Packed, Weight, arrays_of
 
 THREADS = 256
 
@@ -35,17 +36,29 @@ class Turning:
     amplitude: float
 
 
-BuildOpening = Callable[[mx.Dtype, int, Sequence[Turning]], "OpeningKernel | Unsupported"]
+BuildOpening = Callable[[mx.Dtype, Weight, Sequence[Turning]], "OpeningKernel | Unsupported"]
 
 
-def build(dtype: mx.Dtype, width: int, turnings: Sequence[Turning]) -> OpeningKernel | Unsupported:
-    """The kernel for embeddings of `width` elements of `dtype` on the default device."""
+def build(
+    dtype: mx.Dtype, embeddings: Weight, turnings: Sequence[Turning]
+) -> OpeningKernel | Unsupported:
+    """The kernel for `embeddings`, (vocabulary, width), of `dtype` on the default device."""
     device = device_for(dtype)
     if isinstance(device, Unsupported):
         return device
+    width = embeddings.shape[1]
     if width % 8:
         return Unsupported(f"embeddings of {width} elements, which is no multiple of 8")
-    return OpeningKernel(compiled_for_cuda(opening_source(dtype, turnings)), turnings)
+    if isinstance(embeddings, Packed) and not is_served(embeddings):
+        kind = f"{embeddings.mode}, {embeddings.bits} bits"
+        return Unsupported(f"embeddings that are packed otherwise ({kind})")
+    kernel = compiled_for_cuda(opening_source(dtype, embeddings, turnings))
+    return OpeningKernel(dtype, kernel, turnings)
+
+
+def is_served(embeddings: Packed) -> bool:
+    """Whether the kernel knows how they are packed: whole integers in a word."""
+    return embeddings.mode == "affine" and embeddings.bits in (2, 4, 8)
 
 
 class OpeningKernel:
@@ -57,7 +70,8 @@ class OpeningKernel:
             rows of both are the last step's, written in place.
     """
 
-    def __init__(self, kernel: Kernel, turnings: Sequence[Turning]) -> None:
+    def __init__(self, dtype: mx.Dtype, kernel: Kernel, turnings: Sequence[Turning]) -> None:
+        self._dtype = dtype
         self._kernel = kernel
         self.lengths = mx.zeros((MOST_QUERIES,), mx.int32)
         self.rotations = [mx.zeros((MOST_QUERIES, turning.dims)) for turning in turnings]
@@ -67,14 +81,14 @@ class OpeningKernel:
         self,
         tokens: mx.array,
         before: mx.array,
-        embeddings: mx.array,
+        embeddings: Weight,
         frequencies: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
         """
         Args:
             tokens: (rows,) uint32, of the vocabulary; `MOST_QUERIES` at most.
             before: (rows,) int32, tokens of each row before that one; 0 for padding.
-            embeddings: (vocabulary, width).
+            embeddings: (vocabulary, width), those that the kernel was made for.
             frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
 
         Returns:
@@ -85,20 +99,36 @@ class OpeningKernel:
         if rows > MOST_QUERIES:
             raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
         hidden, following = self._kernel(
-            inputs=[tokens, before, embeddings, *frequencies, self.lengths, *self.rotations],
+            inputs=[
+                *(tokens, before, *arrays_of(embeddings)),
+                *(*frequencies, self.lengths, *self.rotations),
+            ],
             grid=(rows * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(rows, embeddings.shape[1]), (rows,)],
-            output_dtypes=[embeddings.dtype, mx.int32],
+            output_dtypes=[self._dtype, mx.int32],
         )
         return hidden, following
 
 
-def opening_source(dtype: mx.Dtype, turnings: Sequence[Turning]) -> KernelSource:
+def opening_source(
+    dtype: mx.Dtype, embeddings: Weight, turnings: Sequence[Turning]
+) -> KernelSource:
+    if isinstance(embeddings, Packed):
+        parts: tuple[str, ...] = ("embeddings", "scales", "biases")
+        bits, group = embeddings.bits, embeddings.group_size
+        width = f"embeddings_shape[1] * {32 // bits}"
+        groups = f"(long)tokens[row] * (width / {group})"
+        embed = (
+            f"kernels::embed_packed<{bits}, {group}>(embeddings + (long)tokens[row] * "
+            f"embeddings_shape[1], scales + {groups}, biases + {groups}, width, "
+        )
+    else:
+        parts, width = ("embeddings",), "embeddings_shape[1]"
+        embed = f"kernels::embed<{TYPES[dtype]}>(embeddings + (long)tokens[row] * width, width, "
     body = (
-        "const int row = blockIdx.x, width = embeddings_shape[1];\n"
-        f"kernels::embed<{TYPES[dtype]}>(embeddings + (long)tokens[row] * width, width, "
-        "hidden + (long)row * width);\n"
+        f"const int row = blockIdx.x, width = {width};\n"
+        f"{embed}hidden + (long)row * width);\n"
         "const int position = before[row];\n"
         "if (threadIdx.x == 0)\n"
         "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
@@ -117,7 +147,7 @@ def opening_source(dtype: mx.Dtype, turnings: Sequence[Turning]) -> KernelSource
         inputs=(
             "tokens",
             "before",
-            "embeddings",
+            *parts,
             *(f"frequencies_{i}" for i in kinds),
             "lengths",
             *(f"rotation_{i}" for i in kinds),

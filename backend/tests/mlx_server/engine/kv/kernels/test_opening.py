@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from engine.common_decoders import MODELS, make
+from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common
 from mlx_manager.mlx_server.engine.fused.layers import Opening
+from mlx_manager.mlx_server.engine.fused.projections import table_of
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
 from mlx_manager.mlx_server.engine.kv.kernels.opening import (
     OpeningKernel,
     Turning,
     build,
+    is_served,
     opening_source,
 )
+from mlx_manager.mlx_server.engine.products.factors import Packed, arrays_of
 
 F32, I32, U32 = mx.float32, mx.int32, mx.uint32
 DTYPES = (mx.bfloat16, mx.float16)
@@ -29,21 +35,31 @@ KINDS = {
 }
 
 
-def entry(dtype, turnings):
+def entry(dtype, embeddings, turnings):
     kinds = [F32 for _ in turnings]
-    inputs = (U32, I32, dtype, *kinds, I32, *kinds)
-    return opening_source(dtype, turnings), inputs, (dtype, I32)
+    table = [array.dtype for array in arrays_of(embeddings)]
+    inputs = (U32, I32, *table, *kinds, I32, *kinds)
+    return opening_source(dtype, embeddings, turnings), inputs, (dtype, I32)
 
 
-def test_nvidia_s_compiler_takes_it(nvidia_accepts):
-    nvidia_accepts([entry(mx.bfloat16, KINDS["two"])])
+def random_embeddings(dtype, bits=None, width=128, group=64):
+    values = np.random.default_rng(1).normal(size=(50, width)).astype(np.float32)
+    embeddings = mx.array(values).astype(dtype)
+    if bits is None:
+        return embeddings
+    return Packed(*mx.quantize(embeddings, group, bits), group, bits)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_nvidia_s_compiler_takes_it(nvidia_accepts, bits):
+    nvidia_accepts([entry(mx.bfloat16, random_embeddings(mx.bfloat16, bits), KINDS["two"])])
 
 
 class Emulated:
     """What `mx.fast.cuda_kernel` would give; what it writes into its inputs is there, too."""
 
-    def __init__(self, compile_cuda, dtype, turnings) -> None:
-        self._library = compile_cuda([entry(dtype, turnings)])
+    def __init__(self, compile_cuda, dtype, embeddings, turnings) -> None:
+        self._library = compile_cuda([entry(dtype, embeddings, turnings)])
 
     def __call__(self, inputs, grid, threadgroup, output_shapes, output_dtypes):
         stored = [x.view(mx.uint16) if x.dtype in DTYPES else x for x in inputs]
@@ -59,13 +75,14 @@ class Emulated:
 def test_embeddings_lengths_and_rotations_are_those_of_the_operations(compile_cuda, dtype, kind):
     turnings = KINDS[kind]
     rng = np.random.default_rng(1)
-    embeddings = mx.array(rng.normal(size=(50, 72)).astype(np.float32)).astype(dtype)
+    embeddings = random_embeddings(dtype, width=72)
     tokens = mx.array([49, 0, 7, 0], mx.uint32)
     before = mx.array([1, 130_000, 777, 0], mx.int32)
     frequencies = [
         mx.array(rng.uniform(1e-5, 1, turning.dims // 2).astype(np.float32)) for turning in turnings
     ]
-    kernel = OpeningKernel(Emulated(compile_cuda, dtype, turnings), turnings)
+    emulated = Emulated(compile_cuda, dtype, embeddings, turnings)
+    kernel = OpeningKernel(dtype, emulated, turnings)
     hidden, following = kernel.open(tokens, before, embeddings, frequencies)
     assert mx.array_equal(hidden, embeddings[tokens])
     assert following.tolist() == [2, 130_001, 778, 0]
@@ -84,9 +101,7 @@ def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
     model = make(*MODELS[name])
     model.set_dtype(mx.bfloat16)
     common = Common.of(model, 16)
-    opening = Opening.of(
-        common, lambda dtype, _, kinds: OpeningKernel(Emulated(compile_cuda, dtype, kinds), kinds)
-    )
+    opening = Opening.of(common, partial(emulated_kernel, compile_cuda))
     by_operations = Opening.of(common, lambda *_: Unsupported("no GPU here"))
     given = mx.array([96, 3, 0], mx.uint32), mx.array([2000, 1, 0], mx.int32)
     (hidden, shared), (expected, by) = opening(*given), by_operations(*given)
@@ -97,15 +112,44 @@ def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
         assert mx.allclose(rotation[:3], own, atol=1e-6)
 
 
-def test_quantised_embeddings_are_looked_up_by_operations():
-    def never(*_):
-        raise AssertionError
+def emulated_kernel(compile_cuda, dtype, embeddings, turnings):
+    emulated = Emulated(compile_cuda, dtype, embeddings, turnings)
+    return OpeningKernel(dtype, emulated, turnings)
 
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 32), (8, 64), (8, 128), (2, 64)])
+def test_packed_embeddings_are_unpacked(compile_cuda, dtype, bits, group):
+    embeddings = random_embeddings(dtype, bits, 256, group)
+    kernel = emulated_kernel(compile_cuda, dtype, embeddings, [])
+    tokens = mx.array([49, 0, 7], mx.uint32)
+    hidden, _ = kernel.open(tokens, mx.array([3, 4, 0], mx.int32), embeddings, [])
+    wide = [embeddings.scales.astype(F32), embeddings.biases.astype(F32)]
+    expected = mx.dequantize(embeddings.words, *wide, group, bits)[tokens].astype(dtype)
+    assert mx.allclose(hidden, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_packed_models_steps_begin_as_by_operations(compile_cuda):
+    model = make("llama", {"tie_word_embeddings": True})
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=4)
+    common = Common.of(model, 16)
+    opening = Opening.of(common, partial(emulated_kernel, compile_cuda))
+    by_operations = Opening.of(common, lambda *_: Unsupported("no GPU here"))
+    given = mx.array([96, 3, 0], mx.uint32), mx.array([2000, 1, 0], mx.int32)
+    assert mx.allclose(opening(*given)[0], by_operations(*given)[0], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("packing", "served"),
+    [({"bits": 4}, True), ({"bits": 6}, False), ({"bits": 4, "mode": "mxfp4"}, False)],
+)
+def test_embeddings_whose_integers_lie_across_words_are_looked_up_by_operations(packing, served):
     model = make("llama", {})
-    model.model.embed_tokens = model.model.embed_tokens.to_quantized(group_size=32, bits=4)
-    assert Opening.of(Common.of(model, 16), never).kernel is None
+    nn.quantize(model, group_size=32, **packing)
+    assert is_served(table_of(model.model.embed_tokens)) is served
 
 
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="there is a GPU")
 def test_without_a_gpu_there_is_no_kernel():
-    assert isinstance(build(mx.bfloat16, 64, KINDS["llama"]), Unsupported)
+    assert isinstance(build(mx.bfloat16, mx.zeros((9, 64)), KINDS["llama"]), Unsupported)
