@@ -165,7 +165,7 @@ def fake_hub(folder: Path) -> Iterator[FakeHub]:
         ("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub, "__module__": __name__})
     )
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
