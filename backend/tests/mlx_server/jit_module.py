@@ -7,7 +7,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import pytest
@@ -37,6 +39,18 @@ class Compiled:
     code: bytes
 
 
+@cache
+def _linked(compiler: str, libraries: Path, include: Path) -> bytes:
+    """The library's file, of which each `Jit` has a copy to itself."""
+    linked = [str(libraries / "libnvrtc.so.13"), f"-Wl,-rpath,{libraries}"]
+    flags = ["-std=c++17", "-shared", "-fPIC", f"-I{include}"]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "libjit.so"
+        command = [compiler, *flags, str(HERE / "jit_module.cpp"), "-o", str(path), *linked]
+        subprocess.run(command, check=True)
+        return path.read_bytes()
+
+
 class Jit:
     """The library. Skips where NVRTC or g++ is missing."""
 
@@ -48,10 +62,7 @@ class Jit:
         if compiler is None:
             pytest.skip("g++ is not installed: nothing can be linked with NVRTC")
         libraries, include = found[0] / "lib", found[0] / "include"
-        linked = [str(libraries / "libnvrtc.so.13"), f"-Wl,-rpath,{libraries}"]
-        flags = ["-std=c++17", "-shared", "-fPIC", f"-I{include}"]
-        command = [compiler, *flags, str(HERE / "jit_module.cpp"), "-o", str(path), *linked]
-        subprocess.run(command, check=True)
+        path.write_bytes(_linked(compiler, libraries, include))
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._includes = [f"--include-path={include / 'cccl'}", f"--include-path={include}"]

@@ -12,7 +12,9 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import numpy as np
@@ -140,13 +142,21 @@ def _compile(
     parts = [f'#include "{header}"', "#define threadgroup", entries[0].source.header]
     parts += ["#undef threadgroup", "#define threadgroup static"]
     parts += [_function(i, entry, index, types, views) for i, entry in enumerate(entries)]
-    text = directory / "kernels.cpp"
-    text.write_text("\n".join(parts))
     path = directory / "kernels.so"
+    path.write_bytes(_compiled(compiler, "\n".join(parts)))
+    return Library(path, entries)
+
+
+@cache
+def _compiled(compiler: str, text: str) -> bytes:
+    """The file of a library. Many tests differ only in what they give a kernel; each has a copy."""
     # Unfortified: that checks jumps to stay on one stack, and each emulated thread has its own.
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w", f"-I{EMULATION}"]
-    subprocess.run([compiler, *flags, str(text), "-o", str(path)], check=True)
-    return Library(path, entries)
+    with TemporaryDirectory() as folder:
+        source, path = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+        source.write_text(text)
+        subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+        return path.read_bytes()
 
 
 def _function(

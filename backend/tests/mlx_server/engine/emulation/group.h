@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 // The same bits as another type; Metal has it by this name.
@@ -30,12 +31,16 @@ constexpr size_t kStack = 1 << 18;
 
 enum class Waits { nobody, warp, block, event, done };
 
+struct Free {
+  void operator()(char* memory) const { std::free(memory); }
+};
+
 // A context only starts a fiber: to switch by contexts asks the system for the signal mask each time.
 struct Thread {
   ucontext_t start;
   bool started;
   jmp_buf place;
-  std::vector<char> stack;
+  std::unique_ptr<char, Free> stack;
   Waits waits;
   // Of a thread that waits for an event: whether it has come.
   std::function<bool()> happened;
@@ -91,11 +96,12 @@ inline void begin(int size, std::function<void()> what) {
   body = std::move(what);
   threads.resize(size);
   for (auto& thread : threads) {
-    thread.stack.resize(kStack);
+    // Zeros that take no memory until they are touched: thousands of stacks would be gigabytes.
+    if (!thread.stack) thread.stack.reset(static_cast<char*>(std::calloc(1, kStack)));
     thread.waits = Waits::nobody;
     thread.started = false;
     getcontext(&thread.start);
-    thread.start.uc_stack.ss_sp = thread.stack.data();
+    thread.start.uc_stack.ss_sp = thread.stack.get();
     thread.start.uc_stack.ss_size = kStack;
     thread.start.uc_link = nullptr;
     makecontext(&thread.start, entry, 0);
