@@ -39,7 +39,9 @@ schema = schemathesis.openapi.from_dict(
 schema.config.phases.coverage.enabled = THOROUGH
 
 
-@pytest.fixture(scope="module")
+# With a parameter each route's test has a name of its own; schemathesis gives all of them the same,
+# and tests that run beside each other are told apart by that.
+@pytest.fixture(scope="module", params=[""], ids=["served"])
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     with live_server(log, api_key=SECRET, admin_token=SECRET) as server:
