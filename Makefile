@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 
 BIN := $(CURDIR)/.venv/bin
+WORKERS := 2
 BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause embeddings fair_share structured observers memory
 
 help:
@@ -10,7 +11,7 @@ help:
 	@echo 'make setup   only set up .venv (PYTHON=/path/to/python3, MLX=metal|cuda13|cuda12|cpu to choose)'
 	@echo 'make clients install the clients, trace collector and CUDA compiler that tests try (gigabytes; else skipped)'
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
-	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"'
+	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"; WORKERS=0: in one process'
 	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
 	@echo 'make dashboard  draw docs/grafana over a server in use (npm, Chromium, Prometheus; 700 MB)'
 	@echo 'make bench   run the benchmarks (minutes); one of them: see benchmarks/README.md'
@@ -35,7 +36,7 @@ types: setup
 	cd backend && $(BIN)/mypy
 
 check: setup
-	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 audit: setup
 	cd backend && $(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlx_manager
