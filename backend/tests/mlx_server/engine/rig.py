@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -48,13 +48,15 @@ class Row:
     sequence: Sequence
     parser: RecordingParser
     stream: EventStream
+    came_with_start: list[Event] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
         return self.parser.tokens
 
     async def events(self) -> list[Event]:
-        return [event async for events in self.stream for event in events]
+        later = [event async for events in self.stream for event in events]
+        return [*self.came_with_start, *later]
 
     async def finished(self) -> Finished:
         last = (await self.events())[-1]
@@ -63,7 +65,8 @@ class Row:
 
     async def started(self) -> Started:
         assert await anext(self.stream) == [Admitted()]
-        first = (await anext(self.stream))[0]
+        # To who looks late the rest comes at once, up to the end.
+        first, *self.came_with_start = await anext(self.stream)
         assert isinstance(first, Started)
         return first
 
