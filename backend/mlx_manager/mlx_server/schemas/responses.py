@@ -158,7 +158,8 @@ def _item_kind(value: object) -> str:
         case {"type": str(kind)}:
             return f"<{kind}>" if kind in _ITEMS else "<other>"
         case BaseModel():
-            return f"<{value.type or 'message'}>"  # type: ignore[attr-defined]
+            kind = value.type  # type: ignore[attr-defined]
+            return "<message>" if kind is None else f"<{kind}>"
     return "<message>"
 
 
