@@ -215,6 +215,15 @@ class Forward(Protocol):
         many follow each other."""
         ...
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """What weights take that steps of many tokens make dense for themselves."""
+        ...
+
+    def keep_packed(self) -> None:
+        """Make none dense from now on: there is no memory for that."""
+        ...
+
     def snapshot(self, key: int) -> Snapshot | None:
         """The state of a sequence whose prompt is being processed, if it has any of its own."""
         ...
@@ -255,6 +264,13 @@ class Plain:
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
+
+    def keep_packed(self) -> None:
+        pass
 
     def snapshot(self, key: int) -> Snapshot | None:
         return None
@@ -557,7 +573,7 @@ def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: 
     if forward is None:
         return logits
     products: int = sum(n for n in outputs if n != vocabulary)
-    return logits + 4 * forward.tokens_at_once(tokens) * products
+    return logits + forward.unpacked_bytes + 4 * forward.tokens_at_once(tokens) * products
 
 
 def _shape(cache: Any) -> LayerShape | None:

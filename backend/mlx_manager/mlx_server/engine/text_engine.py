@@ -879,6 +879,10 @@ def with_chunk(
     while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
         tokens //= 2
         working = _working_on(limits, model, forward, tokens)
+    if working > most and forward.unpacked_bytes:
+        # Weights made dense for prompts would take what pages need.
+        forward.keep_packed()
+        return with_chunk(limits, model, forward, ledger)
     return replace(limits, prefill_chunk=tokens), _most_scored(limits, model), working
 
 

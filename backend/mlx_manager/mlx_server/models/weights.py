@@ -130,6 +130,9 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
         case "dequantize" if any(form.dense for form in forms):
             forms = [form for form in forms if form.dense and not form.keeps]
             reason = "the setting is dequantize"
+        case _ if any(form.keeps for form in forms):
+            # Dense weights alone would be slower for few rows, and leave no memory for many.
+            forms = [form for form in forms if form.keeps or not form.dense]
         case _:
             pass
     fitting = [form for form in forms if form.name == "stored" or form.nbytes <= room]

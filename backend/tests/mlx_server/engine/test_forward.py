@@ -16,10 +16,13 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
+from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.forward import AloneForward, working_bytes
+from mlx_manager.mlx_server.engine.text_engine import chunk_of, with_chunk
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.blocked import BlockedLinear
+from mlx_manager.mlx_server.utils.memory import Ledger
 
 FUSED, RAGGED, SEPARATE, ALONE = "fused", "ragged", "separate", "alone"
 KINDS = {
@@ -257,3 +260,27 @@ def test_a_gpus_step_is_taken_to_hold_what_each_product_makes_of_its_tokens(
     # Queries and outputs, keys and values of half as many heads, gates and ups, the way down.
     made = 3 * (2 * 128 + 2 * 64 + 2 * 192 + 128)
     assert working_bytes(model, AloneForward(model), 10, 7) == 16 * 7 * 256 + 4 * 10 * made
+
+
+class Unpacking(AloneForward):
+    """Takes memory for weights that are made dense, until it is told not to."""
+
+    unpacked_bytes = 2**30
+
+    def keep_packed(self) -> None:
+        self.unpacked_bytes = 0
+
+
+@pytest.mark.parametrize(("limit", "unpacks"), [(2**33, True), (2**31, False)])
+def test_weights_are_made_dense_for_prompts_where_that_leaves_most_memory_to_pages(
+    limit: int, unpacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama", {})
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    forward, ledger = Unpacking(model), Ledger(limit, cache_bytes=lambda: 0)
+    limits, _, working = with_chunk(EngineLimits(), model, forward, ledger)
+    assert forward.unpacked_bytes == (2**30 if unpacks else 0)
+    assert (working > 2**30) is unpacks
+    assert working < limit / 3
+    # Prompts are not cut smaller for what is not done.
+    assert limits.prefill_chunk == chunk_of(EngineLimits())

@@ -55,13 +55,21 @@ LEAST_AHEAD = 3
 # Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
 # tokens).
 STEPS_AHEAD = 1.5
+# Tokens of a step with prompts from which on packed weights that have no dense ones beside them are
+# made dense, a layer at a time: that takes as long whatever the tokens, while MLX's products with
+# packed weights take 1 ms a layer of an 8B for 64 (H200). Expected, not measured: NOTES 109.
+FEWEST_UNPACKED = 65
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
 # not abbreviated.
 MOST_COMPILED = 64
 
 
 class FusedDecoder:
-    """Steps of one model; made by `build`."""
+    """Steps of one model; made by `build`.
+
+    Attributes:
+        unpacks: whether weights may be made dense for steps with many tokens.
+    """
 
     def __init__(
         self,
@@ -80,8 +88,10 @@ class FusedDecoder:
         self._attentions = {
             (part.kernels.shape, part.window): number for number, part in enumerate(parts)
         }
-        # What a layer makes of a token.
+        # What a layer makes of a token, and what its weights take as dense ones.
         self._layer_bytes = max(part.token_bytes for part in parts)
+        self._unpacked_bytes = max(part.block.unpacked_bytes for part in parts)
+        self.unpacks = self._unpacked_bytes > 0
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -182,10 +192,11 @@ class FusedDecoder:
         hidden = self._open.embed(step.tokens)
         at_a_time, pieces_ahead = self._ahead(step.tokens.size)
         pieces = Pieces(pieces_ahead)
+        unpack = self._unpacks(step.tokens.size)
         compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
         for number, (layer, store) in enumerate(zip(self._repeated, stores, strict=True), 1):
             if layer.kind not in compiled:
-                compiled[layer.kind] = self._compile(partial(layer.run, store, step.plan))
+                compiled[layer.kind] = self._compile(partial(layer.run, store, step.plan, unpack))
             run, rotation = compiled[layer.kind], rotations[layer.rotation]
             hidden, store.written = run(hidden, rotation, layer.arrays, store.arrays)
             if number % at_a_time == 0:
@@ -200,10 +211,20 @@ class FusedDecoder:
         part = STEPS_AHEAD if pieces is None else at_a_time * pieces / len(self._layers)
         return int(max(STEPS_AHEAD * whole, min(part, STEPS_AHEAD) * tokens))
 
+    @property
+    def unpacked_at_once(self) -> int:
+        """Bytes of the weights that are made dense for steps with many tokens, at once."""
+        return LEAST_AHEAD * self._unpacked_bytes if self.unpacks else 0
+
+    def _unpacks(self, tokens: int) -> bool:
+        return self.unpacks and tokens >= FEWEST_UNPACKED
+
     def _ahead(self, tokens: int) -> tuple[int, int | None]:
         """How many layers of a step of so many tokens are queued at a time, and how many such
         pieces at most; None: all."""
         layer = tokens * self._layer_bytes
+        if self._unpacks(tokens):
+            layer += self._unpacked_bytes
         if layer * len(self._layers) <= BYTES_AHEAD:
             return LAYERS_AT_A_TIME, None
         at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))

@@ -124,6 +124,13 @@ class FusedForward(OnPages):
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
 
+    @property
+    def unpacked_bytes(self) -> int:
+        return self._decoder.unpacked_at_once
+
+    def keep_packed(self) -> None:
+        self._decoder.unpacks = False
+
     def warming(self) -> Steps[None]:
         """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
         kernels for long contexts, crowds of them and of short ones, and what steps that are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -76,6 +76,22 @@ class Block:
             gate_up=join(anatomy.gate_up, few),
             down=join([anatomy.down], few),
         )
+
+    @property
+    def unpacked(self) -> Block:
+        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+        return replace(
+            self,
+            qkv=self.qkv.unpacked,
+            output=self.output.unpacked,
+            gate_up=self.gate_up.unpacked,
+            down=self.down.unpacked,
+        )
+
+    @property
+    def unpacked_bytes(self) -> int:
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        return sum(product.unpacked_bytes for product in products)
 
     def heads(self, hidden: mx.array | Scaled) -> mx.array:
         """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
@@ -261,11 +277,19 @@ class Part:
         return shape.dtype.size * sum([*made, *norms, gates, gates // 2])
 
     def ragged(
-        self, hidden: mx.array, rotation: mx.array, store: LayerStore, plan: StepPlan
+        self,
+        hidden: mx.array,
+        rotation: mx.array,
+        store: LayerStore,
+        plan: StepPlan,
+        *,
+        unpack: bool,
     ) -> mx.array:
-        """The layer's result in a step with prompts in it. hidden: (tokens, width)."""
+        """The layer's result in a step with prompts in it. hidden: (tokens, width). unpack: whether
+        weights that are packed are made dense for it."""
+        block = self.block.unpacked if unpack else self.block
         queries = self.kernels.rotate_and_write(
-            self.block.heads(hidden),
+            block.heads(hidden),
             rotation,
             self.head_norms,
             store.keys,
@@ -274,7 +298,7 @@ class Part:
             rotary=self.rotary,
         )
         attended = attend(queries, store, plan, self.scale, self.window)
-        return self.block.after(hidden, attended.reshape(hidden.shape[0], -1))
+        return block.after(hidden, attended.reshape(hidden.shape[0], -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +358,7 @@ class Repeated:
         self,
         store: LayerStore,
         plan: StepPlan,
+        unpack: bool,
         hidden: mx.array,
         rotation: mx.array,
         arrays: Sequence[mx.array],
@@ -341,8 +366,9 @@ class Repeated:
     ) -> tuple[mx.array, mx.array]:
         """The result of any layer of this kind, and what is `written` then.
 
-        arrays, pages: that layer's, and its store's.
+        arrays, pages: that layer's, and its store's. unpack: see `Part.ragged`.
         """
         own = store.alike(pages)
-        result = made_of(self.part, arrays).ragged(hidden, rotation, own, plan)
+        part = made_of(self.part, arrays)
+        result = part.ragged(hidden, rotation, own, plan, unpack=unpack)
         return result, own.written

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,16 @@ class FewOrMany(ABC):
     @abstractmethod
     def factor(self) -> Weight:
         """The weight as `few` takes it."""
+
+    @property
+    @abstractmethod
+    def unpacked(self) -> Projection:
+        """The same with dense weights, if it has none, which take `unpacked_bytes` for as long as
+        the products with them: what MLX multiplies many rows by sooner."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
 
     @abstractmethod
     def _product(self, x: mx.array) -> mx.array: ...
@@ -115,6 +126,10 @@ class Dense(FewOrMany):
     def factor(self) -> mx.array:
         return self.weight
 
+    @property
+    def unpacked(self) -> Dense:
+        return self
+
     def _product(self, x: mx.array) -> mx.array:
         if self.bias is None:
             return x @ self.transposed
@@ -146,6 +161,21 @@ class Quantized(FewOrMany):
     def factor(self) -> Packed:
         return self.packed
 
+    @property
+    def unpacked(self) -> Projection:
+        if self.few is None:
+            return self
+        packed = self.packed
+        weight = mx.dequantize(
+            packed.words, packed.scales, packed.biases, packed.group_size, packed.bits
+        )
+        return Dense.of(weight, self.bias, self.few)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        outputs, inputs = self.packed.shape
+        return 0 if self.few is None else outputs * inputs * self.packed.dtype.size
+
     def _product(self, x: mx.array) -> mx.array:
         packed = self.packed
         out = mx.quantized_matmul(
@@ -176,6 +206,14 @@ class Twofold:
     def weight(self) -> mx.array:
         return self.dense.weight
 
+    @property
+    def unpacked(self) -> Projection:
+        return self.dense
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
+
     def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
         return self._for(x.shape[0]).normed(x, norm)
 
@@ -202,6 +240,14 @@ class OneProduct(ABC):
     """What is made of nothing but its product. For the methods, see `FewOrMany`."""
 
     __slots__ = ()
+
+    @property
+    def unpacked(self) -> Self:
+        return self
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
 
     def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
         return self._product(norm(x))

@@ -261,6 +261,48 @@ def test_prompts_are_multiplied_by_dense_weights_where_packed_ones_are_there_too
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"tie_word_embeddings": True}])
+def test_packed_weights_are_made_dense_for_steps_of_many_tokens(changes, monkeypatch):
+    monkeypatch.setattr(decoders, "FEWEST_UNPACKED", 31)
+    model, of = make("llama", changes), PortableProducts()
+    nn.quantize(model, group_size=32, bits=4)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of)
+    layer = model.model.layers[0]
+    linears = [each for _, each in layer.named_modules() if isinstance(each, nn.QuantizedLinear)]
+    numbers = sum(each.weight.size * 8 for each in linears)
+    assert decoder.unpacked_at_once == decoders.LEAST_AHEAD * numbers * 4
+    # The row and the prompt's end are multiplied by the vocabulary, all 31 by nothing else.
+    unpacked = ragged_logits(decoder, 0.3)
+    assert of.packed == {2}
+    decoder.unpacks = False
+    packed = ragged_logits(decoder, 0.3)
+    assert of.packed == {2, 31}
+    np.testing.assert_allclose(unpacked, packed, rtol=1e-4, atol=1e-4)
+    assert decoder.unpacked_at_once == 0
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_no_kernel_of_ours_multiplies_is_not_made_dense(quantised):
+    model = make("llama", {})
+    if quantised:
+        nn.quantize(model, group_size=32, bits=4)
+    assert built(model).unpacked_at_once == 0
+
+
+def test_fewer_layers_are_queued_at_once_where_their_weights_are_made_dense(monkeypatch):
+    model = make("llama", {"num_hidden_layers": 32})
+    nn.quantize(model, group_size=32, bits=4)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts(), plainly)
+    of_layer = decoder.unpacked_at_once // decoders.LEAST_AHEAD
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", 40 * of_layer)
+    monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", of_layer)
+    monkeypatch.setattr(decoders, "FEWEST_UNPACKED", 1)
+    tokens = of_layer // decoder._layer_bytes
+    assert decoder._ahead(tokens) == (1, 20)
+    decoder.unpacks = False
+    assert decoder._ahead(tokens) == (decoders.LAYERS_AT_A_TIME, None)
+
+
 def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_were_made_of(
     monkeypatch,
 ):
