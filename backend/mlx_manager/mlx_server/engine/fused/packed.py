@@ -6,7 +6,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, NotFusable
 from mlx_manager.mlx_server.engine.fused.projections import packing_of
-from mlx_manager.mlx_server.engine.kernels.cuda import device_for
+from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, cuda_device
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products import ProductKernels
 
@@ -17,13 +17,15 @@ _PAGE_SIZE = 16
 def multiplies_packed(model: nn.Module) -> bool:
     """Whether the default device has kernels for few rows and all of `model`'s packed weights, if
     they are all packed alike: of a common decoder that is stored so."""
+    packed = any(type(module) is nn.QuantizedLinear for _, module in model.named_modules())
+    # The device is asked first: to take a decoder to pieces computes a little.
+    if not packed or isinstance(cuda_device(), Unsupported):
+        return False
     try:
         common = Common.of(model, _PAGE_SIZE)
     except NotFusable:
         return False
-    if isinstance(device_for(common.layers[0].shape.dtype), Unsupported):
-        return False
-    return are_packed_alike(common)
+    return common.layers[0].shape.dtype in TYPES and are_packed_alike(common)
 
 
 def are_packed_alike(common: Common) -> bool:
