@@ -1,15 +1,16 @@
 // Products of few rows with large matrices: bound by reading the matrix once.
 //
-// A block gives 16 * TILES outputs of up to HELD rows, by 8 as columns. Its warps take turns at the columns of
-// a stage: each walks its own through a ring filled by cp.async, 128 bytes of every weight row and
-// the same columns of every input row at a time, and adds up its share on the tensor cores with the
-// weights as the first operand and the rows as the second. How the weights are stored is a type of
-// its own: plain.cu, packed.cu. The shares meet in shared memory at the end. An RMS norm before the product costs no launch: its weights are
-// multiplied into the rows on the way, the squares are summed beside the product, and 1 / rms is
-// applied to the result. As every block does that for all rows, the product that makes the rows may
-// do it: it leaves them multiplied with the weights, and each of its blocks the squares of its
-// outputs. Copies go past the first-level cache: the more of a multiprocessor's memory is shared,
-// the fewer through that cache are under way.
+// A block gives 16 * TILES outputs of up to HELD rows, by 8 as columns. Its warps take turns at the
+// columns of a stage: each walks its own through a ring filled by cp.async, 128 bytes of every
+// weight row and the same columns of every input row at a time, and adds up its share on the tensor
+// cores with the weights as the first operand and the rows as the second. How the weights are stored
+// is a type of its own: plain.cu, packed.cu. The shares meet in shared memory at the end. An RMS norm
+// before the product costs no launch: its weights are multiplied into the rows on the way, the
+// squares are summed beside the product, and 1 / rms is applied to the result. As every block does
+// that for all rows, the product that makes the rows may do it: it leaves them multiplied with the
+// weights, and each of its blocks the squares of its outputs. Copies go past the first-level cache,
+// but for a few small ones: the more of a multiprocessor's memory is shared, the fewer through that
+// cache are under way.
 
 namespace kernels {
 
