@@ -24,7 +24,11 @@ from weakref import ref
 
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
-from mlx_manager.mlx_server.utils.graphs import keep_kernels, record_whole_steps
+from mlx_manager.mlx_server.utils.graphs import (
+    keep_cpu_kernels,
+    keep_kernels,
+    record_whole_steps,
+)
 from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
 T = TypeVar("T")
@@ -139,6 +143,7 @@ class MLXThread:
         import mlx.core as mx
 
         if mx.default_device() == mx.cpu:
+            keep_cpu_kernels()
             keep_freed_memory()
         self._thread.start()
 

@@ -1,11 +1,14 @@
-"""How MLX's CUDA build records steps and keeps its kernels, which it reads from the environment at
-its first use."""
+"""How MLX's CUDA build records steps, and where it keeps its kernels, on a CPU, too: it reads that
+from the environment."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +26,7 @@ SETTINGS = {
     "MLX_MAX_MB_PER_BUFFER": "1000000",
 }
 KERNELS = "MLX_PTX_CACHE_DIR"
+TEMPORARY = "TMPDIR"
 
 # Of the CUDA driver API: attributes of a device.
 _MAJOR, _MINOR = 75, 76
@@ -51,6 +55,33 @@ def keep_kernels() -> None:
         log.debug("MLX keeps its kernels where it likes: %s", error)
         return
     os.environ[KERNELS] = str(folder)
+
+
+def keep_cpu_kernels() -> None:
+    """The same where MLX computes on a CPU: what it compiles, with g++, goes to the folder for
+    temporary files and nowhere else.
+
+    There the first user's folder is in the way of every other user's server, and whoever makes it
+    before the server does has it run his code. So MLX gets a folder of the user's own, unless the
+    owner says where temporary files go; a new one where there is no home. Python's stay where they
+    are.
+
+    Source: mlx/backend/cpu/compiled.cpp.
+    """
+    if TEMPORARY in os.environ:
+        return
+    # Asked for once a process, and kept.
+    tempfile.gettempdir()
+    try:
+        folder = cache_folder() / "cpu"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} may not be written to")
+    except (OSError, RuntimeError) as error:
+        log.debug("kernels are compiled anew in each process: %s", error)
+        folder = Path(tempfile.mkdtemp(prefix="mlx-manager-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[TEMPORARY] = str(folder)
 
 
 def cache_folder() -> Path:

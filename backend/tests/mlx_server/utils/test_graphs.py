@@ -1,18 +1,31 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_manager.mlx_server.utils import driver, graphs
-from mlx_manager.mlx_server.utils.graphs import KERNELS, SETTINGS, keep_kernels, record_whole_steps
+from mlx_manager.mlx_server.utils.graphs import (
+    KERNELS,
+    SETTINGS,
+    TEMPORARY,
+    keep_cpu_kernels,
+    keep_kernels,
+    record_whole_steps,
+)
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch, tmp_path):
     """An environment in which nothing is set; what is set is undone."""
-    for name in (*SETTINGS, KERNELS):
+    for name in (*SETTINGS, KERNELS, TEMPORARY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -52,3 +65,62 @@ def test_without_an_nvidia_gpu_nothing_is_set(monkeypatch, tmp_path):
     keep_kernels()
     assert KERNELS not in os.environ
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cpus_kernels_are_kept_for_the_user_alone_and_python_s_files_stay(tmp_path):
+    before = tempfile.gettempdir()
+    keep_cpu_kernels()
+    folder = tmp_path / "mlx-manager" / "kernels" / "cpu"
+    assert os.environ[TEMPORARY] == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert tempfile.gettempdir() == before
+
+
+def test_where_the_owner_puts_temporary_files_a_cpus_kernels_go_too(tmp_path, monkeypatch):
+    monkeypatch.setenv(TEMPORARY, "/somewhere")
+    keep_cpu_kernels()
+    assert os.environ[TEMPORARY] == "/somewhere"
+    assert not list(tmp_path.iterdir())
+
+
+NO_PLACE = """
+import os
+from mlx_manager.mlx_server.utils.graphs import keep_cpu_kernels
+keep_cpu_kernels()
+print(os.environ["TMPDIR"], os.path.isdir(os.environ["TMPDIR"]))
+"""
+
+
+def test_without_a_home_a_cpus_kernels_are_a_process_s_own_and_go_with_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_PLACE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder, was_there = ran.stdout.split()
+    assert was_there == "True"
+    assert Path(folder).name.startswith("mlx-manager-")
+    assert not Path(folder).exists()
+
+
+SERVED = """
+import mlx.core as mx
+from mlx_manager.mlx_server.engine.thread import MLXThread
+thread = MLXThread()
+thread.start()
+if mx.default_device() == mx.cpu:
+    mx.eval(mx.compile(lambda x: mx.exp(x) + 2 * x)(mx.ones((3,))))
+thread.close()
+"""
+
+
+def test_a_server_compiles_nothing_into_a_folder_that_others_may_have_made(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", SERVED], env=environment, check=True)
+    kernels = tmp_path / "mlx-manager" / "kernels" / "cpu"
+    if mx.default_device() == mx.cpu and shutil.which("g++"):
+        assert list(kernels.rglob("*.so"))
