@@ -213,8 +213,14 @@ class FusedDecoder:
 
     @property
     def unpacked_at_once(self) -> int:
-        """Bytes of the weights that are made dense for steps with many tokens, at once."""
-        return LEAST_AHEAD * self._unpacked_bytes if self.unpacks else 0
+        """Bytes of the weights that are made dense for steps with many tokens, at once: most for
+        the fewest tokens, as most layers are queued then."""
+        if not self.unpacks:
+            return 0
+        at_a_time, pieces = self._ahead(FEWEST_UNPACKED)
+        layers = len(self._layers)
+        queued = layers if pieces is None else min(layers, at_a_time * pieces)
+        return queued * self._unpacked_bytes
 
     def _unpacks(self, tokens: int) -> bool:
         return self.unpacks and tokens >= FEWEST_UNPACKED

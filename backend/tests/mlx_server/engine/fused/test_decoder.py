@@ -270,7 +270,7 @@ def test_packed_weights_are_made_dense_for_steps_of_many_tokens(changes, monkeyp
     layer = model.model.layers[0]
     linears = [each for _, each in layer.named_modules() if isinstance(each, nn.QuantizedLinear)]
     numbers = sum(each.weight.size * 8 for each in linears)
-    assert decoder.unpacked_at_once == decoders.LEAST_AHEAD * numbers * 4
+    assert decoder.unpacked_at_once == len(model.model.layers) * numbers * 4
     # The row and the prompt's end are multiplied by the vocabulary, all 31 by nothing else.
     unpacked = ragged_logits(decoder, 0.3)
     assert of.packed == {2}
@@ -293,12 +293,21 @@ def test_fewer_layers_are_queued_at_once_where_their_weights_are_made_dense(monk
     model = make("llama", {"num_hidden_layers": 32})
     nn.quantize(model, group_size=32, bits=4)
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts(), plainly)
-    of_layer = decoder.unpacked_at_once // decoders.LEAST_AHEAD
+    of_layer = decoder.unpacked_at_once // 32
     monkeypatch.setattr(decoders, "BYTES_AHEAD", 40 * of_layer)
     monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", of_layer)
     monkeypatch.setattr(decoders, "FEWEST_UNPACKED", 1)
     tokens = of_layer // decoder._layer_bytes
     assert decoder._ahead(tokens) == (1, 20)
+    monkeypatch.setattr(decoders, "FEWEST_UNPACKED", tokens)
+    assert decoder.unpacked_at_once == 20 * of_layer
+    # Never more than there are, nor fewer than keep the device busy.
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", 63 * of_layer)
+    monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", 6 * of_layer)
+    assert decoder.unpacked_at_once == 30 * of_layer
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", of_layer)
+    assert decoder.unpacked_at_once == 3 * decoders.LEAST_AHEAD * of_layer
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", 40 * of_layer)
     decoder.unpacks = False
     assert decoder._ahead(tokens) == (decoders.LAYERS_AT_A_TIME, None)
 
