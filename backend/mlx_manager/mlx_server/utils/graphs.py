@@ -48,8 +48,7 @@ def keep_kernels() -> None:
     if KERNELS in os.environ:
         return
     try:
-        folder = cache_folder() / f"{version('mlx')}-{architecture()}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _made(f"{version('mlx')}-{architecture()}")
     except (OSError, RuntimeError) as error:
         # There is no such GPU, most likely; or a home that is missing, or may not be written to.
         log.debug("MLX keeps its kernels where it likes: %s", error)
@@ -73,8 +72,7 @@ def keep_cpu_kernels() -> None:
     # Asked for once a process, and kept.
     tempfile.gettempdir()
     try:
-        folder = cache_folder() / "cpu"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _made("cpu")
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} may not be written to")
     except (OSError, RuntimeError) as error:
@@ -91,6 +89,17 @@ def cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mlx-manager" / "kernels"
+
+
+def _made(name: str) -> Path:
+    """A folder among the kernels, the user's alone, where there was none.
+
+    Raises:
+        OSError, RuntimeError: there is no place for it.
+    """
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def architecture() -> str:

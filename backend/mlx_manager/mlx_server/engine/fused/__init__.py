@@ -13,6 +13,6 @@ chunks are attended by different kernels.
 
 `FusedDecoder.build` makes it from a loaded module, whose weights become views of the joined ones,
 so that the module goes on working and nothing exists twice, but for what is packed and dense, too
-(`models.weights`). Whether the result is right is not
-assumed from names but measured: `check` compares its logits with the module's own.
+(`models.weights`). Whether the result is right is not assumed from names but measured: `check`
+compares its logits with the module's own.
 """

@@ -26,7 +26,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, Openi
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
-from mlx_manager.mlx_server.engine.products.factors import Norm, Scaled, Weight
+from mlx_manager.mlx_server.engine.products.factors import Norm, Scaled
 from mlx_manager.mlx_server.engine.products.forms import WarpForm
 
 
@@ -194,12 +194,10 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a decode step begins with. `kernel`: does it in one launch with the embeddings `table`,
-    if anything does."""
+    """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
 
     embed: nn.Module
     rotations: Sequence[Rotation]
-    table: Weight | None
     kernel: OpeningKernel | None
 
     @staticmethod
@@ -207,19 +205,19 @@ class Opening:
         embed, rotations = common.embed, common.rotations
         dtype, table = common.layers[0].shape.dtype, table_of(embed)
         if table is None or table.dtype != dtype:
-            return Opening(embed, rotations, None, None)
+            return Opening(embed, rotations, None)
         kinds = [
             Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
             for turn in rotations
         ]
-        kernel = build(dtype, table, kinds)
-        return Opening(embed, rotations, table, None if isinstance(kernel, Unsupported) else kernel)
+        kernel = build(table, kinds)
+        return Opening(embed, rotations, None if isinstance(kernel, Unsupported) else kernel)
 
     def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
         """Embeddings, (rows, width), and what layers share."""
-        if self.kernel is not None and self.table is not None:
+        if self.kernel is not None:
             frequencies = [turn.frequencies for turn in self.rotations]
-            hidden, following = self.kernel.open(tokens, before, self.table, frequencies)
+            hidden, following = self.kernel.open(tokens, before, frequencies)
             return hidden, Shared(following, self.kernel.lengths, self.kernel.rotations)
         # Padding stays at 0: it must not write anywhere.
         lengths = mx.where(before > 0, before + 1, 0)

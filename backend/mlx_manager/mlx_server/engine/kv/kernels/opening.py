@@ -36,14 +36,12 @@ class Turning:
     amplitude: float
 
 
-BuildOpening = Callable[[mx.Dtype, Weight, Sequence[Turning]], "OpeningKernel | Unsupported"]
+BuildOpening = Callable[[Weight, Sequence[Turning]], "OpeningKernel | Unsupported"]
 
 
-def build(
-    dtype: mx.Dtype, embeddings: Weight, turnings: Sequence[Turning]
-) -> OpeningKernel | Unsupported:
-    """The kernel for `embeddings`, (vocabulary, width), of `dtype` on the default device."""
-    device = device_for(dtype)
+def build(embeddings: Weight, turnings: Sequence[Turning]) -> OpeningKernel | Unsupported:
+    """The kernel for `embeddings`, (vocabulary, width), on the default device."""
+    device = device_for(embeddings.dtype)
     if isinstance(device, Unsupported):
         return device
     width = embeddings.shape[1]
@@ -52,8 +50,8 @@ def build(
     if isinstance(embeddings, Packed) and not is_served(embeddings):
         kind = f"{embeddings.mode}, {embeddings.bits} bits"
         return Unsupported(f"embeddings that are packed otherwise ({kind})")
-    kernel = compiled_for_cuda(opening_source(dtype, embeddings, turnings))
-    return OpeningKernel(dtype, kernel, turnings)
+    kernel = compiled_for_cuda(opening_source(embeddings, turnings))
+    return OpeningKernel(kernel, embeddings, turnings)
 
 
 def is_served(embeddings: Packed) -> bool:
@@ -70,9 +68,9 @@ class OpeningKernel:
             rows of both are the last step's, written in place.
     """
 
-    def __init__(self, dtype: mx.Dtype, kernel: Kernel, turnings: Sequence[Turning]) -> None:
-        self._dtype = dtype
+    def __init__(self, kernel: Kernel, embeddings: Weight, turnings: Sequence[Turning]) -> None:
         self._kernel = kernel
+        self._embeddings = embeddings
         self.lengths = mx.zeros((MOST_QUERIES,), mx.int32)
         self.rotations = [mx.zeros((MOST_QUERIES, turning.dims)) for turning in turnings]
         mx.eval(self.lengths, self.rotations)
@@ -81,14 +79,12 @@ class OpeningKernel:
         self,
         tokens: mx.array,
         before: mx.array,
-        embeddings: Weight,
         frequencies: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
         """
         Args:
             tokens: (rows,) uint32, of the vocabulary; `MOST_QUERIES` at most.
             before: (rows,) int32, tokens of each row before that one; 0 for padding.
-            embeddings: (vocabulary, width), those that the kernel was made for.
             frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
 
         Returns:
@@ -100,20 +96,18 @@ class OpeningKernel:
             raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
         hidden, following = self._kernel(
             inputs=[
-                *(tokens, before, *arrays_of(embeddings)),
+                *(tokens, before, *arrays_of(self._embeddings)),
                 *(*frequencies, self.lengths, *self.rotations),
             ],
             grid=(rows * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(rows, embeddings.shape[1]), (rows,)],
-            output_dtypes=[self._dtype, mx.int32],
+            output_shapes=[(rows, self._embeddings.shape[1]), (rows,)],
+            output_dtypes=[self._embeddings.dtype, mx.int32],
         )
         return hidden, following
 
 
-def opening_source(
-    dtype: mx.Dtype, embeddings: Weight, turnings: Sequence[Turning]
-) -> KernelSource:
+def opening_source(embeddings: Weight, turnings: Sequence[Turning]) -> KernelSource:
     if isinstance(embeddings, Packed):
         parts: tuple[str, ...] = ("embeddings", "scales", "biases")
         bits, group = embeddings.bits, embeddings.group_size
@@ -125,7 +119,8 @@ def opening_source(
         )
     else:
         parts, width = ("embeddings",), "embeddings_shape[1]"
-        embed = f"kernels::embed<{TYPES[dtype]}>(embeddings + (long)tokens[row] * width, width, "
+        element = TYPES[embeddings.dtype]
+        embed = f"kernels::embed<{element}>(embeddings + (long)tokens[row] * width, width, "
     body = (
         f"const int row = blockIdx.x, width = {width};\n"
         f"{embed}hidden + (long)row * width);\n"

@@ -35,11 +35,11 @@ KINDS = {
 }
 
 
-def entry(dtype, embeddings, turnings):
+def entry(embeddings, turnings):
     kinds = [F32 for _ in turnings]
     table = [array.dtype for array in arrays_of(embeddings)]
     inputs = (U32, I32, *table, *kinds, I32, *kinds)
-    return opening_source(dtype, embeddings, turnings), inputs, (dtype, I32)
+    return opening_source(embeddings, turnings), inputs, (embeddings.dtype, I32)
 
 
 def random_embeddings(dtype, bits=None, width=128, group=64):
@@ -52,14 +52,14 @@ def random_embeddings(dtype, bits=None, width=128, group=64):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_nvidia_s_compiler_takes_it(nvidia_accepts, bits):
-    nvidia_accepts([entry(mx.bfloat16, random_embeddings(mx.bfloat16, bits), KINDS["two"])])
+    nvidia_accepts([entry(random_embeddings(mx.bfloat16, bits), KINDS["two"])])
 
 
 class Emulated:
     """What `mx.fast.cuda_kernel` would give; what it writes into its inputs is there, too."""
 
-    def __init__(self, compile_cuda, dtype, embeddings, turnings) -> None:
-        self._library = compile_cuda([entry(dtype, embeddings, turnings)])
+    def __init__(self, compile_cuda, embeddings, turnings) -> None:
+        self._library = compile_cuda([entry(embeddings, turnings)])
 
     def __call__(self, inputs, grid, threadgroup, output_shapes, output_dtypes):
         stored = [x.view(mx.uint16) if x.dtype in DTYPES else x for x in inputs]
@@ -81,9 +81,8 @@ def test_embeddings_lengths_and_rotations_are_those_of_the_operations(compile_cu
     frequencies = [
         mx.array(rng.uniform(1e-5, 1, turning.dims // 2).astype(np.float32)) for turning in turnings
     ]
-    emulated = Emulated(compile_cuda, dtype, embeddings, turnings)
-    kernel = OpeningKernel(dtype, emulated, turnings)
-    hidden, following = kernel.open(tokens, before, embeddings, frequencies)
+    kernel = emulated_kernel(compile_cuda, embeddings, turnings)
+    hidden, following = kernel.open(tokens, before, frequencies)
     assert mx.array_equal(hidden, embeddings[tokens])
     assert following.tolist() == [2, 130_001, 778, 0]
     assert kernel.lengths.tolist() == [2, 130_001, 778, *[0] * (MOST_QUERIES - 3)]
@@ -112,18 +111,17 @@ def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
         assert mx.allclose(rotation[:3], own, atol=1e-6)
 
 
-def emulated_kernel(compile_cuda, dtype, embeddings, turnings):
-    emulated = Emulated(compile_cuda, dtype, embeddings, turnings)
-    return OpeningKernel(dtype, emulated, turnings)
+def emulated_kernel(compile_cuda, embeddings, turnings):
+    return OpeningKernel(Emulated(compile_cuda, embeddings, turnings), embeddings, turnings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 32), (8, 64), (8, 128), (2, 64)])
 def test_packed_embeddings_are_unpacked(compile_cuda, dtype, bits, group):
     embeddings = random_embeddings(dtype, bits, 256, group)
-    kernel = emulated_kernel(compile_cuda, dtype, embeddings, [])
+    kernel = emulated_kernel(compile_cuda, embeddings, [])
     tokens = mx.array([49, 0, 7], mx.uint32)
-    hidden, _ = kernel.open(tokens, mx.array([3, 4, 0], mx.int32), embeddings, [])
+    hidden, _ = kernel.open(tokens, mx.array([3, 4, 0], mx.int32), [])
     wide = [embeddings.scales.astype(F32), embeddings.biases.astype(F32)]
     expected = mx.dequantize(embeddings.words, *wide, group, bits)[tokens].astype(dtype)
     assert mx.allclose(hidden, expected, rtol=1e-2, atol=1e-3)
@@ -152,4 +150,4 @@ def test_embeddings_whose_integers_lie_across_words_are_looked_up_by_operations(
 
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="there is a GPU")
 def test_without_a_gpu_there_is_no_kernel():
-    assert isinstance(build(mx.bfloat16, mx.zeros((9, 64)), KINDS["llama"]), Unsupported)
+    assert isinstance(build(mx.zeros((9, 64), mx.bfloat16), KINDS["llama"]), Unsupported)
