@@ -30,9 +30,10 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
+from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.loading import LoadedModel, loading
+from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, loading
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
 from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, whereabouts
@@ -125,7 +126,9 @@ class OurEngine:
         self.ledger = Ledger(self._limits.memory_limit or default_limit())
         set_memory_limit(self.ledger.limit)
         source = ModelSource(str(model), model, "configured")
-        loaded = told(loading(source, self._limits, self.ledger))
+        # As the server has it; one model alone has room for its steps.
+        foresight = Foresight(multiplies_packed=multiplies_packed)
+        loaded = told(loading(source, self._limits, self.ledger, foresight=foresight))
         return loaded, told(preparing(loaded, self.thread, EngineLimits(), self.ledger))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

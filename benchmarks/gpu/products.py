@@ -5,6 +5,7 @@
 Microseconds of the device, by CUPTI through torch's profiler, each matrix read from memory (several
 of a kind take turns). Ours are compared with the product in float32 first. `--forms` times every
 form that a packed product might take, and prints the best of them beside the one that is chosen.
+The kind `chain` is a layer's products from one attention to the next in one launch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,22 @@ import torch
 from synthetic import SHAPES, VOCABULARY
 
 from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.kernels.kernel import compiled_for_cuda
 from mlx_manager.mlx_server.engine.products import ProductKernels
-from mlx_manager.mlx_server.engine.products.factors import Norm, Packed
-from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
+from mlx_manager.mlx_server.engine.products.chain import (
+    Chain,
+    ChainForm,
+    ChainVariant,
+    chain_source,
+)
+from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed
+from mlx_manager.mlx_server.engine.products.forms import (
+    ByWarps,
+    Packing,
+    RowForm,
+    WarpForm,
+    size_of,
+)
 from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
 
 COLD = 200 * 2**20
@@ -95,27 +109,38 @@ def microseconds(launch: Callable[[int], mx.array]) -> float:
     mx.eval(launch(0))
     busy(0.02)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        mx.eval([launch(i) for i in range(LAUNCHES)])
+        for i in range(LAUNCHES):
+            # One by one: in one graph they would run beside each other.
+            mx.async_eval(launch(i))
         mx.synchronize()
     return sum(event.self_device_time_total for event in profile.key_averages()) / LAUNCHES
 
 
-def forms(kind: Kind, rows: int, packing: Packing, memory: int) -> Iterator[WarpForm]:
-    held = next(held for held in (1, 8, 16, 32) if rows <= held or held == 32)
-    for tiles, warps, stages in product((1, 2, 4, 8), (2, 4, 8), (2, 3)):
-        form = WarpForm(tiles, held, warps, stages, packing)
-        whole = kind.outputs % form.outputs == 0 and not (kind.gated and tiles == 1)
-        if whole and form.shared_memory <= memory:
-            yield form
+def forms(kind: Kind, rows: int, packing: Packing) -> Iterator[WarpForm | RowForm]:
+    """Those to try."""
+    if rows == 1:
+        for each in {packing.for_one_row(kind.inputs), packing}:
+            for split, stages in product((1, 2, 4, 8), (2, 3)):
+                yield RowForm(split, 8, stages, each, (kind.outputs, kind.inputs))
+    held = next(held for held in (8, 16, 32) if rows <= held or held == 32)
+    for each in {packing, packing.narrower()}:
+        for tiles, warps in product((1, 2, 4), (4, 8)):
+            yield WarpForm(tiles, held, warps, 2, each)
+
+
+def told(form: ByWarps) -> str:
+    assert form.packing is not None
+    how = "split by" if isinstance(form, RowForm) else "tiles"
+    return f"{how} {form.share}, {form.warps} x {form.stages} of {form.packing.width}"
 
 
 def ours(
     kernels: ProductKernels, kind: Kind, weights: Sequence[mx.array | Packed], x: mx.array
-) -> Callable[[WarpForm | None], Callable[[int], mx.array]]:
+) -> Callable[[WarpForm | RowForm | None], Callable[[int], mx.array]]:
     norm = Norm(mx.ones((kind.inputs,), x.dtype), 1e-5) if kind.norm else None
     residual = mx.zeros((x.shape[0], kind.outputs), x.dtype) if kind.residual else None
 
-    def in_form(form: WarpForm | None) -> Callable[[int], mx.array]:
+    def in_form(form: WarpForm | RowForm | None) -> Callable[[int], mx.array]:
         def launch(i: int) -> mx.array:
             weight = weights[i % len(weights)]
             if kind.gated:
@@ -179,17 +204,75 @@ def measure(kind: Kind, options: argparse.Namespace, kernels: ProductKernels) ->
             times["ours packed"] = microseconds(launches(None))
             if options.forms:
                 timed = {}
-                for form in forms(kind, rows, packing, device.block_memory):
+                for form in forms(kind, rows, packing):
+                    if kind.outputs % form.outputs or form.shared_memory > device.block_memory:
+                        continue
                     if not off(launches(form)(0), wanted) < TOLERANCE:
                         raise SystemExit(f"{form} is off")
                     timed[form] = microseconds(launches(form))
                 order = sorted(timed, key=timed.__getitem__)
-                best = "; ".join(
-                    f"{f.tiles}x{f.warps}x{f.stages} {timed[f]:.1f}" for f in order[:6]
-                )
+                best = "; ".join(f"{told(form)} {timed[form]:.1f}" for form in order[:8])
         figures = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
         bound = kind.outputs * kind.inputs * (options.bits + 32 / options.group) / 8 / 4.3e6
         print(f"{kind.name:14} {rows:4} rows: {figures} (bytes: {bound:.1f}) {best}", flush=True)
+
+
+# --- Four products in one launch -----------------------------------------------------------------
+
+
+def chain_forms(rows: int, links: Sequence[Link], packing: Packing) -> Iterator[ChainForm]:
+    """Those to try."""
+    if rows == 1:
+        sizes = [size_of(link.weight) for link in links]
+        for each in {packing.for_one_row(sizes[0][1]), packing}:
+            for splits, stages in product(((8, 1, 8, 4), (8, 2, 8, 8), (4, 1, 4, 2)), (2, 3)):
+                shares = zip(splits, sizes, strict=True)
+                yield ChainForm(tuple(RowForm(of, 8, stages, each, size) for of, size in shares))
+    for tiles in ((1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 1, 1)):
+        yield ChainForm(tuple(WarpForm(of, 8, 4, 2, packing) for of in tiles))
+
+
+def layer(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Link]:
+    links = []
+    for kind in kinds:
+        weight = mx.random.normal((kind.outputs, kind.inputs)) * kind.inputs**-0.5
+        arrays = mx.quantize(weight.astype(mx.bfloat16), options.group, options.bits)
+        mx.eval(arrays)
+        norm = Norm(mx.ones((kind.inputs,), mx.bfloat16), 1e-5) if kind.norm else None
+        links.append(Link(Packed(*arrays, options.group, options.bits), None, norm))
+    return links
+
+
+def by_turns(chains: Sequence[Chain], x: mx.array, residual: mx.array, i: int) -> mx.array:
+    return chains[i % len(chains)](x, residual)[-1]
+
+
+def measure_chain(shape: str, options: argparse.Namespace, kernels: ProductKernels) -> None:
+    order = ("output", "gates and ups", "down", "q/k/v")
+    kinds = [next(kind for kind in kinds_of(shape) if kind.name == name) for name in order]
+    layers = [layer(kinds, options) for _ in range(3)]
+    packing, device = Packing.of(layers[0][0].weight), kernels._device
+    for rows in (rows for rows in options.rows if rows <= Chain.most_rows):
+        x, residual = (
+            mx.random.normal((rows, width)).astype(mx.bfloat16)
+            for width in (kinds[0].inputs, kinds[0].outputs)
+        )
+        chosen = [kernels.chain(links) for links in layers]
+        wanted = [np.array(each.astype(mx.float32)) for each in chosen[0](x, residual)]
+        timed = {"chosen": microseconds(partial(by_turns, chosen, x, residual))}
+        for form in chain_forms(rows, layers[0], packing) if options.forms else ():
+            if form.shared_memory > device.block_memory:
+                continue
+            variant = ChainVariant(form, (False,) * 4, (1e-5,) * 2)
+            kernel = {form: compiled_for_cuda(chain_source(mx.bfloat16, variant))}
+            chains = [Chain(links, kernel, kernels._counters) for links in layers]
+            for mine, theirs in zip(chains[0](x, residual), wanted, strict=True):
+                if not off(mine, theirs) < TOLERANCE:
+                    raise SystemExit(f"{form} is off")
+            name = f"{told(form.any)}, {[each.share for each in form.products]}"
+            timed[name] = microseconds(partial(by_turns, chains, x, residual))
+        figures = ", ".join(f"{name} {timed[name]:.1f}" for name in sorted(timed, key=timed.get))
+        print(f"chain          {rows:4} rows: {figures}", flush=True)
 
 
 def main() -> None:
@@ -213,6 +296,8 @@ def main() -> None:
             if not options.kinds or kind.name in options.kinds:
                 measure(kind, options, kernels)
                 mx.clear_cache()
+        if not options.kinds or "chain" in options.kinds:
+            measure_chain(shape, options, kernels)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Ours, mlx-lm and vLLM on one GPU: decode steps, whole runs over HTTP, memory, pace, prefixes.
 
-    python benchmarks/gpu/race.py [--shapes 1b 8b] [--parts steps http quantized]
+    python benchmarks/gpu/race.py [--shapes 1b 8b] [--bits 4] [--parts steps http]
         [--vllm-python /path/to/python] [--folder /tmp/race] [--rounds 2]
 
 Each side is a process of its own that keeps its model; they take turns within a round. Without
-`--vllm-python` (an interpreter that has vLLM) that side is left out.
+`--vllm-python` (an interpreter that has vLLM) that side is left out, as it is of weights that MLX
+has packed into `--bits`. Of those the side `kept` is ours with packed weights alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +46,6 @@ from servers import (  # noqa: E402
 TOKENS = {"1b": 192, "8b": 96}
 # Tokens of streams that run while a prompt arrives: they must outlast it.
 RUNNING = {"1b": 1600, "8b": 400}
-QUANTIZED_PROMPT = 32
 Answers = dict[str, list[dict[str, Any]]]
 
 
@@ -93,27 +92,38 @@ class Worker:
         end_group(self._process)
 
 
+def numbers(options: argparse.Namespace) -> str:
+    """What the weights are."""
+    return f"{options.bits} bits" if options.bits else "bf16"
+
+
 def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         workers = []
         for name in options.sides:
             python = options.vllm_python if name == "vllm" else sys.executable
             as_it_comes = name == "vllm" or (name == "mlx-lm" and options.as_installed)
-            worker = Worker(name, folder, python, {} if as_it_comes else SETTINGS)
+            environment = {} if as_it_comes else dict(SETTINGS)
+            if name == "kept":
+                environment["RACE_WEIGHTS"] = "keep"
+            worker = Worker(name, folder, python, environment)
             stack.callback(worker.close)
             workers.append(worker)
         for worker in workers:
-            worker.wait()
+            print(worker.name, worker.wait(), file=sys.stderr, flush=True)
         table = []
+        peers = [name for name in options.sides if name != "ours"]
         for title in options.loads:
             tokens = TOKENS.get(shape, 96)
             there = [w for w in workers if w.name != "mlx-lm" or title in options.mlx_lm_loads]
             answers = take_turns(there, lengths_of(title), tokens, options.rounds)
-            table.append(describe(title, answers))
+            table.append(describe(title, answers, peers))
             print(" | ".join(table[-1]), file=sys.stderr, flush=True)
-    columns = ["load", "ours tok/s", "forward", "vLLM tok/s", "÷ vLLM", "mlx-lm tok/s"]
-    columns += ["÷ mlx-lm", "prompts tok/s", "÷ vLLM", "memory beyond, GB"]
-    print_report(f"Decode on a GPU, {shape}, bf16", columns, table)
+    columns = ["load", "ours tok/s", "forward", "prompts tok/s"]
+    columns += [column for name in peers for column in (f"{name} tok/s", f"÷ {name}")]
+    columns += [f"prompts ÷ {name}" for name in peers if name != "mlx-lm"]
+    columns.append("memory beyond, GB")
+    print_report(f"Decode on a GPU, {shape}, {numbers(options)}", columns, table)
 
 
 def take_turns(
@@ -136,36 +146,27 @@ def take_turns(
     return answers
 
 
-def describe(title: str, answers: Answers) -> list[str]:
-    rates = {name: [each["rate"] for each in found] for name, found in answers.items()}
-    ours = rates["ours"]
+def describe(title: str, answers: Answers, peers: Sequence[str]) -> list[str]:
+    def values(name: str, what: str) -> list[float]:
+        return [each[what] for each in answers.get(name, ())]
 
     def by_round(name: str) -> str:
-        return ", ".join(f"{each:,.0f}" for each in rates.get(name, ())) or "not run"
+        return ", ".join(f"{each:,.0f}" for each in values(name, "rate")) or "not run"
 
-    def against(name: str) -> str:
-        return str(ratio(ours, rates[name])) if name in rates else "not run"
+    def against(name: str, what: str) -> str:
+        return (
+            str(ratio(values("ours", what), values(name, what))) if name in answers else "not run"
+        )
 
     peaks = [
-        f"{name} {max(each['peak'] for each in found) / 1e9:.1f}"
+        f"{name} {max(values(name, 'peak')) / 1e9:.1f}"
         for name, found in answers.items()
         if found[0]["peak"] is not None
     ]
-    forward = answers["ours"][0]["forward"]
-    prefill = statistics.median(each["prefill"] for each in answers["ours"])
-    row = [title, by_round("ours"), forward, by_round("vllm"), against("vllm")]
-    row += [by_round("mlx-lm"), against("mlx-lm"), f"{prefill:,.0f}"]
-    if "vllm" in answers:
-        row.append(
-            str(
-                ratio(
-                    [each["prefill"] for each in answers["ours"]],
-                    [each["prefill"] for each in answers["vllm"]],
-                )
-            )
-        )
-    else:
-        row.append("not run")
+    row = [title, by_round("ours"), answers["ours"][0]["forward"]]
+    row.append(f"{statistics.median(values('ours', 'prefill')):,.0f}")
+    row += [cell for name in peers for cell in (by_round(name), against(name, "rate"))]
+    row += [against(name, "prefill") for name in peers if name != "mlx-lm"]
     return [*row, ", ".join(peaks)]
 
 
@@ -219,7 +220,7 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
     columns = ["server", "round (0 warms up)", "64 x (512 in, 256 out) tok/s", "median TTFT s"]
     columns += ["32 running: median gap ms", "p99 while 8 000 tokens come ms", "ratio"]
     columns += ["8 000 tokens cold TTFT s", "warm", "ratio"]
-    print_report(f"Over HTTP on a GPU, {shape}, bf16", columns, table)
+    print_report(f"Over HTTP on a GPU, {shape}, {numbers(options)}", columns, table)
 
 
 def card_memory() -> str:
@@ -261,43 +262,11 @@ def pace(server: Server, tokens: int, seed: int) -> list[str]:
     return [f"{median * 1e3:.1f}", f"{p99 * 1e3:.1f}", f"{p99 / median:.1f}"]
 
 
-# --- Quantised ----------------------------------------------------------------------------------
-
-
-def race_quantized(shape: str, folder: Path, options: argparse.Namespace) -> None:
-    """The prompts are few and the same each time: MLX's quantised products take them as slowly as
-    rows, a token at a time."""
-    table = []
-    rates = {}
-    for weights, tokens in (("auto", 64), ("keep", 24)):
-        begun = time.perf_counter()
-
-        def tell(what: str, weights: str = weights, begun: float = begun) -> None:
-            seconds = time.perf_counter() - begun
-            print(f"{shape}, {weights}: {what} at {seconds:.1f} s", file=sys.stderr, flush=True)
-
-        with ExitStack() as stack:
-            environment = {**SETTINGS, "RACE_WEIGHTS": weights}
-            worker = Worker("ours", folder, sys.executable, environment)
-            stack.callback(worker.close)
-            how = worker.wait()
-            loaded = time.perf_counter() - begun
-            tell(f"loaded ({how['weights']}, {how['forward']})")
-            prompts = [QUANTIZED_PROMPT] * 64
-            worker.measure(prompts, 4, seed=1, whole=True)
-            tell("warm")
-            rates[weights] = worker.measure(prompts, tokens, seed=1)["rate"]
-            tell("measured")
-        table.append([weights, how["weights"], f"{loaded:.1f}", f"{rates[weights]:,.0f}"])
-    table.append(["ratio", "", "", f"{rates['auto'] / rates['keep']:.1f}"])
-    columns = ["setting", "weights", "process and load, s", "64 rows tok/s"]
-    print_report(f"Weights policy on a GPU, {shape}, 4 bit", columns, table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=["1b", "8b"])
-    parser.add_argument("--parts", nargs="*", default=["steps", "http", "quantized"])
+    parser.add_argument("--bits", type=int, help="of packed weights, in groups of 64; else bf16")
+    parser.add_argument("--parts", nargs="*", default=["steps", "http"])
     parser.add_argument("--loads", nargs="*", default=LOADS)
     parser.add_argument(
         "--mlx-lm-loads", nargs="*", default=LOADS, help="what mlx-lm takes part in"
@@ -305,21 +274,21 @@ def main() -> None:
     parser.add_argument(
         "--as-installed", action="store_true", help="mlx-lm without our settings for MLX's graphs"
     )
-    parser.add_argument("--sides", nargs="*", default=["ours", "mlx-lm", "vllm"])
+    parser.add_argument("--sides", nargs="*", default=["ours", "kept", "mlx-lm", "vllm"])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    if options.vllm_python is None:
-        options.sides = [side for side in options.sides if side != "vllm"]
+    left_out = {"vllm"} if options.vllm_python is None or options.bits else set()
+    left_out |= set() if options.bits else {"kept"}
+    options.sides = [side for side in options.sides if side not in left_out]
     for shape in options.shapes:
-        folder = written(shape, options.folder / shape)
+        name, bits = (f"{shape}-{options.bits}bit", [options.bits]) if options.bits else (shape, [])
+        folder = written(shape, options.folder / name, *bits)
         if "steps" in options.parts:
             race_steps(shape, folder, options)
         if "http" in options.parts:
             race_http(shape, folder, options)
-        if "quantized" in options.parts:
-            race_quantized(shape, written(shape, options.folder / f"{shape}-4bit", 4), options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One side of the race as a process: loads a model, then measures what it is told to.
 
-    python benchmarks/gpu/side.py ours|mlx-lm|vllm FOLDER
+    python benchmarks/gpu/side.py ours|kept|mlx-lm|vllm FOLDER
 
 Once the model is loaded it answers with a line of JSON that tells how it is run. Then it reads one
 for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`, and answers with a
@@ -152,7 +152,7 @@ class Vllm:
         return time.perf_counter() - start
 
 
-SIDES = {"ours": Ours, "mlx-lm": MlxLm, "vllm": Vllm}
+SIDES = {"ours": Ours, "kept": Ours, "mlx-lm": MlxLm, "vllm": Vllm}
 
 
 def main() -> None:

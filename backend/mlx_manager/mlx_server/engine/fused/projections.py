@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed, S
 
 MOST_PACKED = 8
 """Rows that are multiplied by packed weights where dense ones are there, too: steps of an 8B with
-1, 8 and 32 rows take 2.47, 2.89 and 5.09 ms by integers of 4 bits, and 4.04, 4.21 and 4.60 by
+1, 8 and 32 rows take 1.90, 2.77 and 5.09 ms by integers of 4 bits, and 4.04, 4.21 and 4.60 by
 bfloat16 (H200)."""
 
 

@@ -17,13 +17,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
                "l"(from), "r"(bytes));
 }
 
-// Copies 4, 8 or 16 bytes.
-template <int BYTES>
-__device__ __forceinline__ void copy_async_small(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
-               "n"(BYTES));
-}
-
 // Copies 16 bytes where the rest of their 128 is copied, too; those beyond `bytes` as zeros.
 __device__ __forceinline__ void copy_async_of_line(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
@@ -158,6 +151,7 @@ __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu
 // Reads past the first-level cache, where another block's results can't be seen.
 __device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
+__device__ __forceinline__ uint4 read_shared_result(const uint4* p) { return __ldcg(p); }
 
 // Counts one more, after all that the block has written before its last barrier; returns how many
 // there were.
@@ -199,6 +193,13 @@ __device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, 
   const float2 a = unpack(x, type);
   sum = fmaf(a.y, a.y, fmaf(a.x, a.x, sum));
   return multiply_pair(x, by, type);
+}
+
+// The sum of a pair.
+template <typename T>
+__device__ __forceinline__ float sum_of(unsigned x, const T* type) {
+  const float2 a = unpack(x, type);
+  return a.x + a.y;
 }
 
 // The part of a product that a block gives: so many rows from `first` on, and of the outputs the

@@ -3,11 +3,13 @@
 Such a product takes as long as reading the matrix takes, and what stands around it (norm,
 activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
 the rest on the way; with many rows, reading the rows themselves in every block costs more than the
-launches that it saves. There are two: products.cu, for weights of half precision and for those that
-MLX has packed into 4 or 8 bits, and groups.cu for compute capability 9.0. Where the latter is used,
-what a norm does to rows is done where they are made, and not by every block that reads them. With
-very few rows launches are what a step of a small model waits for: chain.cu has four products of the
-first kind in one. Many rows MLX multiplies; what stands behind its gates and ups is in gates.cu.
+launches that it saves. There are three: products.cu, for weights of half precision and for those
+that MLX has packed into 4 or 8 bits; row.cu, for one row and packed weights, where what is done to
+the rows would cost more than the weights; and groups.cu for compute capability 9.0. Where the last
+is used, what a norm does to rows is done where they are made, and not by every block that reads
+them. With very few rows launches are what a step of a small model waits for: chain.cu has four
+products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
+and ups is in gates.cu.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from mlx_manager.mlx_server.engine.products.forms import (
     Form,
     GroupForm,
     Packing,
+    RowForm,
     WarpForm,
 )
 
@@ -142,7 +145,7 @@ class ProductKernels:
         norm: Norm | None = None,
         bias: mx.array | None = None,
         residual: mx.array | None = None,
-        form: WarpForm | None = None,
+        form: WarpForm | RowForm | None = None,
     ) -> mx.array:
         """`norm(x) @ weight.T + bias + residual`, (rows, outputs). x: `Scaled` for the norm if its
         maker did the norm's part."""
@@ -206,17 +209,25 @@ class ProductKernels:
         links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
             queries, keys and values. All of matrices that are served.
         """
-        variants = ChainVariant.all_of(links)
+        variants = ChainVariant.all_of(links, self._device)
         for variant in variants:
             if variant not in self._chains:
                 self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
         kernels = {variant.form: self._chains[variant] for variant in variants}
         return Chain(links, kernels, self._counters) if kernels else None
 
-    def _multiply(self, factors: _Factors, form: WarpForm | None) -> list[mx.array]:
-        outputs = factors.weight.shape[0]
+    def _form(self, factors: _Factors) -> WarpForm | RowForm:
+        outputs, rows = factors.weight.shape[0], factors.x.shape[0]
         packing = Packing.of(factors.weight)
-        form = form or WarpForm.choose(outputs, factors.x.shape[0], self._device, packing)
+        if rows == 1 and packing is not None and factors.is_of_itself:
+            found = RowForm.choose([factors.weight], self._device, packing)
+            if found is not None:
+                return found[0]
+        return WarpForm.choose(outputs, rows, self._device, packing)
+
+    def _multiply(self, factors: _Factors, form: WarpForm | RowForm | None) -> list[mx.array]:
+        outputs = factors.weight.shape[0]
+        form = form or self._form(factors)
         return self._run(factors, form, outputs, gated=False)
 
     def _run(self, factors: _Factors, form: Form, width: int, *, gated: bool) -> list[mx.array]:
@@ -225,7 +236,7 @@ class ProductKernels:
         if variant not in self._kernels:
             self._kernels[variant] = compiled_for_cuda(product_source(self._dtype, variant))
         rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
-        turns = -(-rows // form.rows)
+        turns = -(-rows // form.held)
         shapes, dtypes = [(rows, width)], [self._dtype]
         if variant.ahead:
             shapes += [(rows, width), (rows, blocks)]
@@ -250,6 +261,11 @@ class _Factors:
     bias: mx.array | None = None
     residual: mx.array | None = None
     following: mx.array | None = None
+
+    @property
+    def is_of_itself(self) -> bool:
+        """Whether nobody else does a norm's part for the product, nor it for others."""
+        return not isinstance(self.x, Scaled) and self.following is None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -277,7 +293,8 @@ def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
     """What is fastest for gates and ups."""
     outputs, packing = weight.shape[0], Packing.of(weight)
     if packing is not None:
-        return WarpForm.choose(outputs, rows, device, packing, gated=True)
+        one = RowForm.choose([weight], device, packing) if rows == 1 else None
+        return one[0] if one else WarpForm.choose(outputs, rows, device, packing, gated=True)
     if rows <= WarpForm.most_rows:
         by_warps = WarpForm.choose(outputs, rows, device, gated=True)
         all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors
@@ -299,30 +316,32 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
 
     norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)
     constants = [element, form.constants, norm, flag(variant.bias)]
-    inputs, outputs = "x_shape[1]", "weight_shape[0]"
-    if variant.gated:
-        outputs += " / 2"
+    all_outputs, inputs = "weight_shape[0]", "x_shape[1]"
+    if isinstance(form, RowForm):
+        all_outputs, inputs = form.size_of("weight")
+    outputs = f"{all_outputs} / 2" if variant.gated else all_outputs
     rows = [rows_of("x", inputs), given("norm"), rows_of("squares", str(variant.makers))]
     given_all = [*rows, form.weight(element), given("bias")]
     sizes = ["share.rows", inputs, outputs, real(variant.epsilon or 0.0)]
     if variant.gated:
         called, arguments = form.gated, [*given_all, rows_of("out", outputs), *sizes]
     else:
+        assert not isinstance(form, GroupForm)
         constants += [flag(variant.residual), flag(variant.ahead)]
-        blocks = f"weight_shape[0] / {form.outputs}"
+        blocks = f"{all_outputs} / {form.outputs}"
         ahead = [
             given("next_norm"),
             rows_of("scaled_out", outputs),
             rows_of("squares_out", blocks),
         ]
-        called = "multiply_rows"
+        called = f"{form.by}::multiply"
         results = [rows_of("residual", outputs), rows_of("out", outputs), f"{{{', '.join(ahead)}}}"]
         arguments = [*given_all, *results, *sizes]
     return KernelSource(
         name="product",
         header=form.header(),
         body=(
-            f"const kernels::Share share = kernels::Share::of<{form.rows}>(x_shape[0]);\n"
+            f"const kernels::Share share = kernels::Share::of<{form.held}>(x_shape[0]);\n"
             f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}, share.block"
             f"{form.awaited});"
         ),

@@ -40,21 +40,22 @@ struct Link {
   float epsilon;
 };
 
-// `made` counts the blocks that are done with each product, and is all 0 again at the end. `B0` to
+// `made` counts the blocks that are done with each product, and is all 0 again at the end. `BY`: what
+// multiplies. `T0` to `T3`: tiles of the products' blocks, or warps that share 16 outputs; `B0` to
 // `B3`: which products have biases. `COUNT`: 3, or 4 if a layer follows.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, bool B0, bool B1, bool B2,
-          bool B3, typename W, int COUNT>
+template <typename BY, typename T, int T0, int T1, int T2, int T3, int HELD, int WARPS, int STAGES,
+          bool B0, bool B1, bool B2, bool B3, typename W, int COUNT>
 __device__ __forceinline__ void chain_products(const T* attended, const T* residual,
                                                const Link<T, W> (&links)[COUNT], const int* made,
                                                T* hidden, T* gated, T* result, T* heads, int rows) {
-  constexpr int LINES = TILES * 16;
   const Link<T, W>&output = links[0], &gate_up = links[1], &down = links[2];
-  const int of_output = output.outputs / LINES, of_gate_up = gate_up.outputs / LINES;
-  const int of_down = down.outputs / LINES;
+  const int of_output = output.outputs / BY::template outputs<T0, WARPS>();
+  const int of_gate_up = gate_up.outputs / BY::template outputs<T1, WARPS>();
+  const int of_down = down.outputs / BY::template outputs<T2, WARPS>();
   int block = blockIdx.x;
   int done = -1;
   if (block < of_output) {
-    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNoNorm, B0, true, false>(
+    BY::template multiply<T, T0, HELD, WARPS, STAGES, kNoNorm, B0, true, false>(
         attended, output.norm, nullptr, output.weight, output.bias, residual, hidden, {}, rows,
         output.inputs, output.outputs, 0.f, block, Awaited());
     count_in(made);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   }
   block -= of_output;
   if (block < of_gate_up) {
-    multiply_gated<T, TILES, HELD, WARPS, STAGES, kNormHere, B1>(
+    BY::template gated<T, T1, HELD, WARPS, STAGES, kNormHere, B1>(
         hidden, gate_up.norm, nullptr, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
         gate_up.outputs / 2, gate_up.epsilon, block, After{made, of_output});
     count_in(made + 1);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   }
   block -= of_gate_up;
   if (block < of_down) {
-    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNoNorm, B2, true, false>(
+    BY::template multiply<T, T2, HELD, WARPS, STAGES, kNoNorm, B2, true, false>(
         gated, down.norm, nullptr, down.weight, down.bias, hidden, result, {}, rows, down.inputs,
         down.outputs, 0.f, block, After{made + 1, of_gate_up});
     done = count_in(made + 2) - (of_down - 1);
@@ -78,10 +79,10 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   } else if constexpr (COUNT == 4) {
     const Link<T, W>& qkv = links[3];
     block -= of_down;
-    multiply_rows<T, TILES, HELD, WARPS, STAGES, kNormHere, B3, false, false>(
+    BY::template multiply<T, T3, HELD, WARPS, STAGES, kNormHere, B3, false, false>(
         result, qkv.norm, nullptr, qkv.weight, qkv.bias, nullptr, heads, {}, rows, qkv.inputs,
         qkv.outputs, qkv.epsilon, block, After{made + 2, of_down});
-    done = count_in(made + 3) - (qkv.outputs / LINES - 1);
+    done = count_in(made + 3) - (qkv.outputs / BY::template outputs<T3, WARPS>() - 1);
   }
   // Of the last product, the last block: nobody waits any more.
   if (done == 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,11 +21,18 @@ from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
 WIDTH = 64
 """Inputs that a stage holds of numbers of half precision: what a matrix has a multiple of."""
 
+# Of a row's scales in a stage, and of its biases.
+_TERMS = 16
 _MOST_STAGES = 4
 # Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
 _STAGE_MEMORY = 168 * 1024
 # By the tiles of a block: the warps and stages that go with them.
 _IN_FLIGHT = {1: (8, 4), 2: (8, 3), 3: (4, 3), 4: (4, 4)}
+
+# As measured on an H200: warps of a block for one row, stages of each, and how many warps of a
+# multiprocessor have weights to read at least (NOTES 110).
+_ROW_WARPS, _ROW_STAGES = 8, 2
+_ROW_WARPS_AT_ONCE = 8
 
 PARTS = ("weight", "scales", "biases")
 """Of a weight that is packed; others have the first alone."""
@@ -31,6 +40,7 @@ PARTS = ("weight", "scales", "biases")
 _WARPS_SOURCE = Path(__file__).with_name("products.cu")
 _PLAIN_SOURCE = Path(__file__).with_name("plain.cu")
 _PACKED_SOURCE = Path(__file__).with_name("packed.cu")
+_ROW_SOURCE = Path(__file__).with_name("row.cu")
 _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 
 
@@ -67,57 +77,85 @@ class Packing:
         bits, group, inputs = weight.bits, weight.group_size, weight.shape[1]
         if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
             return None
-        # 128 bytes of a row, or 64; of each row two scales at least, as less can't be copied.
+        # 128 bytes of a row, or 64.
         widths = (1024 // bits, 512 // bits)
-        fitting = (width for width in widths if inputs % width == 0 and width >= 2 * group)
+        fitting = (width for width in widths if inputs % width == 0 and width >= group)
         width = next(fitting, None)
         return None if width is None else Packing(bits, group, width)
 
     def narrower(self) -> Packing:
-        """With half as much of each row in a stage, where that can be copied."""
+        """With half as much of each row in a stage, where that is a whole group."""
         half = self.width // 2
-        return replace(self, width=half) if half >= 2 * self.group else self
+        return replace(self, width=half) if half >= self.group else self
+
+    def for_one_row(self, inputs: int) -> Packing:
+        """With more of each row of weights in a stage: 256 bytes, and as many scales as are copied
+        at once, where that divides `inputs`."""
+        width = min(2048 // self.bits, _TERMS // 2 * self.group)
+        return replace(self, width=width) if inputs % width == 0 else self
 
     @property
     def row_bytes(self) -> int:
-        """Of a stage, for each row."""
-        return self.width * self.bits // 8 + 2 * 2 * (self.width // self.group)
+        """Of a stage, for each row of weights."""
+        return self.width * self.bits // 8 + 2 * _TERMS
 
 
-@dataclass(frozen=True, slots=True)
-class WarpForm:
-    """Outputs of a block in tiles of 16, how many rows it may have, 1, 2, 4 or a multiple of 8,
-    warps, stages of each warp's ring; how the weights are packed, if they are."""
+class ByWarps(ABC):
+    """Warps that multiply each by itself. `by`: of the kernels' text, what does it."""
 
-    tiles: int
-    rows: int
-    warps: int
-    stages: int
-    packing: Packing | None = None
+    __slots__ = ()
 
-    most_rows: ClassVar[int] = 32
-    gated: ClassVar[str] = "multiply_gated"
+    by: ClassVar[str]
     # The rows are there when the launch begins; otherwise in chain.cu.
     awaited: ClassVar[str] = ", kernels::Awaited()"
+    warps: int
+    stages: int
+    packing: Packing | None
 
     @property
+    @abstractmethod
+    def held(self) -> int:
+        """Rows that a block may have."""
+
+    @property
+    @abstractmethod
+    def share(self) -> int:
+        """How the outputs, or the inputs of 16, are shared out."""
+
+    @property
+    @abstractmethod
     def outputs(self) -> int:
         """Of a block."""
-        return self.tiles * 16
+
+    @property
+    @abstractmethod
+    def shared_memory(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def sources(self) -> tuple[Path, ...]: ...
+
+    @property
+    def gated(self) -> str:
+        return f"{self.by}::gated"
 
     @property
     def threads(self) -> int:
         return self.warps * 32
 
     @property
-    def shared_memory(self) -> int:
-        stages = self.warps * self.stages * self._stage_bytes(self.tiles, self.rows, self.packing)
-        merged = self.warps * (self.rows + -self.rows % 8) * (self.outputs + 5) * 4
-        return max(stages, merged)
+    def constants(self) -> str:
+        return f"{self.share}, {self.constants_in_common}"
 
     @property
-    def constants(self) -> str:
-        return f"{self.tiles}, {self.rows}, {self.warps}, {self.stages}"
+    def constants_in_common(self) -> str:
+        """Of all products of a chain."""
+        return f"{self.held}, {self.warps}, {self.stages}"
+
+    def size_of(self, array: str) -> tuple[str, str]:
+        """A weight's outputs and inputs by its first array."""
+        integers = "" if self.packing is None else f" * {32 // self.packing.bits}"
+        return f"{array}_shape[0]", f"{array}_shape[1]{integers}"
 
     def weight(self, element: str) -> str:
         """The weight, made of its arrays."""
@@ -135,18 +173,47 @@ class WarpForm:
         """Names of a weight's arrays, in the order of `arrays_of`."""
         return PARTS[:1] if self.packing is None else PARTS
 
+    def header(self, *more: Path) -> str:
+        """more: sources after the product's own."""
+        return source(*self.sources, *more)
+
+
+@dataclass(frozen=True, slots=True)
+class WarpForm(ByWarps):
+    """Outputs of a block in tiles of 16, how many rows it may have, a multiple of 8, warps, stages
+    of each warp's ring; how the weights are packed, if they are."""
+
+    tiles: int
+    rows: int
+    warps: int
+    stages: int
+    packing: Packing | None = None
+
+    by: ClassVar[str] = "FewRows"
+    most_rows: ClassVar[int] = 32
+
     @property
-    def inputs_a_word(self) -> str:
-        """What the columns of a weight's first array are multiplied by to be its inputs."""
-        return "" if self.packing is None else f" * {32 // self.packing.bits}"
+    def held(self) -> int:
+        return self.rows
+
+    @property
+    def share(self) -> int:
+        return self.tiles
+
+    @property
+    def outputs(self) -> int:
+        return self.tiles * 16
+
+    @property
+    def shared_memory(self) -> int:
+        stages = self.warps * self.stages * self._stage_bytes(self.tiles, self.rows, self.packing)
+        merged = self.warps * self.rows * (self.outputs + 5) * 4
+        return max(stages, merged)
 
     @property
     def sources(self) -> tuple[Path, ...]:
         weights = _PLAIN_SOURCE if self.packing is None else _PACKED_SOURCE
         return DEVICE_SOURCE, weights, _WARPS_SOURCE
-
-    def header(self) -> str:
-        return source(*self.sources)
 
     @staticmethod
     def choose(
@@ -187,7 +254,7 @@ class WarpForm:
         """As measured on an H200: four warps with two stages each, as many blocks as fit then. With
         many rows more tiles share the reading of those, where there is memory for that; else blocks
         have fewer of them."""
-        held = next(held for held in (1, 8, 16, 32) if rows <= held or held == 32)
+        held = next(held for held in (8, 16, 32) if rows <= held or held == 32)
         forms = [
             WarpForm(tiles, most, 4, 2, each)
             for most in (held, 16, 8)
@@ -207,9 +274,78 @@ class WarpForm:
 
     @staticmethod
     def _stage_bytes(tiles: int, rows: int, packing: Packing | None) -> int:
-        row_bytes = WIDTH * 2 if packing is None else packing.row_bytes
-        width = WIDTH if packing is None else packing.width
-        return tiles * 16 * row_bytes + (rows + 1) * width * 2
+        if packing is None:
+            return (tiles * 16 + rows + 1) * WIDTH * 2
+        return tiles * 16 * packing.row_bytes + (rows + 1) * packing.width * 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm(ByWarps):
+    """For one row and packed weights: how many of a block's warps share the inputs of 16 outputs,
+    how many there are, stages of each one's ring; how the weights are packed, and their outputs and
+    inputs: that the text says them saves the registers of addresses, so that more blocks fit."""
+
+    split: int
+    warps: int
+    stages: int
+    packing: Packing
+    size: tuple[int, int]
+
+    by: ClassVar[str] = "OneRow"
+
+    @property
+    def held(self) -> int:
+        return 1
+
+    @property
+    def share(self) -> int:
+        return self.split
+
+    @property
+    def outputs(self) -> int:
+        return 16 * self.warps // self.split
+
+    @property
+    def shared_memory(self) -> int:
+        inputs = self.size[1]
+        sums = inputs // self.packing.group * 4
+        merged = self.warps * 20 * 4
+        stages = self.warps * self.stages * 16 * self.packing.row_bytes
+        return inputs * 2 + sums + -sums % 16 + merged + stages
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        return DEVICE_SOURCE, _PACKED_SOURCE, _WARPS_SOURCE, _ROW_SOURCE
+
+    def size_of(self, array: str) -> tuple[str, str]:
+        outputs, inputs = self.size
+        return str(outputs), str(inputs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are inputs for all warps."""
+        return self.size[1] // self.packing.width >= self.split
+
+    @staticmethod
+    def choose(
+        weights: Sequence[Weight], device: CudaDevice, packing: Packing
+    ) -> tuple[RowForm, ...] | None:
+        """For products that are launched together; None where a row does not fit.
+
+        As few warps share 16 outputs as leave each multiprocessor several.
+        """
+        sizes = [size_of(weight) for weight in weights]
+        splits = [_split(outputs, device) for outputs, _ in sizes]
+        wider = {packing.for_one_row(inputs) for _, inputs in sizes}
+        for each in (*wider, packing) if len(wider) == 1 else (packing,):
+            forms = tuple(
+                RowForm(split, _ROW_WARPS, _ROW_STAGES, each, size)
+                for split, size in zip(splits, sizes, strict=True)
+            )
+            fit = all(form.shared_memory <= device.block_memory for form in forms)
+            if fit and (each == packing or all(form.is_whole for form in forms)):
+                return forms
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +361,10 @@ class GroupForm:
     gated: ClassVar[str] = "multiply_gated_by_groups"
     weight_parts: ClassVar[tuple[str, ...]] = PARTS[:1]
     awaited: ClassVar[str] = ""
+
+    @property
+    def held(self) -> int:
+        return self.rows
 
     @property
     def outputs(self) -> int:
@@ -262,7 +402,19 @@ class GroupForm:
         return GroupForm(4 if enough else 2, 64)
 
 
-Form = WarpForm | GroupForm
+Form = WarpForm | RowForm | GroupForm
+
+
+def size_of(weight: Weight) -> tuple[int, int]:
+    """Outputs and inputs."""
+    outputs, inputs = weight.shape
+    return outputs, inputs
+
+
+def _split(outputs: int, device: CudaDevice) -> int:
+    wanted = _ROW_WARPS_AT_ONCE * device.multiprocessors
+    splits = (split for split in (1, 2, 4) if outputs // 16 * split >= wanted)
+    return next(splits, _ROW_WARPS)
 
 
 def _shared_out(outputs: int, tiles: int, device: CudaDevice, *, gated: bool) -> bool:

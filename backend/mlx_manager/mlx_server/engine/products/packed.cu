@@ -1,5 +1,5 @@
-// Weights as MLX packs them, for products.cu: unsigned integers of 4 or 8 bits, (outputs, inputs), the
-// first lowest in its word, and a scale and a bias for each GROUP of a row's inputs:
+// Weights as MLX packs them, for products.cu and row.cu: unsigned integers of 4 or 8 bits, (outputs,
+// inputs), the first lowest in its word, and a scale and a bias for each GROUP of a row's inputs:
 // weight = scale * integer + bias.
 //
 // Integers are unpacked by putting 4 bits into a number's lowest: 128 + q is bfloat16 0x4300 | q, and
@@ -94,13 +94,17 @@ __device__ __forceinline__ void multiply_integers(float (&sums)[COLUMNS][4], con
 
 template <typename T, int BITS, int GROUP, int COLUMNS_OF_STAGE>
 struct Packed {
-  static constexpr int WIDTH = COLUMNS_OF_STAGE;
+  static constexpr int WIDTH = COLUMNS_OF_STAGE, OF_GROUP = GROUP;
   // Bytes of a row in a stage, its 16-byte pieces, its groups.
   static constexpr int ROW = WIDTH * BITS / 8, PIECES = ROW / 16, GROUPS = WIDTH / GROUP;
   // Columns that 4 lanes read at once, of which each has OCTETS times 8, in so many words.
   static constexpr int UNIT = GROUP < 64 ? 32 : 64, OCTETS = UNIT / 32, UNITS = GROUP / UNIT;
   static constexpr int WORDS = OCTETS * BITS / 4;
   static constexpr int SWAP = OCTETS == 2 ? 1 : 4;
+  // Bytes of a row's scales, or biases, that are copied at once, and how many those are.
+  static constexpr int TERMS = 16, IN_TERMS = TERMS / int(sizeof(T));
+
+  static_assert(GROUPS <= IN_TERMS);
 
   const unsigned* words;
   const T* scales;
@@ -108,17 +112,18 @@ struct Packed {
 
   template <int OUTPUTS>
   __host__ __device__ static constexpr int stage() {
-    return OUTPUTS * (ROW + 2 * GROUPS * int(sizeof(T)));
+    return OUTPUTS * (ROW + 2 * TERMS);
   }
 
   // Where 16-byte piece `piece` of row `row` lies in a stage: rows that lanes read at once fall into
   // different banks.
   __device__ __forceinline__ static int place(int row, int piece) {
-    constexpr int LINES = 128 / ROW, AT_ONCE = 8 / WORDS / LINES;
+    constexpr int LINES = ROW < 128 ? 128 / ROW : 1, AT_ONCE = 8 / WORDS / LINES;
     return row * ROW + (piece ^ (row / LINES % AT_ONCE * WORDS)) * 16;
   }
 
-  // Behind the weights of a stage lie each row's scales and biases.
+  // Behind the weights of a stage lie the rows' scales, and then their biases: of each the 16 bytes
+  // where they are, as fewer can't be copied past the first-level cache.
   template <int OUTPUTS>
   __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
                                         int lane) const {
@@ -134,26 +139,34 @@ struct Packed {
       copy_async(stage + place(j * EACH + row, piece),
                  halves[j * EACH / (OUTPUTS / 2)] + below * line, 16);
     }
-    constexpr int BYTES = GROUPS * int(sizeof(T));
-    unsigned char* to = stage + OUTPUTS * ROW + lane / 16 * BYTES;
+    unsigned char* to = stage + OUTPUTS * ROW + lane / 16 * OUTPUTS * TERMS;
     const unsigned groups = inputs / GROUP;
-    const T* own = (lane < 16 ? scales : biases) + k / GROUP;
+    const T* own = lane < 16 ? scales : biases;
 #pragma unroll
     for (int t = 0; t < OUTPUTS / 16; t++) {
       const int row = t * 16 + lane % 16;
       const int below = row % (OUTPUTS / 2);
       const long line = (row < OUTPUTS / 2 ? lines.first : lines.second);
-      copy_async_small<BYTES>(to + row * 2 * BYTES, own + line * groups + below * groups);
+      const long at = (line * groups + below * groups + k / GROUP) / IN_TERMS * IN_TERMS;
+      copy_async(to + row * TERMS, own + at, TERMS);
     }
   }
+
+  // Where the scales that a lane reads lie in those 16 bytes: rows 8 apart are alike.
+  __device__ __forceinline__ static int term(int inputs, int k, int lane) {
+    return (lane / 4 * (inputs / GROUP) + k / GROUP) % IN_TERMS;
+  }
+
+  // 8 neighbouring elements of a row as they are multiplied.
+  __device__ __forceinline__ static uint4 arranged(uint4 x) { return paired<BITS>(x); }
 
   // What a lane has of a row's integers.
   struct alignas(WORDS * 4) Own {
     unsigned of[WORDS];
   };
-  // A row's scales, and its biases.
-  struct alignas(GROUPS * 2 * sizeof(T)) Terms {
-    T scales[GROUPS], biases[GROUPS];
+  // A row's scales, or its biases.
+  struct alignas(GROUPS * sizeof(T)) Terms {
+    T of[GROUPS];
   };
 
   __device__ __forceinline__ static Own read(const unsigned char* stage, int row, int unit,
@@ -162,25 +175,34 @@ struct Packed {
     return *reinterpret_cast<const Own*>(stage + place(row, at / 16) + at % 16);
   }
 
-  // Adds a stage's share; `read_rows` gives 8 columns of the rows.
-  template <int TILES, int COLUMNS, typename READ>
+  // Adds a stage's share; `rows` gives 8 columns of the rows, or of a single row that is arranged
+  // already, and then the sums of its groups, too.
+  template <int TILES, int COLUMNS, typename READER>
   __device__ __forceinline__ void take(float (&output)[TILES][COLUMNS][4],
-                                       const unsigned char* stage, int lane, READ read_rows) const {
+                                       const unsigned char* stage, int inputs, int k, int lane,
+                                       READER rows) const {
+    constexpr int OUTPUTS = TILES * 16;
     const T* type = nullptr;
-    const Terms* terms = reinterpret_cast<const Terms*>(stage + TILES * 16 * ROW);
+    const T* terms = reinterpret_cast<const T*>(stage + OUTPUTS * ROW) + term(inputs, k, lane);
+    const auto scales_of = [&](int row) -> const Terms& {
+      return *reinterpret_cast<const Terms*>(terms + row * IN_TERMS);
+    };
+    const auto biases_of = [&](int row) -> const Terms& { return scales_of(OUTPUTS + row); };
     const unsigned one = pair_of_ones(type);
     const unsigned ones[4] = {one, one, one, one};
     // The compiler does not know that this adds 0: it would make the mask anew for each use.
     const unsigned mask = 0x000f000fu | blockIdx.z;
     // With many sums there are no registers for several groups at once.
     constexpr int AT_ONCE = TILES * COLUMNS > 4 ? 1 : GROUPS;
-    Terms above[TILES], below[TILES];
+    Terms by_all[TILES][2], plus_all[TILES][2];
     if constexpr (AT_ONCE > 1) {
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        above[t] = terms[t * 16 + lane / 4];
-        below[t] = terms[t * 16 + 8 + lane / 4];
-      }
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          by_all[t][half] = scales_of(t * 16 + half * 8 + lane / 4);
+          plus_all[t][half] = biases_of(t * 16 + half * 8 + lane / 4);
+        }
     }
 #pragma unroll AT_ONCE
     for (int group = 0; group < GROUPS; group++) {
@@ -189,12 +211,15 @@ struct Packed {
 #pragma unroll
       for (int i = 0; i < UNITS * OCTETS; i++) {
         const int unit = group * UNITS + i / OCTETS;
-        read_rows(b[i], (unit * 4 + lane % 4) * OCTETS + i % OCTETS);
+        rows(b[i], (unit * 4 + lane % 4) * OCTETS + i % OCTETS);
+        if constexpr (!READER::ARRANGED) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS; n++) b[i][n] = paired<BITS>(b[i][n]);
-        multiply_all(totals, ones, b[i], false, i == 0, type);
-        multiply_all(totals, ones, b[i], true, false, type);
+          for (int n = 0; n < COLUMNS; n++) b[i][n] = arranged(b[i][n]);
+          multiply_all(totals, ones, b[i], false, i == 0, type);
+          multiply_all(totals, ones, b[i], true, false, type);
+        }
       }
+      if constexpr (READER::ARRANGED) totals[0][0] = rows.sum(group);
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         float sums[COLUMNS][4];
@@ -208,16 +233,19 @@ struct Packed {
             multiply_integers<BITS>(sums, upper.of + o * (BITS / 4), lower.of + o * (BITS / 4), mask,
                                     b[u * OCTETS + o], u + o == 0, type);
         }
-        const Terms& upper = AT_ONCE > 1 ? above[t] : terms[t * 16 + lane / 4];
-        const Terms& lower = AT_ONCE > 1 ? below[t] : terms[t * 16 + 8 + lane / 4];
-        const float by[2] = {float(upper.scales[group]), float(lower.scales[group])};
-        const float plus[2] = {
-            fmaf(by[0], -offset_of<BITS>(type), float(upper.biases[group])),
-            fmaf(by[1], -offset_of<BITS>(type), float(lower.biases[group]))};
+        float by[2], plus[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row = t * 16 + half * 8 + lane / 4;
+          by[half] = float((AT_ONCE > 1 ? by_all[t][half] : scales_of(row)).of[group]);
+          const float bias = float((AT_ONCE > 1 ? plus_all[t][half] : biases_of(row)).of[group]);
+          plus[half] = fmaf(by[half], -offset_of<BITS>(type), bias);
+        }
+        // A single row is in all columns.
 #pragma unroll
         for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-          for (int e = 0; e < 4; e++)
+          for (int e = 0; e < 4; e += READER::ARRANGED ? 2 : 1)
             output[t][n][e] = fmaf(plus[e / 2], totals[n][e % 2],
                                    fmaf(by[e / 2], sums[n][e], output[t][n][e]));
       }

@@ -39,17 +39,18 @@ struct Plain {
     return *reinterpret_cast<const uint4*>(stage + place(row, piece));
   }
 
-  // Adds a stage's share; `read_rows` gives 8 columns of the rows.
-  template <int TILES, int COLUMNS, typename READ>
+  // Adds a stage's share; `rows` gives 8 columns of the rows.
+  template <int TILES, int COLUMNS, typename READER>
   __device__ __forceinline__ void take(float (&output)[TILES][COLUMNS][4],
-                                       const unsigned char* stage, int lane, READ read_rows) const {
+                                       const unsigned char* stage, int, int, int lane,
+                                       READER rows) const {
     const T* weights = reinterpret_cast<const T*>(stage);
     const T* type = nullptr;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int piece = half * 4 + lane % 4;
       uint4 b[COLUMNS];
-      read_rows(b, piece);
+      rows(b, piece);
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         const uint4 upper = read(weights, t * 16 + lane / 4, piece);

@@ -41,8 +41,7 @@ __device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) 
 template <typename T, typename W, int TILES, int HELD, int WARPS, int STAGES, int NORM>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
-  static constexpr int COLUMNS = (HELD + 7) / 8;
-  static constexpr int ROWS = COLUMNS * 8;
+  static constexpr int COLUMNS = HELD / 8, ROWS = HELD;
   static constexpr int WIDTH = W::WIDTH, PIECES = WIDTH / 8;
   // Of a stage, in bytes: the weights, the rows, the norm's weights.
   static constexpr int WEIGHTS = W::template stage<OUTPUTS>();
@@ -126,7 +125,7 @@ struct Product {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       const int row = n * 8 + lane / 4;
-      b[n] = *reinterpret_cast<const uint4*>(of + place(HELD < 8 ? row % HELD : row, piece));
+      b[n] = *reinterpret_cast<const uint4*>(of + place(row, piece));
       if constexpr (NORM == kNormHere) {
         if constexpr (DIAGONAL) {
           const unsigned early[4] = {b[n].x, 0, b[n].y, 0}, late[4] = {b[n].z, 0, b[n].w, 0};
@@ -144,9 +143,19 @@ struct Product {
     }
   }
 
-  __device__ __forceinline__ void take(unsigned char* stage) {
-    const T* of = rows_of(stage);
-    weight.take(output, stage, lane, [&](uint4(&b)[COLUMNS], int piece) { read(b, of, piece); });
+  // By which `W` reads a stage's rows.
+  struct Reader {
+    static constexpr bool ARRANGED = false;
+    Product& own;
+    const T* rows;
+
+    __device__ __forceinline__ void operator()(uint4 (&b)[COLUMNS], int piece) const {
+      own.read(b, rows, piece);
+    }
+  };
+
+  __device__ __forceinline__ void take(int i) {
+    weight.take(output, stage(i), inputs, column(i), lane, Reader{*this, rows_of(stage(i))});
   }
 
   // Leaves [WARPS][ROWS][MERGE_STRIDE] shares, then sums of squares: [WARPS][ROWS], or if others have
@@ -186,7 +195,7 @@ struct Product {
       wait_copies<STAGES - 2>();
       __syncwarp();
       fetch(i + STAGES - 1);
-      take(stage(i));
+      take(i);
       __syncwarp();
     }
     wait_copies<0>();
@@ -255,115 +264,124 @@ struct Ahead {
   float* squares;
 };
 
-// out = norm(x) @ weight^T + bias + residual, whichever of them there are. `outputs` in all.
-// By block number `block` of as many as it takes.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
-          bool RESIDUAL, bool AHEAD, typename W, typename AWAIT>
-__device__ __forceinline__ void multiply_rows(const T* x, const T* norm, const float* made,
-                                              W weight, const T* bias, const T* residual, T* out,
-                                              Ahead<T> ahead, int rows, int inputs, int outputs,
-                                              float epsilon, int block, AWAIT await_rows) {
-  Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
-  const int first = block * product.OUTPUTS;
-  product.made = made;
-  product.weight = weight;
-  product.x = x;
-  product.norm = norm;
-  product.inputs = inputs;
-  product.rows = rows;
-  product.lines = {first, first + product.OUTPUTS / 2};
-  constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N, THREADS = WARPS * 32;
-  // How often a thread gives N outputs of a row, and what goes with them.
-  constexpr int TURNS = (product.ROWS * PIECES + THREADS - 1) / THREADS;
-  using Values = Neighbours<T, N>;
-  Values biases[TURNS], residuals[TURNS], norms[TURNS];
-  const auto each = [&](auto give) {
+struct FewRows {
+  // Of a block.
+  template <int TILES, int WARPS>
+  __host__ __device__ static constexpr int outputs() {
+    return TILES * 16;
+  }
+
+  // out = norm(x) @ weight^T + bias + residual, whichever of them there are. `outputs` in all.
+  // By block number `block` of as many as it takes.
+  template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
+            bool RESIDUAL, bool AHEAD, typename W, typename AWAIT>
+  __device__ __forceinline__ static void multiply(const T* x, const T* norm, const float* made,
+                                                  W weight, const T* bias, const T* residual,
+                                                  T* out, Ahead<T> ahead, int rows, int inputs,
+                                                  int outputs, float epsilon, int block,
+                                                  AWAIT await_rows) {
+    Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
+    const int first = block * product.OUTPUTS;
+    product.made = made;
+    product.weight = weight;
+    product.x = x;
+    product.norm = norm;
+    product.inputs = inputs;
+    product.rows = rows;
+    product.lines = {first, first + product.OUTPUTS / 2};
+    constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N, THREADS = WARPS * 32;
+    // How often a thread gives N outputs of a row, and what goes with them.
+    constexpr int TURNS = (product.ROWS * PIECES + THREADS - 1) / THREADS;
+    using Values = Neighbours<T, N>;
+    Values biases[TURNS], residuals[TURNS], norms[TURNS];
+    const auto each = [&](auto give) {
 #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-      const int i = threadIdx.x + turn * THREADS, row = i / PIECES, at = i % PIECES * N;
-      if (row < rows) give(turn, row, at, (long)row * outputs + first + at);
-    }
-  };
-  const auto ask = [&](int turn, int, int at, long to) {
-    if (BIAS) biases[turn] = Values::at(bias + first + at);
-    if (RESIDUAL) residuals[turn] = Values::at(residual + to);
-    if (AHEAD) norms[turn] = Values::at(ahead.norm + first + at);
-  };
-  float* merged = product.run(await_rows, [&] {
-    if (AHEAD) each(ask);
-  });
-  each([&](int turn, int row, int at, long to) {
-    if (!AHEAD) ask(turn, row, at, to);
-    float y[N];
-    product.total(y, merged, row, at, product.factor(merged, row, epsilon));
-    if (BIAS) add(y, biases[turn]);
-    if (RESIDUAL) add(y, residuals[turn]);
-    Values result;
-#pragma unroll
-    for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
-    result.put(out + to);
-    if constexpr (AHEAD) {
-      float sum = 0.f;
-#pragma unroll
-      for (int e = 0; e < N; e++) {
-        const float value = float(result.of[e]);
-        sum += value * value;
-        result.of[e] = T(value * float(norms[turn].of[e]));
+      for (int turn = 0; turn < TURNS; turn++) {
+        const int i = threadIdx.x + turn * THREADS, row = i / PIECES, at = i % PIECES * N;
+        if (row < rows) give(turn, row, at, (long)row * outputs + first + at);
       }
-      result.put(ahead.scaled + to);
-      // Where no other thread reads.
-      merged[row * product.MERGE_STRIDE + at] = sum;
-    }
-  });
-  if constexpr (AHEAD) {
-    __syncthreads();
-    if (threadIdx.x < rows) {
-      const float* of = merged + threadIdx.x * product.MERGE_STRIDE;
-      float sum = 0.f;
+    };
+    const auto ask = [&](int turn, int, int at, long to) {
+      if (BIAS) biases[turn] = Values::at(bias + first + at);
+      if (RESIDUAL) residuals[turn] = Values::at(residual + to);
+      if (AHEAD) norms[turn] = Values::at(ahead.norm + first + at);
+    };
+    float* merged = product.run(await_rows, [&] {
+      if (AHEAD) each(ask);
+    });
+    each([&](int turn, int row, int at, long to) {
+      if (!AHEAD) ask(turn, row, at, to);
+      float y[N];
+      product.total(y, merged, row, at, product.factor(merged, row, epsilon));
+      if (BIAS) add(y, biases[turn]);
+      if (RESIDUAL) add(y, residuals[turn]);
+      Values result;
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) sum += of[i * N];
-      ahead.squares[threadIdx.x * (outputs / product.OUTPUTS) + block] = sum;
+      for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
+      result.put(out + to);
+      if constexpr (AHEAD) {
+        float sum = 0.f;
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+          const float value = float(result.of[e]);
+          sum += value * value;
+          result.of[e] = T(value * float(norms[turn].of[e]));
+        }
+        result.put(ahead.scaled + to);
+        // Where no other thread reads.
+        merged[row * product.MERGE_STRIDE + at] = sum;
+      }
+    });
+    if constexpr (AHEAD) {
+      __syncthreads();
+      if (threadIdx.x < rows) {
+        const float* of = merged + threadIdx.x * product.MERGE_STRIDE;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) sum += of[i * N];
+        ahead.squares[threadIdx.x * (outputs / product.OUTPUTS) + block] = sum;
+      }
     }
   }
-}
 
-// out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
-// bias.
-// By block number `block` of as many as it takes.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
-          typename W, typename AWAIT>
-__device__ __forceinline__ void multiply_gated(const T* x, const T* norm, const float* made,
+  // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T
+  // + bias.
+  // By block number `block` of as many as it takes.
+  template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
+            typename W, typename AWAIT>
+  __device__ __forceinline__ static void gated(const T* x, const T* norm, const float* made,
                                                W weight, const T* bias, T* out, int rows,
                                                int inputs, int outputs, float epsilon, int block,
                                                AWAIT await_rows) {
-  Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
-  product.made = made;
-  constexpr int EACH = TILES * 8;
-  const int first = block * EACH;
-  product.weight = weight;
-  product.x = x;
-  product.norm = norm;
-  product.inputs = inputs;
-  product.rows = rows;
-  product.lines = {first, outputs + first};
-  const float* merged = product.run(await_rows, [] {});
-  constexpr int N = product.AT_ONCE, PIECES = EACH / N;
-  using Values = Neighbours<T, N>;
-  for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {
-    const int row = i / PIECES, at = i % PIECES * N;
-    const float by = product.factor(merged, row, epsilon);
-    float gate[N], up[N];
-    product.total(gate, merged, row, at, by);
-    product.total(up, merged, row, EACH + at, by);
-    if (BIAS) {
-      add(gate, Values::at(bias + first + at));
-      add(up, Values::at(bias + outputs + first + at));
-    }
-    Values result;
+    Product<T, W, TILES, HELD, WARPS, STAGES, NORM> product;
+    product.made = made;
+    constexpr int EACH = TILES * 8;
+    const int first = block * EACH;
+    product.weight = weight;
+    product.x = x;
+    product.norm = norm;
+    product.inputs = inputs;
+    product.rows = rows;
+    product.lines = {first, outputs + first};
+    const float* merged = product.run(await_rows, [] {});
+    constexpr int N = product.AT_ONCE, PIECES = EACH / N;
+    using Values = Neighbours<T, N>;
+    for (int i = threadIdx.x; i < rows * PIECES; i += WARPS * 32) {
+      const int row = i / PIECES, at = i % PIECES * N;
+      const float by = product.factor(merged, row, epsilon);
+      float gate[N], up[N];
+      product.total(gate, merged, row, at, by);
+      product.total(up, merged, row, EACH + at, by);
+      if (BIAS) {
+        add(gate, Values::at(bias + first + at));
+        add(up, Values::at(bias + outputs + first + at));
+      }
+      Values result;
 #pragma unroll
-    for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
-    result.put(out + (long)row * outputs + first + at);
+      for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
+      result.put(out + (long)row * outputs + first + at);
+    }
   }
-}
+};
 
 }  // namespace kernels

@@ -85,10 +85,6 @@ inline void forget_copies() {
 inline void copy_async(void* to, const void* from, int bytes) {
   pending[group::current].push_back({to, from, bytes});
 }
-template <int BYTES>
-void copy_async_small(void* to, const void* from) {
-  pending[group::current].push_back({to, from, BYTES, BYTES});
-}
 inline void copy_async_of_line(void* to, const void* from, int bytes) {
   copy_async(to, from, bytes);
 }
@@ -206,6 +202,7 @@ inline bool any_lane(bool x) {
 }
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
+inline uint4 read_shared_result(const uint4* p) { return *p; }
 inline int count_after_writes(int* counter) { return (*counter)++; }
 // Blocks take turns where one waits for another (`launch`).
 inline void await_count(const int* counter, int count) {

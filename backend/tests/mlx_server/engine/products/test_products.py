@@ -13,7 +13,7 @@ from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
 from mlx_manager.mlx_server.engine.products.factors import Packed
-from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, Packing, WarpForm
+from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, Packing, RowForm, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
 NAMES = (
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def packing(self) -> Packing | None:
-        return self.form.packing if isinstance(self.form, WarpForm) else None
+        return None if isinstance(self.form, GroupForm) else self.form.packing
 
     @property
     def kind(self) -> tuple:
@@ -65,10 +65,10 @@ class Case:
 
 FOUR, EIGHT = Packing(4, 64, 256), Packing(8, 64, 128)
 PACKED_CASES = [
-    Case("packed", WarpForm(2, 1, 4, 3, FOUR), 1, inputs=512),
-    Case("packed-norm", WarpForm(4, 4, 4, 2, FOUR), 3, inputs=768, norm=True, bias=True),
+    Case("packed", WarpForm(2, 8, 4, 3, FOUR), 1, inputs=512),
+    Case("packed-norm", WarpForm(4, 8, 4, 2, FOUR), 3, inputs=768, norm=True, bias=True),
     Case("packed-f16", WarpForm(1, 16, 2, 3, FOUR), 11, inputs=512, norm=True, dtype=F16),
-    Case("packed-residual", WarpForm(4, 32, 4, 3, FOUR), 29, inputs=1024, residual=True),
+    Case("packed-residual", WarpForm(4, 32, 4, 2, FOUR), 29, inputs=1024, residual=True),
     Case("packed-gated", WarpForm(4, 16, 4, 3, FOUR), 13, inputs=512, gated=True, norm=True),
     Case("packed-turns", WarpForm(2, 32, 4, 2, FOUR), 75, inputs=256, norm=True, residual=True),
     Case("packed-made", WarpForm(2, 8, 4, 2, FOUR), 19, inputs=512, norm=True, makers=38),
@@ -76,14 +76,50 @@ PACKED_CASES = [
     Case("packed-narrow", WarpForm(2, 8, 4, 3, Packing(4, 64, 128)), 3, inputs=384, norm=True),
     Case("packed-by-32", WarpForm(2, 8, 2, 3, Packing(4, 32, 256)), 8, inputs=512),
     Case("packed-by-128", WarpForm(2, 32, 2, 3, Packing(4, 128, 256)), 31, inputs=512, norm=True),
-    Case("packed-8-bits", WarpForm(2, 1, 4, 3, EIGHT), 1, inputs=512, norm=True, bias=True),
+    Case("packed-8-bits", WarpForm(2, 8, 4, 3, EIGHT), 1, inputs=512, norm=True, bias=True),
     Case(
         "packed-8-bits-gated", WarpForm(4, 32, 4, 2, EIGHT), 40, inputs=384, gated=True, dtype=F16
     ),
+    Case("packed-8-bits-by-128", WarpForm(2, 8, 2, 2, Packing(8, 128, 128)), 5, inputs=384),
+    Case("packed-odd-groups", WarpForm(4, 16, 2, 2, Packing(4, 128, 128)), 12, inputs=640),
     Case("packed-8-bits-by-32", WarpForm(1, 16, 4, 3, Packing(8, 32, 64)), 9, inputs=192),
+]
+ROW_CASES = [
+    Case("row", RowForm(8, 8, 2, FOUR, (32, 4096)), 1, inputs=4096, outputs=32),
+    Case("row-norm", RowForm(1, 8, 3, Packing(4, 64, 512), (128, 1024)), 1, inputs=1024, norm=True),
+    Case(
+        "row-bias",
+        RowForm(4, 8, 2, FOUR, (128, 768)),
+        1,
+        inputs=768,
+        norm=True,
+        bias=True,
+        dtype=F16,
+    ),
+    Case("row-residual", RowForm(2, 4, 2, FOUR, (128, 1280)), 1, inputs=1280, residual=True),
+    Case("row-gated", RowForm(1, 8, 2, FOUR, (256, 512)), 1, inputs=512, gated=True, norm=True),
+    Case(
+        "row-gated-bias", RowForm(2, 8, 2, FOUR, (256, 768)), 1, inputs=768, gated=True, bias=True
+    ),
+    Case("row-narrow", RowForm(4, 8, 2, Packing(4, 64, 128), (128, 384)), 1, inputs=384, norm=True),
+    Case("row-by-32", RowForm(2, 8, 2, Packing(4, 32, 256), (128, 768)), 1, inputs=768, norm=True),
+    Case(
+        "row-by-128", RowForm(2, 8, 2, Packing(4, 128, 512), (128, 1536)), 1, inputs=1536, norm=True
+    ),
+    Case("row-of-odd-groups", RowForm(2, 8, 2, Packing(4, 128, 128), (128, 640)), 1, inputs=640),
+    Case("row-8-bits", RowForm(4, 8, 2, Packing(8, 64, 256), (128, 768)), 1, inputs=768, norm=True),
+    Case(
+        "row-8-bits-narrow",
+        RowForm(2, 8, 2, Packing(8, 32, 64), (256, 192)),
+        1,
+        inputs=192,
+        gated=True,
+    ),
+    Case("row-without-inputs", RowForm(8, 8, 2, FOUR, (128, 256)), 1, residual=True, dtype=F16),
 ]
 CASES = [
     *PACKED_CASES,
+    *ROW_CASES,
     Case("one-row", WarpForm(1, 8, 4, 3), 1),
     Case("norm", WarpForm(2, 8, 4, 2), 5, norm=True),
     Case("norm-and-bias", WarpForm(1, 16, 2, 4), 13, norm=True, bias=True, dtype=F16),
@@ -114,6 +150,7 @@ CASES = [
 NAMED = {
     *("norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"),
     *("made", "made-gated", "made-in-groups", "ahead", "ahead-of-three-tiles"),
+    *("row-norm", "row-gated-bias", "row-residual", "row-8-bits", "packed-8-bits"),
     *("packed-norm", "packed-gated", "packed-made", "packed-ahead", "packed-8-bits-gated"),
 }
 
@@ -189,11 +226,12 @@ def test_nvidia_s_compiler_takes_products(nvidia_accepts, case):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_product_is_the_reference(libraries, index):
     case = CASES[index]
+    assert case.form.shared_memory <= H200.block_memory
     library, own = libraries[case.kind]
     rng = np.random.default_rng(index)
     weights = case.outputs * (2 if case.gated else 1)
     blocks = weights // case.form.outputs
-    turns = -(-case.rows // case.form.rows)
+    turns = -(-case.rows // case.form.held)
 
     def draw(*size, scale=1.0):
         return rounded(rng.normal(size=size) * scale, case.dtype)
@@ -297,17 +335,48 @@ def test_packed_matrices_that_are_served_are_cut_into_whole_stages(bits, group, 
     weight = packed(256, inputs, group, bits)
     assert weight.shape == (256, inputs)
     served = ProductKernels.serves(weight)
-    whole = inputs % (256 if group == 128 else 128) == 0
-    assert served == ((bits == 4 and group > 16 and whole) or (bits == 8 and group in (32, 64)))
+    assert served == (bits in (4, 8) and group > 16)
     if served:
         packing = Packing.of(weight)
         assert inputs % packing.width == 0
-        assert packing.width // group >= 2
+        assert packing.width % group == 0
         for rows in (1, 9, 32, 128):
             for device in (H200, RTX4090):
                 form = WarpForm.choose(256, rows, device, packing)
                 assert form.shared_memory <= device.block_memory
                 assert 256 % form.outputs == 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("device", [H200, RTX4090], ids=["H200", "RTX4090"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096)],
+        [(2048, 2048), (16384, 2048), (2048, 8192)],
+        [(896, 896), (9728, 896), (896, 4864)],
+        [(128256, 2048)],
+    ],
+)
+def test_one_row_is_shared_out_among_warps_that_all_have_weights(bits, group, device, sizes):
+    weights = [packed(*size, group, bits) for size in sizes]
+    forms = RowForm.choose(weights, device, Packing.of(weights[0]))
+    assert len({form.packing for form in forms}) == 1
+    for form, (outputs, inputs) in zip(forms, sizes, strict=True):
+        assert form.size == (outputs, inputs)
+        assert outputs % form.outputs == 0
+        assert inputs % form.packing.width == 0
+        assert form.packing.width <= 8 * group
+        assert form.is_whole or form.packing == Packing.of(weights[0])
+        assert form.shared_memory <= device.block_memory
+
+
+def test_a_row_that_does_not_fit_goes_by_the_kernel_for_few():
+    weight = packed(256, 65536, 64, 4)
+    assert RowForm.choose([weight], RTX4090, Packing.of(weight)) is None
+    assert isinstance(gated_form(weight, 1, RTX4090), WarpForm)
+    assert isinstance(gated_form(packed(256, 4096, 64, 4), 1, RTX4090), RowForm)
 
 
 def test_packed_matrices_of_odd_sizes_are_not_served():
