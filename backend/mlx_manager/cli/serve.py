@@ -104,6 +104,7 @@ MaxHeadersKb = Annotated[float | None, number("Largest request headers accepted"
 MaxMessages = Annotated[int | None, number("Messages or items of one conversation", "4096")]
 MaxParts = Annotated[int | None, number("Content parts of all of them together", "16384")]
 MaxImages = Annotated[int | None, number("Images among these", "64")]
+MaxTools = Annotated[int | None, number("Tools of one request", "1024")]
 MaxInputs = Annotated[int | None, number("Texts that one request has embedded or ranked", "2048")]
 MaxBodyMb = Annotated[float | None, number("Largest request body accepted", "32")]
 KeepaliveSeconds = Annotated[
@@ -228,6 +229,7 @@ def serve(
     max_messages: MaxMessages = None,
     max_parts: MaxParts = None,
     max_images: MaxImages = None,
+    max_tools: MaxTools = None,
     max_inputs: MaxInputs = None,
     keepalive_seconds: KeepaliveSeconds = None,
     timeout_seconds: TimeoutSeconds = None,

@@ -90,6 +90,7 @@ class ApiLimits:
     max_messages: int = 4096
     max_parts: int = 16384
     max_images: int = 64
+    max_tools: int = 1024
     max_inputs: int = 2048
 
 
@@ -284,6 +285,7 @@ class MLXServerSettings(BaseSettings):
     max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
     max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
     max_images: int = Field(64, ge=0, description="Images among these")
+    max_tools: int = Field(1024, ge=0, description="Tools of one request")
     max_inputs: int = Field(2048, ge=1, description="Texts that one request has embedded or ranked")
     keepalive_seconds: float = Field(
         10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
@@ -461,6 +463,7 @@ class MLXServerSettings(BaseSettings):
             self.max_messages,
             self.max_parts,
             self.max_images,
+            self.max_tools,
             self.max_inputs,
         )
 

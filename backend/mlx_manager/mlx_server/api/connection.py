@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.errors import (
     RequestNotReceived,
     RequestTooLarge,
 )
-from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, parts
+from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, parts, tools
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
     # Models of a hundred thousand messages take half a second, in which nobody else is served.
     check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))
+    param, found = tools(given)
+    count, most = len(found), limits.max_tools
+    _check_count(param, f"`{param}` has {count} tools", count, most, "MLX_SERVER_MAX_TOOLS")
     if len(data) > LARGE:
         await asyncio.sleep(0)
     try:

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 CONVERSATIONS = ("messages", "input")
 SYSTEMS = ("system",)
-CONTENTS = ("content", "output")
+CONTENTS = ("content", "output", "tool_calls")
+TOOLS = ("tools", "functions")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list of any length. Its first wrong item is the only one that is named: for a million of them
@@ -56,11 +57,22 @@ def conversation(kind: type[Wire], body: object) -> tuple[str, list[Any]]:
 
 def parts(message: object, fields: Sequence[str] = CONTENTS) -> Iterator[Any]:
     """The parts of a message's content, if it has any, and those that they have: what tools give
-    may have parts of its own. message: JSON."""
+    may have parts of its own. Calls are parts, too. message: JSON."""
     for _, content in _lists(message, fields):
         for part in content:
             yield part
             yield from parts(part)
+
+
+def tools(body: object) -> tuple[str, list[Any]]:
+    """The name of the field with the tools, and these and those that they have, as a namespace
+    does; or nothing. body: JSON."""
+    for name, found in _lists(body, TOOLS):
+        return name, [
+            *found,
+            *(own for tool in found for _, has in _lists(tool, TOOLS) for own in has),
+        ]
+    return "", []
 
 
 def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:

@@ -256,7 +256,35 @@ async def test_pieces_are_counted_before_any_is_looked_at(
     assert few.status_code in (400, 422)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_tools_are_counted_before_any_is_looked_at(serve: Any, path: str):
+    said = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 5}
+    async with serve(max_tools=2) as client:
+        answer = await client.post(path, json={**said, "tools": [{}] * 3})
+        few = await client.post(path, json={**said, "tools": [{}] * 2})
+    assert answer.status_code == 413
+    assert "`tools` has 3 tools" in answer.json()["error"]["message"]
+    assert "MLX_SERVER_MAX_TOOLS" in answer.json()["error"]["message"]
+    assert few.status_code in (400, 422)
+
+
+async def test_tools_of_a_namespace_are_counted(serve: Any):
+    tools = [{"type": "namespace", "name": "n", "tools": [{}] * 2}]
+    async with serve(max_tools=2) as client:
+        answer = await client.post("/v1/responses", json={"input": "a", "tools": tools})
+    assert "`tools` has 3 tools" in answer.json()["error"]["message"]
+
+
 TEXTS = [{"type": "text", "text": "x"}] * 3
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+async def test_calls_count_as_parts(serve: Any):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": CALLS * 5}]
+    async with serve(max_parts=4) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": said})
+    assert answer.status_code == 413
+    assert "has 5 content parts" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
