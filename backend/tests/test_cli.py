@@ -135,12 +135,33 @@ def test_a_keys_file_in_a_home_that_nobody_has_is_a_usage_error() -> None:
     assert "the home folder ~nobody-here is unknown" in result.output
 
 
-def test_help_imports_neither_mlx_nor_the_server() -> None:
+ENGINE = ["mlx", "mlx_lm", "transformers", "fastapi"]
+
+
+@pytest.mark.parametrize(
+    ("command", "heavy"),
+    [
+        (
+            ["serve", "--help"],
+            [
+                *ENGINE,
+                "pydantic_settings",
+                "rich",
+                "httpx",
+                "asyncio",
+                "aiohttp",
+                "huggingface_hub",
+            ],
+        ),
+        (["list"], ENGINE),
+    ],
+    ids=["help", "list"],
+)
+def test_what_answers_at_once_imports_no_engine(command: list[str], heavy: list[str]) -> None:
     program = (
-        "import sys; from mlx_manager.cli import app; app(['serve', '--help'], standalone_mode=False);"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'fastapi', 'pydantic_settings', 'rich', 'httpx', 'asyncio',"
-        " 'aiohttp', 'huggingface_hub', 'prompt_toolkit'};"
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+        f"import sys; from mlx_manager.cli import app; app({command}, standalone_mode=False);"
+        f"found = {{*{heavy}, 'prompt_toolkit'}} & set(sys.modules);"
+        "sys.exit(str(found) if found else 0)"
     )
     finished = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True

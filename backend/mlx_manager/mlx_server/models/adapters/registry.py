@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from mlx_manager.mlx_server.models.adapters.families import (
     QwenAdapter,
 )
 from mlx_manager.mlx_server.models.adapters.llama import LlamaAdapter
+from mlx_manager.mlx_server.models.family import detect_model_family
 
 _ADAPTERS: Mapping[str, type[DefaultAdapter]] = {
     adapter.family: adapter
@@ -33,26 +33,6 @@ _ADAPTERS: Mapping[str, type[DefaultAdapter]] = {
         GptOssAdapter,
     )
 }
-
-_FAMILIES = (
-    # A distilled model's name ends with the family it was made from, and its template does not.
-    ("deepseek", r"deepseek"),
-    ("gpt-oss", r"gpt[-_]?oss"),
-    ("llama", r"llama"),
-    ("qwen", r"qwen|qwq"),
-    ("mistral", r"mistral|mixtral|ministral|magistral|codestral|devstral|pixtral"),
-    ("gemma", r"gemma"),
-    ("phi", r"\bphi|phi[-_]?\d|phimoe"),
-    ("glm", r"glm"),
-    ("granite", r"granite"),
-)
-
-
-def detect_model_family(source: str | Mapping[str, Any]) -> str:
-    """The family of a model's name, or of its config.json; "default" if it is none of ours."""
-    text = source if isinstance(source, str) else str(source.get("model_type", ""))
-    found = (family for family, pattern in _FAMILIES if re.search(pattern, text.lower()))
-    return next(found, "default")
 
 
 def get_adapter(

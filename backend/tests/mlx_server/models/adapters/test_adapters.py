@@ -18,10 +18,10 @@ from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters import (
     DefaultAdapter,
     LlamaAdapter,
-    detect_model_family,
     get_adapter,
 )
 from mlx_manager.mlx_server.models.adapters.answer import answer_edges, region_of
+from mlx_manager.mlx_server.models.family import detect_model_family
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""Which family a model is of, by its name or by its config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_FAMILIES = (
+    # A distilled model's name ends with the family it was made from, and its template does not.
+    ("deepseek", r"deepseek"),
+    ("gpt-oss", r"gpt[-_]?oss"),
+    ("llama", r"llama"),
+    ("qwen", r"qwen|qwq"),
+    ("mistral", r"mistral|mixtral|ministral|magistral|codestral|devstral|pixtral"),
+    ("gemma", r"gemma"),
+    ("phi", r"\bphi|phi[-_]?\d|phimoe"),
+    ("glm", r"glm"),
+    ("granite", r"granite"),
+)
+
+
+def detect_model_family(source: str | Mapping[str, Any]) -> str:
+    """The family of a model's name, or of its config.json; "default" if it is none of ours."""
+    text = source if isinstance(source, str) else str(source.get("model_type", ""))
+    found = (family for family, pattern in _FAMILIES if re.search(pattern, text.lower()))
+    return next(found, "default")
