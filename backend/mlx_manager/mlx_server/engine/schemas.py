@@ -118,7 +118,8 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
     check(tool.parameters)
     schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
     whole = _object(schema or {"properties": {}})
-    narrowed: dict[str, Any] = _narrowed(whole, whole, _parts(whole), part=False)
+    known = check(whole)
+    narrowed: dict[str, Any] = _narrowed(whole, whole, known, _parts(whole, known), part=False)
     return narrowed
 
 
@@ -132,11 +133,19 @@ def _object(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "allOf": [schema]}
 
 
-def check(schema: Any) -> None:
-    """
+def check(root: Any) -> frozenset[str]:
+    """Look through a schema and all that it refers to; the references that there are.
+
     Raises:
         MalformedError: names the keyword whose value has another type than in JSON Schema.
     """
+    found: set[str] = set()
+    _check(root, root, found)
+    return frozenset(found)
+
+
+def _check(schema: Any, root: Any, seen: set[str]) -> None:
+    """seen: the references that have been followed."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -149,6 +158,14 @@ def check(schema: Any) -> None:
             fits = fits and all(isinstance(text, str) for text in texts)
         if not fits:
             raise MalformedError(f"`{key}` must be {wanted}")
+        if key == "$ref" and value not in seen:
+            seen.add(value)
+            try:
+                meant = _at(root, value)
+            except UnwritableError:
+                # What there is not is told where it is asked for.
+                continue
+            _check(meant, root, seen)
         if key in _NAMED:
             inner: Iterable[Any] = value.values()
         elif key in _SCHEMAS:
@@ -156,7 +173,23 @@ def check(schema: Any) -> None:
         else:
             continue
         for each in inner:
-            check(each)
+            _check(each, root, seen)
+
+
+def _is_data(key: str, value: Any, known: frozenset[str]) -> bool:
+    """Whether a keyword's value is no schema and has none. What stands under one that nobody knows
+    has not been looked through, unless something refers to it: then all that it refers to in turn
+    is `known`."""
+    if key in _DATA or key in _NAMED or key in _SCHEMAS:
+        return key in _DATA
+    referred = set(known)
+    try:
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                _check(each, {}, referred)
+    except MalformedError:
+        return True
+    return len(referred) > len(known)
 
 
 def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -212,27 +245,34 @@ def _with_json_types(schema: Any) -> Any:
     return found
 
 
-def _narrowed(schema: Any, root: Mapping[str, Any], shared: frozenset[str], part: bool) -> Any:
+def _narrowed(
+    schema: Any,
+    root: Mapping[str, Any],
+    known: frozenset[str],
+    shared: frozenset[str],
+    part: bool,
+) -> Any:
     """
     Args:
-        root: what references are relative to. shared: references to what is a part somewhere.
+        root: what references are relative to. known: those that there are, shared: those to what is
+            a part somewhere.
         part: what it demands is demanded of an object beside what others do: it can't be closed.
     """
     if not isinstance(schema, Mapping):
         return schema
 
     def narrowed(key: str, value: Any) -> Any:
-        if key in _DATA:
+        if _is_data(key, value, known):
             return value
         if key in _NAMED and isinstance(value, Mapping):
             return {
-                name: _narrowed(inner, root, shared, f"#/{key}/{name}" in shared)
+                name: _narrowed(inner, root, known, shared, f"#/{key}/{name}" in shared)
                 for name, inner in value.items()
             }
         inside = key in _OF_THE_SAME and (part or _is_combined(schema))
         if isinstance(value, list):
-            return [_narrowed(inner, root, shared, inside) for inner in value]
-        return _narrowed(value, root, shared, inside)
+            return [_narrowed(inner, root, known, shared, inside) for inner in value]
+        return _narrowed(value, root, known, shared, inside)
 
     found = {key: narrowed(key, value) for key, value in schema.items()}
     if found.get("type") == "integer":
@@ -270,7 +310,7 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     return places > 1 or len(schema.get("allOf", ())) > 1
 
 
-def _shared(schema: Any, found: set[str], part: bool) -> None:
+def _shared(schema: Any, known: frozenset[str], found: set[str], part: bool) -> None:
     """Add to `found` the references in `schema` to what is a part where it is referred to."""
     if not isinstance(schema, Mapping):
         return
@@ -278,23 +318,23 @@ def _shared(schema: Any, found: set[str], part: bool) -> None:
     if inside and isinstance(schema.get("$ref"), str):
         found.add(schema["$ref"])
     for key, value in schema.items():
-        if key in _DATA:
+        if _is_data(key, value, known):
             continue
         if key in _NAMED and isinstance(value, Mapping):
             for name, inner in value.items():
-                _shared(inner, found, f"#/{key}/{name}" in found)
+                _shared(inner, known, found, f"#/{key}/{name}" in found)
         else:
             for inner in value if isinstance(value, list) else [value]:
-                _shared(inner, found, inside and key in _OF_THE_SAME)
+                _shared(inner, known, found, inside and key in _OF_THE_SAME)
 
 
-def _parts(root: Mapping[str, Any]) -> frozenset[str]:
+def _parts(root: Mapping[str, Any], known: frozenset[str]) -> frozenset[str]:
     """All references to what is a part somewhere, also by way of another reference."""
     found: set[str] = set()
     before = -1
     while len(found) > before:
         before = len(found)
-        _shared(root, found, False)
+        _shared(root, known, found, False)
     return frozenset(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
@@ -43,6 +43,9 @@ def test_whatever_a_tool_brings_its_calls_can_be_read(parameters: dict[str, Any]
 
 
 @given(SCHEMAS)
+@example({"x": {"allOf": None}})
+@example({"properties": {}, "allOf": [{"x": {"properties": None, "anyOf": []}}]})
+@example({"properties": {}, "$ref": "#/x", "x": {"properties": None, "anyOf": 5}})
 def test_a_tools_parameters_are_an_object_or_said_to_be_no_schema(parameters: dict[str, Any]):
     with suppress(MalformedError):
         assert parameters_schema(Tool("f", parameters=parameters))["type"] == "object"

@@ -147,7 +147,7 @@ struct OneRow {
     return 16 * WARPS / SPLIT;
   }
 
-  // As multiply_rows, for one row that nobody has done a norm's part for, and does none.
+  // As FewRows::multiply, for one row, and no part of a norm but its own.
   template <typename T, int SPLIT, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
             bool RESIDUAL, bool AHEAD, typename W, typename AWAIT>
   __device__ __forceinline__ static void multiply(const T* x, const T* norm, const float*, W weight,
@@ -170,7 +170,7 @@ struct OneRow {
     out[first + at] = T(y);
   }
 
-  // As multiply_gated.
+  // As FewRows::gated.
   template <typename T, int SPLIT, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
             typename W, typename AWAIT>
   __device__ __forceinline__ static void gated(const T* x, const T* norm, const float*, W weight,
