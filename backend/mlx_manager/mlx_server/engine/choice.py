@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -61,6 +62,11 @@ class Reference:
                 logits.append((yield from _alone(model, text, n)))
         except WRONG as error:
             raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
+        if all(_has_no_number(each) for text in logits for each in text):
+            raise ModelNotSupported(
+                "What this model computes is no number (NaN), whatever it reads: its weights are "
+                "damaged, or too large for the precision that they are in."
+            )
         return cls(page_size, texts, logits)
 
     def disagreement(self, forward: Forward) -> Steps[str | None]:
@@ -92,7 +98,7 @@ def choosing(
     kernels: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
 
     Raises:
-        ModelNotSupported: that pass itself fails on this machine.
+        ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
     """
     reference = yield from Reference.of(model, page_size)
     forward = yield from _first_right(model, page_size, kernels, compile, reference)
@@ -238,6 +244,11 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.arra
         logits.append(model(mx.array([tokens], mx.int32), cache=caches)[0, -1])
         yield from computed([*kept_in(caches), logits[-1]])
     return logits
+
+
+def _has_no_number(logits: mx.array) -> bool:
+    """Whether one of them is NaN. Not asked on a GPU: that would compile a kernel for it."""
+    return bool(np.isnan(np.array(logits.astype(mx.float32))).any())
 
 
 def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:

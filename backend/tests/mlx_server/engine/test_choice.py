@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 from tiny_models import FAMILIES, random_model
 
-from mlx_manager.mlx_server.engine.choice import choosing
+from mlx_manager.mlx_server.engine.choice import choose, choosing
+from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.utils.steps import Aside, Done, advance
 
@@ -35,3 +36,11 @@ def test_every_pass_of_a_comparison_is_computed_aside(family: str, kind: str) ->
     # Of the two sequences by the model itself, and then by the forward.
     assert passes >= 4 + 4 + 5
     assert mx.all(step == 64)
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused() -> None:
+    of = {"model_type": "llama", **FAMILIES["llama"]}
+    model = random_model(of, seed=0, dtype=mx.float32)
+    model.model.norm.weight = model.model.norm.weight * float("nan")
+    with pytest.raises(ModelNotSupported, match="no number"):
+        choose(model, 16)
