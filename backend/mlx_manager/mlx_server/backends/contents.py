@@ -46,7 +46,8 @@ def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence
 
 
 def contents(encode: Encode, texts: Sequence[str], enough: int) -> list[Content]:
-    """Of each text all tokens, or more than `enough` of its first, which the rest does not change.
+    """Of each text all tokens, or more than `enough` of its first, which the rest does not change,
+    but for a choice between two ways to say the same that a Unigram leaves to the end.
 
     No count of characters tells that a text is too long: WordPiece makes a word of any length one
     token, and of blanks none.

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -70,16 +70,24 @@ long_texts = st.lists(st.one_of(words, long_words, blanks, passages), max_size=8
 
 @pytest.mark.parametrize("make", [wordpiece, bpe, unigram])
 @given(text=long_texts, enough=st.integers(3, 1500))
+@example(text="d" * 20_001, enough=5)
 def test_the_first_tokens_are_those_of_the_whole_text(
     make: Callable[[], Tokenizer], text: str, enough: int
 ):
-    encode, _ = encoding(make())
+    tokenizer = make()
+    encode, _ = encoding(tokenizer)
     [found] = contents(encode, [text], enough)
     [every] = encode([text])
     if found.whole:
         assert found.ids == every
+        return
+    assert len(found.ids) > enough
+    if make is unigram:
+        # Where there is a choice ("d" and "dd" of an odd number of them) the end decides it, but not
+        # what is said.
+        mine, whole = ("".join(map(tokenizer.id_to_token, ids)) for ids in (found.ids, every))
+        assert whole.startswith(mine)
     else:
-        assert len(found.ids) > enough
         assert found.ids == every[: len(found.ids)]
 
 
