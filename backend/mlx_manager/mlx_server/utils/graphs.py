@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
@@ -62,8 +63,9 @@ def keep_cpu_kernels() -> None:
 
     There the first user's folder is in the way of every other user's server, and whoever makes it
     before the server does has it run his code. So MLX gets a folder of the user's own, unless the
-    owner says where temporary files go; a new one where there is no home. Python's stay where they
-    are.
+    owner says where temporary files go; a new one where there is no home. It has the folder for as
+    long as it lives, as another would take for whole what it is still writing. Python's files stay
+    where they are.
 
     Source: mlx/backend/cpu/compiled.cpp.
     """
@@ -72,9 +74,7 @@ def keep_cpu_kernels() -> None:
     # Asked for once a process, and kept.
     tempfile.gettempdir()
     try:
-        folder = _made("cpu")
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} may not be written to")
+        folder = _of_this_process("cpu")
     except (OSError, RuntimeError) as error:
         log.debug("kernels are compiled anew in each process: %s", error)
         folder = Path(tempfile.mkdtemp(prefix="mlx-manager-"))
@@ -100,6 +100,28 @@ def _made(name: str) -> Path:
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
+
+
+def _of_this_process(name: str) -> Path:
+    """The first folder by this name, or with a number behind it, that no other process has.
+
+    Raises:
+        OSError, RuntimeError: there is no place for it.
+    """
+    number = 1
+    while True:
+        folder = _made(name if number == 1 else f"{name}-{number}")
+        # Open until the process ends, and the lock with it.
+        held = os.open(folder / ".held", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(held)
+            if not isinstance(error, BlockingIOError):
+                raise
+        else:
+            return folder
+        number += 1
 
 
 def architecture() -> str:

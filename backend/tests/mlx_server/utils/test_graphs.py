@@ -76,6 +76,31 @@ def test_a_cpus_kernels_are_kept_for_the_user_alone_and_python_s_files_stay(tmp_
     assert tempfile.gettempdir() == before
 
 
+HELD = """
+import os, sys
+from mlx_manager.mlx_server.utils.graphs import keep_cpu_kernels
+keep_cpu_kernels()
+print(os.environ["TMPDIR"], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_servers_at_once_compile_into_folders_of_their_own_which_the_next_have_again(tmp_path):
+    def start() -> tuple[subprocess.Popen, str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", HELD], **pipes)
+        return process, process.stdout.readline().strip()
+
+    folder = tmp_path / "mlx-manager" / "kernels"
+    first, second = start(), start()
+    assert [first[1], second[1]] == [str(folder / "cpu"), str(folder / "cpu-2")]
+    first[0].communicate()
+    again = start()
+    assert again[1] == str(folder / "cpu")
+    for process in (second[0], again[0]):
+        process.communicate()
+
+
 def test_where_the_owner_puts_temporary_files_a_cpus_kernels_go_too(tmp_path, monkeypatch):
     monkeypatch.setenv(TEMPORARY, "/somewhere")
     keep_cpu_kernels()
