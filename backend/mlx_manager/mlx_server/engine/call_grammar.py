@@ -417,7 +417,11 @@ class _Writer:
         after = "".join(part for part, _ in parts)
         return f"{found} {self._text(after)}"
 
-    def _json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    def _json(self, schema: Mapping[str, Any] | bool, root: Mapping[str, Any]) -> str:
+        if schema is False:
+            raise UnwritableError("a value that nothing fits")
+        if schema is True:
+            schema = {}
         if schema is not root:
             for reference in _references(schema):
                 if not reference.startswith(("#/$defs/", "#/definitions/")):

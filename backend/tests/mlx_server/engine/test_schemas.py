@@ -79,6 +79,31 @@ def test_what_is_no_schema_is_refused_by_its_place(name: str, parameters: dict[s
         assert caught.value.param == "tools.parameters"
 
 
+SYNTAXES = {
+    name: each
+    for name, each in vars(tool_syntax).items()
+    if isinstance(each, tool_syntax.ToolSyntax)
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
+
+
+@given(SCHEMAS, st.sampled_from(sorted(SYNTAXES)))
+@example({"properties": {"a": True}}, "LLAMA")
+@example({"properties": {"a": False}, "required": ["a"]}, "LLAMA")
+def test_calls_of_whatever_a_tool_brings_have_a_grammar_or_are_refused(
+    grammars: Grammars, parameters: dict[str, Any], name: str
+):
+    shape, tools = SYNTAXES[name].form([]).shape, [Tool("f", parameters=parameters)]
+    with suppress(InvalidParameter):
+        grammars.calls(shape, tools, parallel=True)
+    with suppress(InvalidParameter):
+        grammars.free_calls(shape, tools, [], param="tools")
+
+
 def test_what_is_no_schema_of_an_answer_is_refused():
     grammars = Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
     with pytest.raises(InvalidParameter, match="response_format"):
