@@ -7,6 +7,7 @@ the type of each parameter decides how it is read and written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -140,12 +141,20 @@ def check(root: Any) -> frozenset[str]:
         MalformedError: names the keyword whose value has another type than in JSON Schema.
     """
     found: set[str] = set()
-    _check(root, root, found)
+    waiting = [root]
+    while waiting:
+        own: set[str] = set()
+        _check(waiting.pop(), own)
+        for reference in own - found:
+            # What there is not is told where it is asked for.
+            with suppress(UnwritableError):
+                waiting.append(_at(root, reference))
+        found |= own
     return frozenset(found)
 
 
-def _check(schema: Any, root: Any, seen: set[str]) -> None:
-    """seen: the references that have been followed."""
+def _check(schema: Any, references: set[str]) -> None:
+    """references: where those in `schema` are added."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -158,14 +167,8 @@ def _check(schema: Any, root: Any, seen: set[str]) -> None:
             fits = fits and all(isinstance(text, str) for text in texts)
         if not fits:
             raise MalformedError(f"`{key}` must be {wanted}")
-        if key == "$ref" and value not in seen:
-            seen.add(value)
-            try:
-                meant = _at(root, value)
-            except UnwritableError:
-                # What there is not is told where it is asked for.
-                continue
-            _check(meant, root, seen)
+        if key == "$ref":
+            references.add(value)
         if key in _NAMED:
             inner: Iterable[Any] = value.values()
         elif key in _SCHEMAS:
@@ -173,7 +176,7 @@ def _check(schema: Any, root: Any, seen: set[str]) -> None:
         else:
             continue
         for each in inner:
-            _check(each, root, seen)
+            _check(each, references)
 
 
 def _is_data(key: str, value: Any, known: frozenset[str]) -> bool:
@@ -182,14 +185,16 @@ def _is_data(key: str, value: Any, known: frozenset[str]) -> bool:
     is `known`."""
     if key in _DATA or key in _NAMED or key in _SCHEMAS:
         return key in _DATA
-    referred = set(known)
+    held = value if isinstance(value, list) else [value]
+    if not (inner := [each for each in held if isinstance(each, Mapping)]):
+        return False
+    references: set[str] = set()
     try:
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
-                _check(each, {}, referred)
+        for each in inner:
+            _check(each, references)
     except MalformedError:
         return True
-    return len(referred) > len(known)
+    return not references <= known
 
 
 def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -51,6 +51,12 @@ def test_a_tools_parameters_are_an_object_or_said_to_be_no_schema(parameters: di
         assert parameters_schema(Tool("f", parameters=parameters))["type"] == "object"
 
 
+def test_references_may_be_a_long_chain():
+    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
+    found = parameters_schema(Tool("f", parameters={"$defs": chain, "$ref": "#/$defs/d0"}))
+    assert found["$defs"]["d1999"]["additionalProperties"] is False
+
+
 @pytest.mark.parametrize("name", ["LLAMA", "HERMES", "QWEN_CODER", "KIMI_K3"])
 @pytest.mark.parametrize(
     "parameters",
