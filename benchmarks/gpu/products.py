@@ -73,6 +73,18 @@ def kinds_of(shape: str) -> list[Kind]:
     ]
 
 
+def random_weight(kind: Kind) -> mx.array:
+    weight = mx.random.normal((kind.outputs, kind.inputs)) * kind.inputs**-0.5
+    return weight.astype(mx.bfloat16)
+
+
+def in_packs(weight: mx.array, bits: int, group: int) -> Packed:
+    """Evaluated."""
+    arrays = mx.quantize(weight, group, bits)
+    mx.eval(arrays)
+    return Packed(*arrays, group, bits)
+
+
 @dataclass(frozen=True)
 class Matrices:
     """Of one kind: several, so that each launch reads its own from memory."""
@@ -85,11 +97,8 @@ class Matrices:
         count = max(2, -(-COLD // (kind.outputs * kind.inputs * bits // 8)))
         plain, packed = [], []
         for _ in range(count):
-            weight = mx.random.normal((kind.outputs, kind.inputs)) * kind.inputs**-0.5
-            weight = weight.astype(mx.bfloat16)
-            arrays = mx.quantize(weight, group, bits)
-            mx.eval(arrays)
-            packed.append(Packed(*arrays, group, bits))
+            weight = random_weight(kind)
+            packed.append(in_packs(weight, bits, group))
             if len(plain) < max(2, COLD // weight.nbytes):
                 plain.append(weight)
                 mx.eval(weight)
@@ -235,11 +244,9 @@ def chain_forms(rows: int, links: Sequence[Link], packing: Packing) -> Iterator[
 def layer(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Link]:
     links = []
     for kind in kinds:
-        weight = mx.random.normal((kind.outputs, kind.inputs)) * kind.inputs**-0.5
-        arrays = mx.quantize(weight.astype(mx.bfloat16), options.group, options.bits)
-        mx.eval(arrays)
+        weight = in_packs(random_weight(kind), options.bits, options.group)
         norm = Norm(mx.ones((kind.inputs,), mx.bfloat16), 1e-5) if kind.norm else None
-        links.append(Link(Packed(*arrays, options.group, options.bits), None, norm))
+        links.append(Link(weight, None, norm))
     return links
 
 

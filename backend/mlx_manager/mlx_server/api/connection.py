@@ -63,9 +63,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
     # Models of a hundred thousand messages take half a second, in which nobody else is served.
     check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))
-    param, found = tools(given)
-    count, most = len(found), limits.max_tools
-    _check_count(param, f"`{param}` has {count} tools", count, most, "MLX_SERVER_MAX_TOOLS")
+    check_tools(*tools(given), limits)
     if len(data) > LARGE:
         await asyncio.sleep(0)
     try:
@@ -132,6 +130,17 @@ def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> Non
     """
     count, most = len(inputs), limits.max_inputs
     _check_count(param, f"`{param}` has {count} texts", count, most, "MLX_SERVER_MAX_INPUTS")
+
+
+def check_tools(param: str, found: Sequence[object], limits: ApiLimits) -> None:
+    """
+    param: the field with the tools, which are JSON.
+
+    Raises:
+        RequestTooLarge: more than may be.
+    """
+    count, most = len(found), limits.max_tools
+    _check_count(param, f"`{param}` has {count} tools", count, most, "MLX_SERVER_MAX_TOOLS")
 
 
 def _check_count(param: str, found: str, count: int, most: int, setting: str) -> None:

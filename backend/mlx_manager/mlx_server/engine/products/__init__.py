@@ -219,11 +219,10 @@ class ProductKernels:
     def _form(self, factors: _Factors) -> WarpForm | RowForm:
         outputs, rows = factors.weight.shape[0], factors.x.shape[0]
         packing = Packing.of(factors.weight)
-        if rows == 1 and packing is not None and factors.is_of_itself:
-            found = RowForm.choose([factors.weight], self._device, packing)
-            if found is not None:
-                return found[0]
-        return WarpForm.choose(outputs, rows, self._device, packing)
+        one = None
+        if factors.is_of_itself:
+            one = one_row_form(factors.weight, packing, rows, self._device)
+        return one or WarpForm.choose(outputs, rows, self._device, packing)
 
     def _multiply(self, factors: _Factors, form: WarpForm | RowForm | None) -> list[mx.array]:
         outputs = factors.weight.shape[0]
@@ -289,12 +288,22 @@ class _Factors:
         )
 
 
+def one_row_form(
+    weight: Weight, packing: Packing | None, rows: int, device: CudaDevice
+) -> RowForm | None:
+    """Of a product with packed weights, where there is one row and it fits."""
+    if rows > 1 or packing is None:
+        return None
+    found = RowForm.choose([weight], device, packing)
+    return found[0] if found else None
+
+
 def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
     """What is fastest for gates and ups."""
     outputs, packing = weight.shape[0], Packing.of(weight)
     if packing is not None:
-        one = RowForm.choose([weight], device, packing) if rows == 1 else None
-        return one[0] if one else WarpForm.choose(outputs, rows, device, packing, gated=True)
+        one = one_row_form(weight, packing, rows, device)
+        return one or WarpForm.choose(outputs, rows, device, packing, gated=True)
     if rows <= WarpForm.most_rows:
         by_warps = WarpForm.choose(outputs, rows, device, gated=True)
         all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors

@@ -28,10 +28,6 @@ class ChainForm:
 
     products: tuple[ByWarps, ...]
 
-    @staticmethod
-    def alike(form: WarpForm, count: int) -> ChainForm:
-        return ChainForm((form,) * count)
-
     @property
     def any(self) -> ByWarps:
         """For what they have in common."""
@@ -55,7 +51,6 @@ class ChainForm:
 
 # As measured on an H200. Two blocks fit a multiprocessor, so that one waits while another ends.
 _PLAIN = WarpForm(tiles=1, rows=MOST_ROWS, warps=8, stages=3)
-# Of packed weights, gates and ups in blocks of two tiles.
 _PACKED = WarpForm(tiles=1, rows=MOST_ROWS, warps=4, stages=2)
 
 
@@ -84,11 +79,12 @@ def _forms(
     links: Sequence[Link], device: CudaDevice, packing: Packing | None
 ) -> Iterator[ChainForm]:
     if packing is None:
-        yield ChainForm.alike(_PLAIN, len(links))
+        yield ChainForm((_PLAIN,) * len(links))
         return
     of_one_row = RowForm.choose([link.weight for link in links], device, packing)
     if of_one_row is not None:
         yield ChainForm(of_one_row)
+    # Of gates and ups there are enough blocks of two tiles.
     few = replace(_PACKED, packing=packing)
     tiles = [2 if name == "gate_up" else 1 for name in PRODUCTS]
     yield ChainForm(tuple(replace(few, tiles=each) for each in tiles[: len(links)]))

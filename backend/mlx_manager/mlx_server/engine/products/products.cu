@@ -8,9 +8,8 @@
 // before the product costs no launch: its weights are multiplied into the rows on the way, the
 // squares are summed beside the product, and 1 / rms is applied to the result. As every block does
 // that for all rows, the product that makes the rows may do it: it leaves them multiplied with the
-// weights, and each of its blocks the squares of its outputs. Copies go past the first-level cache,
-// but for a few small ones: the more of a multiprocessor's memory is shared, the fewer through that
-// cache are under way.
+// weights, and each of its blocks the squares of its outputs. Copies go past the first-level cache:
+// the more of a multiprocessor's memory is shared, the fewer through that cache are under way.
 
 namespace kernels {
 
