@@ -1,11 +1,13 @@
 """How many tokens a second the HTTP rim alone can carry: no model, no mlx.
 
 A stand-in engine hands every stream one token a step, as the real one does, and takes the next
-step as soon as all streams have taken the last. `--in-process` runs the application against a
-`send` that counts; otherwise a server process is measured over loopback by a client process that
-reads bytes and counts events, which is about what the cheapest real client costs.
+step as soon as all streams have taken the last, at the earliest `--step` seconds later.
+`--in-process` runs the application against a `send` that counts; otherwise a server process is
+measured over loopback by a client process that reads bytes and counts events, which is about what
+the cheapest real client costs. Of the server it says what processor time a token takes, its system
+calls included, from the first token to the last.
 
-    python benchmarks/http_rim.py [--streams 64] [--tokens 500] [--in-process] [--profile]
+    python benchmarks/http_rim.py [--streams 64] [--tokens 500] [--step 0.003] [--path messages]
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from dataclasses import dataclass, field
 import uvicorn
 import uvloop
 
-from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.api.listener import configuration
+from mlx_manager.mlx_server.config import DEMO_MODEL, MLXServerSettings
 from mlx_manager.mlx_server.core import (
     Event,
     Finished,
@@ -34,20 +37,32 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Usage,
 )
-from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.stream import EventStream, Outbox
 from mlx_manager.mlx_server.main import create_app
 from servers import free_port
 
 PIECES = (" the", " answer", ", and", " é", "\n")
+MESSAGE = {"messages": [{"role": "user", "content": "Say something."}]}
+BODIES = {
+    "chat/completions": MESSAGE,
+    "completions": {"prompt": "Say something."},
+    "messages": {**MESSAGE, "model": DEMO_MODEL, "max_tokens": 10_000},
+    "responses": {"input": "Say something.", "store": False},
+}
+BESIDE = {"chat/completions": 3, "completions": 2, "messages": 5, "responses": 8}
+"""Events of an answer that are no token's."""
 
 
 @dataclass
 class StandInEngine:
-    """Gives each of `streams` streams `tokens` tokens, all streams in step."""
+    """Gives each of `streams` streams `tokens` tokens, all streams in step, `pause` seconds apart
+    at least."""
 
     streams: int
     tokens: int
+    pause: float = 0.0
     waiting: list[EventStream] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
         stream = EventStream(asyncio.get_running_loop())
@@ -59,18 +74,25 @@ class StandInEngine:
             yield events
 
     async def _run(self, streams: list[EventStream]) -> None:
+        outbox = Outbox()
         for stream in streams:
-            stream.push([Started(8)])
+            outbox.put(stream, [Started(8)])
+        await _delivered(outbox, streams)
+        began = time.process_time()
         for step in range(self.tokens):
-            await _taken(streams)
             for index, stream in enumerate(streams):
-                stream.push([TextDelta(PIECES[(step + index) % len(PIECES)])])
-        await _taken(streams)
+                outbox.put(stream, [TextDelta(PIECES[(step + index) % len(PIECES)])])
+            await _delivered(outbox, streams, self.pause)
+        self.spent.append((time.process_time() - began) / (self.tokens * self.streams))
+        print(f"{1e6 * self.spent[-1]:.2f} us of the server's processor time a token", flush=True)
         for stream in streams:
-            stream.push([Finished("length", Usage(8, self.tokens))])
+            outbox.put(stream, [Finished("length", Usage(8, self.tokens))])
+        outbox.flush()
 
 
-async def _taken(streams: list[EventStream]) -> None:
+async def _delivered(outbox: Outbox, streams: list[EventStream], pause: float = 0.0) -> None:
+    outbox.flush()
+    await asyncio.sleep(pause)
     while any(stream._events for stream in streams):  # noqa: ASYNC110 readers run meanwhile
         await asyncio.sleep(0)
 
@@ -97,15 +119,14 @@ class StandInPool:
         yield self
 
 
-def request_body() -> bytes:
-    message = {"role": "user", "content": "Say something."}
-    return json.dumps({"messages": [message], "stream": True}).encode()
+def request_body(path: str) -> bytes:
+    return json.dumps({**BODIES[path], "stream": True}).encode()
 
 
-async def in_process(streams: int, tokens: int) -> float:
+async def in_process(streams: int, tokens: int, path: str) -> float:
     """Seconds for all streams, the application called directly."""
     app = create_app(pool=StandInPool(StandInEngine(streams, tokens)))
-    body = request_body()
+    body = request_body(path)
     events = 0
 
     async def call() -> None:
@@ -125,8 +146,8 @@ async def in_process(streams: int, tokens: int) -> float:
             "type": "http",
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": f"/v1/{path}",
+            "raw_path": f"/v1/{path}".encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
         }
@@ -137,16 +158,13 @@ async def in_process(streams: int, tokens: int) -> float:
         start = time.perf_counter()
         await asyncio.gather(*[call() for _ in range(streams)])
         seconds = time.perf_counter() - start
-    assert events == streams * (tokens + 3), events
+    assert events == streams * (tokens + BESIDE[path]), events
     return seconds
 
 
-def serve(streams: int, tokens: int, port: int, profile: bool) -> None:
-    app = create_app(pool=StandInPool(StandInEngine(streams, tokens)))
-    config = uvicorn.Config(
-        app, port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False
-    )
-    server = uvicorn.Server(config)
+def serve(engine: StandInEngine, port: int, profile: bool) -> None:
+    app = create_app(pool=StandInPool(engine))
+    server = uvicorn.Server(configuration(app, MLXServerSettings(port=port)))
     if not profile:
         server.run()
         return
@@ -155,14 +173,14 @@ def serve(streams: int, tokens: int, port: int, profile: bool) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 
-def read_streams(streams: int, tokens: int, rounds: int, port: int) -> None:
-    uvloop.run(_read_streams(streams, tokens, rounds, port))
+def read_streams(streams: int, tokens: int, rounds: int, port: int, path: str) -> None:
+    uvloop.run(_read_streams(streams, tokens, rounds, port, path))
 
 
-async def _read_streams(streams: int, tokens: int, rounds: int, port: int) -> None:
-    body = request_body()
+async def _read_streams(streams: int, tokens: int, rounds: int, port: int, path: str) -> None:
+    body = request_body(path)
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
+        f"POST /v1/{path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         "connection: close\r\n\r\n"
     )
@@ -183,7 +201,7 @@ async def _read_streams(streams: int, tokens: int, rounds: int, port: int) -> No
         start = time.perf_counter()
         counts = await asyncio.gather(*[one() for _ in range(streams)])
         seconds = time.perf_counter() - start
-        assert counts == [tokens + 3] * streams, counts
+        assert counts == [tokens + BESIDE[path]] * streams, counts
         rates.append(streams * tokens / seconds)
     report("over loopback", rates)
 
@@ -205,7 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--step", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--path", choices=BODIES, default="chat/completions")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -215,7 +235,7 @@ def main() -> None:
             profiler.enable()
         rates = []
         for _ in range(args.rounds):
-            seconds = uvloop.run(in_process(args.streams, args.tokens))
+            seconds = uvloop.run(in_process(args.streams, args.tokens, args.path))
             rates.append(args.streams * args.tokens / seconds)
         report("in process", rates)
         if args.profile:
@@ -224,12 +244,13 @@ def main() -> None:
         return
     spawn = multiprocessing.get_context("spawn")
     port = free_port()
-    server = spawn.Process(target=serve, args=(args.streams, args.tokens, port, args.profile))
+    engine = StandInEngine(args.streams, args.tokens, args.step)
+    server = spawn.Process(target=serve, args=(engine, port, args.profile))
     server.start()
     try:
         wait_for(port)
         client = spawn.Process(
-            target=read_streams, args=(args.streams, args.tokens, args.rounds, port)
+            target=read_streams, args=(args.streams, args.tokens, args.rounds, port, args.path)
         )
         client.start()
         client.join()
