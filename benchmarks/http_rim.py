@@ -76,7 +76,7 @@ class StandInEngine:
     async def _run(self, streams: list[EventStream]) -> None:
         outbox = Outbox()
         for stream in streams:
-            outbox.put(stream, [Started(8)])
+            outbox.put(stream, [Started(8, shortcut=stream.shorten)])
         await _delivered(outbox, streams)
         began = time.process_time()
         for step in range(self.tokens):
@@ -129,6 +129,14 @@ async def in_process(streams: int, tokens: int, path: str) -> float:
     body = request_body(path)
     events = 0
 
+    class Chunks:
+        def are_taken(self) -> bool:
+            return True
+
+        def write(self, data: bytes) -> None:
+            nonlocal events
+            events += data.count(b"data: ")
+
     async def call() -> None:
         inbox = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -150,6 +158,7 @@ async def in_process(streams: int, tokens: int, path: str) -> float:
             "raw_path": f"/v1/{path}".encode(),
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
+            "state": {"chunks": Chunks()},
         }
         await app(scope, receive, send)
 

@@ -341,12 +341,19 @@ class Admitted:
     """
 
 
+def the_long_way(take: Taker) -> None:
+    """There is no other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
 
     queued, prefill: seconds before the first of the prompt was processed, and from then on.
     drawn: says how many tokens of the answer there are by now, delivered or not; on any thread.
+    shortcut: in the event loop, has a function take what comes between this and `Finished` whenever
+    the iterator's reader waits, past all who hand the iterator's events on: these concern none of
+    them. It says whether it has taken them; what it has not is the iterator's next.
     """
 
     prompt_tokens: int
@@ -355,6 +362,7 @@ class Started:
     queued: float = field(default=0.0, compare=False)
     prefill: float = field(default=0.0, compare=False)
     drawn: Callable[[], int] = field(default=int, compare=False, repr=False)
+    shortcut: Callable[[Taker], None] = field(default=the_long_way, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +409,9 @@ class Finished:
 
 
 Event = Admitted | Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
+
+Taker = Callable[[list[Event]], bool]
+"""Takes events at once, or says that it can't now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        cycle.scope["state"]["chunks"] = Chunks(cycle)
         if cycle.scope["http_version"] == "1.0":
             app = ended_by_closing(cycle, app)
         super()._start_asgi_task(cycle, app)
@@ -249,6 +250,26 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head, self._stall):
             if timer is not None:
                 timer.cancel()
+
+
+class Chunks:
+    """Pieces of an answer of unknown length that go to the transport as they come; for `api.sse`.
+
+    To send one as an ASGI message takes several times as long as it takes the transport.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    def are_taken(self) -> bool:
+        if self._flow.write_paused or self._transport.is_closing():
+            return False
+        return self._cycle.chunked_encoding is True
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def ended_by_closing(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.connection import UntilHangup
-from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.core import Event, Progress, Started
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.services.inference import Stream
 
@@ -47,7 +49,7 @@ class EventStreamResponse(Response):
         # for its last event.
         state = scope.setdefault("state", {})
         state["stream"] = self.stream
-        wire = Wire(send, state.setdefault("send", send), self)
+        wire = Wire(send, state.setdefault("send", send), self, state.get("chunks"))
         async with UntilHangup(receive):
             heart = asyncio.create_task(wire.beat(self.keepalive, self.stream.keep_alive))
             # A task of its own, so that each piece does not wake up all the layers around.
@@ -64,23 +66,46 @@ class EventStreamResponse(Response):
             async with aclosing(self.progress):
                 async for progress in self.progress:
                     await wire.send(self.stream.write(progress))
+                    for row, events in progress:
+                        if type(begun := events[0]) is Started:
+                            begun.shortcut(partial(self._write_at_once, wire, row))
         except MLXManagerError as error:
             if not wire.started:
                 raise
             return self.stream.fail(error)
         return self.stream.end()
 
+    def _write_at_once(self, wire: Wire, row: int, events: list[Event]) -> bool:
+        if not wire.is_free():
+            return False
+        wire.write(self.stream.write([(row, events)]))
+        return True
+
+
+class Chunks(Protocol):
+    """Pieces of an answer that is under way, straight to the connection."""
+
+    def are_taken(self) -> bool:
+        """Whether the answer has begun, and the caller keeps up with it."""
+        ...
+
+    def write(self, data: bytes) -> None: ...
+
 
 class Wire:
     """The way to the caller, shared by the stream and its keep-alive.
 
     The layers around look at the beginning and the end alone; what lies between goes by `direct`,
-    past them.
+    past them, or at once, as `chunks`, if the server has those.
     """
 
-    def __init__(self, send: Send, direct: Send, response: Response) -> None:
+    def __init__(
+        self, send: Send, direct: Send, response: Response, chunks: Chunks | None = None
+    ) -> None:
         self._send = send
         self._direct = direct
+        self._chunks = chunks
+        self._sending = 0
         self._start = {
             "type": "http.response.start",
             "status": response.status_code,
@@ -96,14 +121,25 @@ class Wire:
             return
         self._spoke = self._clock()
         message = {"type": "http.response.body", "body": data, "more_body": more}
-        if self.started and more and not self._lock.locked():
-            await self._direct(message)
-            return
-        async with self._lock:
-            if not self.started:
-                await self._send(self._start)
-                self.started = True
-            await self._send(message)
+        self._sending += 1
+        try:
+            async with self._lock:
+                send = self._direct if self.started and more else self._send
+                if not self.started:
+                    await self._send(self._start)
+                    self.started = True
+                await send(message)
+        finally:
+            self._sending -= 1
+
+    def is_free(self) -> bool:
+        """Whether `write` is possible: nothing that is being sent could be overtaken."""
+        return self._chunks is not None and not self._sending and self._chunks.are_taken()
+
+    def write(self, data: bytes) -> None:
+        if data and self._chunks is not None:
+            self._spoke = self._clock()
+            self._chunks.write(data)
 
     async def beat(self, interval: float, keep_alive: bytes) -> None:
         """Send `keep_alive` whenever nothing has been sent for `interval` seconds."""

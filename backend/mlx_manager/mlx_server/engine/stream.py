@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 
-from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, TextDelta
+from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, Taker, TextDelta
 from mlx_manager.mlx_server.errors import MLXManagerError
 
 
@@ -20,6 +19,7 @@ class EventStream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self._take: Taker | None = None
         self._events: list[Event] = []
         self._error: MLXManagerError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -46,23 +46,48 @@ class EventStream:
         events, self._events = self._events, []
         return events if len(events) == 1 else merge(events)
 
-    def push(self, events: Sequence[Event]) -> None:
+    def shorten(self, take: Taker) -> None:
+        """Hand events to `take`; see `core.Started.shortcut`."""
+        self._take = take
+
+    def push(self, events: list[Event]) -> None:
+        """Take the shortcut, if there is one, and whoever reads has had all that came before."""
+        taken = False
+        try:
+            if self._take is not None and self._is_read() and type(events[-1]) is not Finished:
+                taken = self._take(events)
+        finally:
+            # What fails fails once more on the long way, where it is answered.
+            if not taken:
+                self.keep(events)
+
+    def keep(self, events: list[Event]) -> None:
+        """Have them read."""
         self._events.extend(events)
         if type(events[-1]) is Finished:
-            self.ended = True
+            self._end()
         self._wake()
 
     def fail(self, error: MLXManagerError) -> None:
         self._error = error
-        self.ended = True
+        self._end()
         self._wake()
+
+    def _end(self) -> None:
+        self.ended = True
+        # It holds the answer, which the row's last step would keep.
+        self._take = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _is_read(self) -> bool:
+        """Whether somebody waits for more."""
+        return self._waiter is not None and not self._waiter.done()
 
-Delivery = tuple[EventStream, Sequence[Event] | MLXManagerError]
+
+Delivery = tuple[EventStream, list[Event] | MLXManagerError]
 
 
 def merge(events: list[Event]) -> list[Event]:
@@ -86,7 +111,7 @@ class Outbox:
     def __init__(self) -> None:
         self._by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
 
-    def put(self, stream: EventStream, events: Sequence[Event]) -> None:
+    def put(self, stream: EventStream, events: list[Event]) -> None:
         if events:
             self._by_loop[stream.loop].append((stream, events))
 
@@ -101,8 +126,17 @@ class Outbox:
 
 
 def _deliver(batch: list[Delivery]) -> None:
-    for stream, outcome in batch:
-        if isinstance(outcome, MLXManagerError):
-            stream.fail(outcome)
-        else:
-            stream.push(outcome)
+    rest = iter(batch)
+    try:
+        for stream, outcome in rest:
+            if isinstance(outcome, MLXManagerError):
+                stream.fail(outcome)
+            else:
+                stream.push(outcome)
+    finally:
+        # A shortcut that fails ends nobody else's answer.
+        for stream, outcome in rest:
+            if isinstance(outcome, MLXManagerError):
+                stream.fail(outcome)
+            else:
+                stream.keep(outcome)

@@ -614,6 +614,7 @@ class TextEngine:
                 queued=queued,
                 prefill=prefill,
                 drawn=row.known,
+                shortcut=row.stream.shorten,
             )
             events = [started, *events]
         if row.outcome is not None:

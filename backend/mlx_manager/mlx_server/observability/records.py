@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.core import (
     Progress,
     Started,
     Usage,
+    the_long_way,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.observability.observer import Observation
@@ -168,7 +169,7 @@ class Recording:
         if started is not None:
             drawn = started.drawn()
             # Records may be kept, and the row with its tokens need not be.
-            started = replace(started, drawn=int)
+            started = replace(started, drawn=int, shortcut=the_long_way)
         return RowRecord(started, first, finished, end, drawn)
 
     def _since(self) -> float:

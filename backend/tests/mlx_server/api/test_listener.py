@@ -144,6 +144,35 @@ def test_clients_of_http_1_0_get_whole_answers(server: LiveServer) -> None:
     assert json.loads(data)["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_stream_comes_in_whole_events_a_chunk_and_says_what_the_whole_answer_says(
+    server: LiveServer, rows: int
+) -> None:
+    asked = {"prompt": "a", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": rows}
+    texts = []
+    for stream in (False, True):
+        content = json.dumps({**asked, "stream": stream}).encode()
+        more = b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content)
+        told = received(server, head("/v1/completions") + more + content)
+        texts.append(told.partition(b"\r\n\r\n")[2])
+    whole, rest = json.loads(texts[0]), texts[1]
+    said = [""] * rows
+    events = 0
+    while not rest.startswith(b"0\r\n"):
+        size, _, rest = rest.partition(b"\r\n")
+        chunk, rest = rest[: int(size, 16)], rest[int(size, 16) :].removeprefix(b"\r\n")
+        assert chunk.startswith(b"data: ")
+        assert chunk.endswith(b"\n\n")
+        for event in chunk.decode().split("\n\n")[:-1]:
+            if event != "data: [DONE]":
+                (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+                said[choice["index"]] += choice["text"]
+                events += 1
+    assert rest == b"0\r\n\r\n"
+    assert said == [choice["text"] for choice in whole["choices"]]
+    assert events > rows
+
+
 def test_half_a_head_behind_a_request_is_not_waited_for_forever(server: LiveServer) -> None:
     # Far less than what an idle connection may stay.
     answers = received(server, head() + SIZED + BODY + b"GET /health HT", patience=40)

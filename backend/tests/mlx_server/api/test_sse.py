@@ -2,14 +2,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from mlx_manager.mlx_server.api.sse import EventStreamResponse
-from mlx_manager.mlx_server.core import Progress, TextDelta
+from mlx_manager.mlx_server.core import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Progress,
+    Started,
+    TextDelta,
+    Tokens,
+    Usage,
+)
+from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ModelNotFound
+from mlx_manager.mlx_server.services.inference import rows
 
 LONG = 3600.0
 
@@ -20,7 +33,8 @@ class Words:
     keep_alive = b"alive"
 
     def write(self, progress: Progress) -> bytes:
-        return "".join(e.text for _, events in progress for e in events).upper().encode()
+        said = (getattr(e, "text", "") for _, events in progress for e in events)
+        return "".join(said).upper().encode()
 
     def end(self) -> bytes:
         return b"END"
@@ -200,6 +214,176 @@ async def test_a_server_that_stops_cancels_without_calling_it_a_hang_up():
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+class Connection:
+    """Takes pieces at once, as long as the caller keeps up."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+        self.keeps_up = True
+
+    def are_taken(self) -> bool:
+        return self.keeps_up
+
+    def write(self, data: bytes) -> None:
+        self.caller.sent.append({"type": "chunk", "body": data})
+
+
+@dataclass
+class Row:
+    """One row's progress: what a step has, past the iterator if that is possible."""
+
+    connection: Connection | None
+    stream: EventStream = field(default_factory=lambda: EventStream(asyncio.get_running_loop()))
+
+    async def progress(self) -> AsyncGenerator[Progress, None]:
+        async for events in self.stream:
+            yield [(0, events)]
+
+    async def call(self, caller: Caller, keepalive: float = LONG) -> None:
+        response = EventStreamResponse(self.progress(), Words(), keepalive=keepalive, headers={})
+        state = {} if self.connection is None else {"chunks": self.connection}
+        await response({"type": "http", "state": state}, caller.receive, caller.send)
+
+    async def steps(self, *texts: str) -> None:
+        for step in texts:
+            self.stream.push([TextDelta(step)])
+            # The reader is quick.
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("server", ["ours", "another"])
+async def test_a_caller_that_keeps_up_gets_each_step_by_itself(server: str):
+    caller = Caller()
+    row = Row(Connection(caller) if server == "ours" else None)
+    call = asyncio.create_task(row.call(caller))
+    row.stream.push([Started(3, shortcut=row.stream.shorten), TextDelta("a")])
+    await caller.got.wait()
+    await row.steps("b", "c")
+    row.stream.push([TextDelta("d"), Finished("stop", Usage(3, 4))])
+    await call
+    pieces = [m["body"] for m in caller.sent[1:]]
+    assert pieces == [b"A", b"B", b"C", b"D", b"END"]
+    by = {m["body"]: m["type"] for m in caller.sent[1:]}
+    assert by[b"B"] == ("chunk" if server == "ours" else "http.response.body")
+    assert by[b"A"] == by[b"D"] == by[b"END"] == "http.response.body"
+
+
+async def test_a_step_that_says_nothing_ends_no_answer():
+    caller = Caller()
+    row = Row(Connection(caller))
+    call = asyncio.create_task(row.call(caller))
+    row.stream.push([Started(3, shortcut=row.stream.shorten), TextDelta("a")])
+    await caller.got.wait()
+    await row.steps("", "b")
+    row.stream.push([Finished("stop", Usage(3, 3))])
+    await call
+    assert [m["body"] for m in caller.sent[1:]] == [b"A", b"B", b"END"]
+
+
+async def test_a_caller_that_falls_behind_gets_all_of_it_in_order():
+    class Stuck(Caller):
+        def __init__(self) -> None:
+            super().__init__()
+            self.takes = asyncio.Event()
+
+        async def send(self, message: Any) -> None:
+            await self.takes.wait()
+            await super().send(message)
+
+    caller = Stuck()
+    caller.takes.set()
+    connection = Connection(caller)
+    row = Row(connection)
+    call = asyncio.create_task(row.call(caller))
+    row.stream.push([Started(3, shortcut=row.stream.shorten), TextDelta("a")])
+    await caller.got.wait()
+    await row.steps("b")
+    caller.takes.clear()
+    connection.keeps_up = False
+    await row.steps("c", "d", "e")
+    # The connection is free again, and what lies before it has not been sent yet.
+    connection.keeps_up = True
+    await row.steps("f")
+    caller.takes.set()
+    row.stream.push([Finished("stop", Usage(3, 7))])
+    await call
+    assert [m["body"] for m in caller.sent[1:]] == [b"A", b"B", b"C", b"DEF", b"END"]
+
+
+async def test_rows_side_by_side_keep_their_order_each():
+    """The readers of rows do not wait for the caller, who may be behind with both."""
+
+    class Hesitant(Caller):
+        async def send(self, message: Any) -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await super().send(message)
+
+    caller = Hesitant()
+    connection = Connection(caller)
+    streams = [EventStream(asyncio.get_running_loop()) for _ in range(2)]
+
+    class Backend:
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Event], None]:
+            async for events in streams[int(request.model)]:
+                yield events
+
+    asked = [GenerationRequest(str(row), Tokens((1,))) for row in range(2)]
+    response = EventStreamResponse(rows(Backend(), asked), Words(), keepalive=0.001, headers={})
+    scope = {"type": "http", "state": {"chunks": connection}}
+    call = asyncio.create_task(response(scope, caller.receive, caller.send))
+    for stream in streams:
+        stream.push([Started(3, shortcut=stream.shorten)])
+    chance = Random(1)
+    for number in range(200):
+        connection.keeps_up = chance.random() < 0.7
+        for stream, letter in zip(streams, "ab", strict=True):
+            stream.push([TextDelta(f"{letter}{number},")])
+        for _ in range(chance.choice((0, 1, 2, 5, 6, 7, 20))):
+            await asyncio.sleep(0)
+    for stream in streams:
+        stream.push([Finished("stop", Usage(3, 200))])
+    await call
+    assert {m["type"] for m in caller.sent[1:]} == {"chunk", "http.response.body"}
+    said = b"".join(m.get("body", b"") for m in caller.sent).replace(b"alive", b"").decode()
+    pieces = said.removesuffix("END").split(",")
+    for letter in "AB":
+        own = [piece[1:] for piece in pieces if piece.startswith(letter)]
+        assert own == [str(number) for number in range(200)]
+
+
+class FakeClock(asyncio.SelectorEventLoop):
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+def test_what_is_written_at_once_is_a_sign_of_life():
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, FakeClock)
+        caller = Caller()
+        row = Row(Connection(caller))
+        call = asyncio.create_task(row.call(caller))
+        row.stream.push([Started(3, shortcut=row.stream.shorten), TextDelta("a")])
+        await caller.got.wait()
+        for _ in range(4):
+            loop.ahead += 0.6 * LONG
+            await row.steps("b")
+        assert b"alive" not in caller.bodies
+        loop.ahead += 1.1 * LONG
+        caller.got.clear()
+        await caller.got.wait()
+        assert caller.bodies[-1] == b"alive"
+        row.stream.push([Finished("stop", Usage(3, 3))])
+        await call
+
+    with asyncio.Runner(loop_factory=FakeClock) as runner:
+        runner.run(run())
 
 
 async def test_no_task_is_left_behind():

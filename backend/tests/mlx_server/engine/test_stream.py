@@ -126,6 +126,113 @@ async def test_a_reader_that_was_cancelled_loses_nothing_and_disturbs_nobody() -
 
 
 # ---------------------------------------------------------------------------------------------
+# The shortcut
+# ---------------------------------------------------------------------------------------------
+
+
+class Taking:
+    """What a shortcut has taken of a stream, if it is open."""
+
+    def __init__(self, own: EventStream) -> None:
+        self.taken: list[Event] = []
+        self.open = True
+        own.shorten(self)
+
+    def __call__(self, events: list[Event]) -> bool:
+        if self.open:
+            self.taken += events
+        return self.open
+
+
+def letters(own: EventStream, text: str) -> None:
+    """One step for each."""
+    outbox = Outbox()
+    for letter in text:
+        outbox.put(own, [TextDelta(letter)])
+        outbox.flush()
+
+
+async def test_a_shortcut_takes_each_step_past_a_reader_that_waits_and_leaves_it_the_end() -> None:
+    own = stream()
+    shortcut = Taking(own)
+    waiting = asyncio.ensure_future(anext(own))
+    await asyncio.sleep(0)
+    letters(own, "abc")
+    await asyncio.sleep(0)
+    assert shortcut.taken == [TextDelta("a"), TextDelta("b"), TextDelta("c")]
+    assert not waiting.done()
+    own.push([TextDelta("d"), DONE])
+    assert await waiting == [TextDelta("d"), DONE]
+    with pytest.raises(StopAsyncIteration):
+        await anext(own)
+
+
+async def test_a_shortcut_overtakes_nothing_that_has_not_been_read() -> None:
+    own = stream()
+    shortcut = Taking(own)
+    letters(own, "ab")
+    await asyncio.sleep(0)
+    assert await anext(own) == [TextDelta("ab")]
+    # Whoever has it may still be busy with it.
+    letters(own, "c")
+    await asyncio.sleep(0)
+    assert await anext(own) == [TextDelta("c")]
+    assert shortcut.taken == []
+
+
+async def test_what_a_shortcut_does_not_take_is_read() -> None:
+    own = stream()
+    shortcut = Taking(own)
+    waiting = asyncio.ensure_future(anext(own))
+    await asyncio.sleep(0)
+    shortcut.open = False
+    own.push([TextDelta("a")])
+    shortcut.open = True
+    own.push([TextDelta("b")])
+    assert await waiting == [TextDelta("ab")]
+    assert shortcut.taken == []
+
+
+async def test_a_shortcut_takes_nothing_for_a_reader_that_was_cancelled() -> None:
+    own = stream()
+    shortcut = Taking(own)
+    waiting = asyncio.ensure_future(anext(own))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    letters(own, "a")
+    await asyncio.wait([waiting])
+    await asyncio.sleep(0)
+    assert shortcut.taken == []
+    assert await anext(own) == [TextDelta("a")]
+
+
+async def test_a_shortcut_that_fails_fails_its_own_answer_alone() -> None:
+    def fails(events: list[Event]) -> bool:
+        raise ZeroDivisionError
+
+    reported: list[BaseException] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    before, broken, behind = stream(), stream(), stream()
+    broken.shorten(fails)
+    shortcuts = [Taking(before), Taking(behind)]
+    waiting = [asyncio.ensure_future(anext(each)) for each in (before, broken, behind)]
+    await asyncio.sleep(0)
+    outbox = Outbox()
+    for letter in "ab":
+        for each in (before, broken, behind):
+            outbox.put(each, [TextDelta(letter)])
+        outbox.flush()
+    await asyncio.sleep(0)
+    # Its reader gets what it failed at.
+    assert await waiting[1] == [TextDelta("ab")]
+    assert [type(error) for error in reported] == [ZeroDivisionError]
+    assert shortcuts[0].taken == [TextDelta("a"), TextDelta("b")]
+    assert await waiting[2] == [TextDelta("ab")]
+    waiting[0].cancel()
+
+
+# ---------------------------------------------------------------------------------------------
 # Merging
 # ---------------------------------------------------------------------------------------------
 
