@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +35,8 @@ RESCAN_SECONDS = 5.0
 MOST_NAMED = 20
 DESCRIBING = ("config.json", "tokenizer_config.json", BERT_LIMITS)
 """The files that a source is described by, beside its weights."""
+CONFIGS = ("*/config.json", "*/*/config.json")
+"""Where models are in a folder of models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +193,10 @@ def folders_in(models_dir: Path) -> Iterator[ModelSource]:
     """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
     if not os.path.isdir(models_dir):  # Unlike Path's, it says no of a name that is too long.
         return
-    configs = (*models_dir.glob("*/config.json"), *models_dir.glob("*/*/config.json"))
-    folders = {config.parent for config in configs}
+    # Not Path's glob: a folder that goes meanwhile, or can't be looked into, would end its search.
+    found = (glob(name, root_dir=models_dir, include_hidden=True) for name in CONFIGS)
+    configs = (models_dir / config for config in chain.from_iterable(found))
+    folders = {config.parent for config in configs if os.path.exists(config)}
     for folder in sorted(folders):
         if folder.parent in folders:
             continue  # A part of that model, as sentence-transformers' 1_Pooling is.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,29 @@ def test_every_place_is_looked_at_and_the_default_comes_first(tmp_path: Path):
     assert models[3].path is None
     assert models[0].nbytes == (own / "model.safetensors").stat().st_size
     assert models[0].context_length == 2048
+
+
+def test_folders_that_come_and_go_meanwhile_hide_no_others(tmp_path: Path):
+    make_tiny_model(tmp_path / "models" / "fine")
+    looked = threading.Event()
+
+    def come_and_go() -> None:
+        while not looked.is_set():
+            for number in range(20):
+                (tmp_path / "models" / f"passing-{number}").mkdir()
+            for number in range(20):
+                (tmp_path / "models" / f"passing-{number}").rmdir()
+
+    models = catalog(tmp_path, models_dir=tmp_path / "models")
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        for _ in range(300):
+            models.rescan()
+            assert [model.id for model in models.models()] == [DEMO_MODEL, "fine"]
+    finally:
+        looked.set()
+        others.join()
 
 
 def test_a_folder_within_a_models_is_a_part_of_it(tmp_path: Path):
