@@ -363,7 +363,7 @@ class ModelPoolManager:
         name = self.resolve(model_id)
         if name in self._loads:
             raise ModelInUse(f"{name} is being loaded.", param="model")
-        gone = await self._thread.call(partial(self._evict_on_mlx, lambda r: r.id == name))
+        gone = await self._evict(lambda r: r.id == name)
         if gone is not None:
             return gone
         for resident in self._residents.all():
@@ -420,9 +420,17 @@ class ModelPoolManager:
         """
         policy = self._policy
         while any(policy.is_over(resident) for resident in self._idle()):
-            await self._thread.call(partial(self._evict_on_mlx, policy.is_over))
+            await self._evict(policy.is_over)
         rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
         return None if rest == NEVER else max(0.0, rest)
+
+    async def _evict(self, fits: Callable[[Resident], bool]) -> Unloaded | None:
+        """Free the least recently used idle model of those that fit, pinned ones too: none that
+        waits for room could have made those go."""
+        gone = await self._thread.call(partial(self._evict_on_mlx, fits))
+        if gone is not None:
+            self._returns.announce()
+        return gone
 
     async def complete(self) -> None:
         """Make what the first request for JSON needs, of every model in memory: before anybody is

@@ -192,17 +192,36 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
         assert (await pool.get_model("b")).loaded.context_length == 100
 
 
-async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
-    models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    waits = asyncio.Event()
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once a load waits for room."""
+    begun = asyncio.Event()
 
     async def wait(self: Returns, seen: int, seconds: float | None) -> None:
-        waits.set()
+        begun.set()
         await original(self, seen, seconds)
 
     original = Returns.wait
     monkeypatch.setattr(Returns, "wait", wait)
+    return begun
+
+
+async def test_who_waits_for_room_gets_that_of_a_pinned_model_that_is_unloaded(
+    models_dir: Path, waits: asyncio.Event
+):
+    async with open_pool(models_dir, max_models=2) as pool, asyncio.timeout(30):
+        await pool.get_model("a")
+        await pool.pin("a", True)
+        async with pool.lease("b"):
+            waiting = asyncio.create_task(pool.get_model("c"))
+            await waits.wait()
+            await pool.unload("a")
+            assert (await waiting).id == "c"
+
+
+async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
+    models_dir: Path, tmp_path: Path, waits: asyncio.Event
+):
     file = write(tmp_path, '[models.s]\nbase = "b"')
     async with open_pool(models_dir, models_file=file, max_models=1) as pool:
         wanted = await answer(pool, "c")
