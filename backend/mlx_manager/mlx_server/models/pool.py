@@ -630,7 +630,7 @@ class ModelPoolManager:
                         case None:
                             pass
             finally:
-                await self._thread.call(steps.close)
+                await self._thread.call(partial(_end_load, steps))
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""
@@ -767,6 +767,14 @@ def _next_piece(
     if taken > SLOW_PIECE:
         log.debug("loading %s: %.0f ms up to %s", model_id, 1e3 * taken, whereabouts(load))
     return piece
+
+
+def _end_load(steps: Steps[None]) -> None:
+    """Modules draw their weights when they are made, and the files' come instead before any is
+    computed. By what they were to be drawn goes with them: MLX would keep each key for the sake of
+    the next one, 100 KB a load and more, for ever."""
+    steps.close()
+    mx.random.seed(0)
 
 
 class Returns:

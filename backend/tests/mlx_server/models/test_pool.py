@@ -258,6 +258,26 @@ async def test_memory_is_back_after_unloading(models_dir: Path):
         assert pool.ledger.figures()["available"] == pool.ledger.limit
 
 
+async def test_loads_leave_nothing_of_what_weights_would_have_been_drawn_by(
+    models_dir: Path, tmp_path: Path
+):
+    sizes = []
+
+    def prepare(
+        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
+    ) -> Steps[TextBackend]:
+        mx.export_to_dot(str(tmp_path / "next-key"), mx.random.state[0])
+        sizes.append((tmp_path / "next-key").stat().st_size)
+        return (yield from preparing(loaded, thread, limits, ledger))
+
+    async with open_pool(models_dir, prepare=prepare) as pool:
+        for _ in range(3):
+            await pool.get_model("a")
+            await pool.unload("a")
+    assert len(sizes) == 3
+    assert max(sizes) < 1.1 * min(sizes)
+
+
 async def test_unknown_model_is_an_error_that_names_what_is_offered(models_dir: Path):
     async with open_pool(models_dir) as pool:
         for name in ("nope", "../a", "a/../b", str(models_dir / "b")):
