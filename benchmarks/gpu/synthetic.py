@@ -1,4 +1,5 @@
-"""Llama shapes with random weights, as folders that any server loads: weights, config, tokenizer.
+"""Shapes of known models with random weights, as folders that any server loads: weights, config,
+tokenizer.
 
 Random weights cost what trained ones cost, and no model has to be downloaded. Each token but the
 first 256 is a word of its own, so that text comes with every token.
@@ -7,15 +8,33 @@ first 256 is a word of its own, so that text comes with every token.
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import llama
+from mlx import nn
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 128256
+_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 512,
@@ -44,8 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "30b-a3b": _A3B,
+    "8b-a1b": _A3B | {"num_hidden_layers": 12},
 }
-"""Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on."""
+"""Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
+experts, and a quarter of its layers."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -70,12 +92,15 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
-def make(shape: str) -> llama.Model:
+def make(shape: str) -> nn.Module:
     """The module in bfloat16 with random weights, evaluated."""
-    known = llama.ModelArgs.from_dict(config_of(shape))
+    config = config_of(shape)
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
-    model = llama.Model(known)
+    model: nn.Module = family.Model(family.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
+    for layer in model.layers:
+        mx.eval(layer.parameters())
     mx.eval(model.parameters())
     return model
 

@@ -24,7 +24,13 @@ from mlx_manager.mlx_server.engine.forward import (
     RaggedStep,
     shortest_first,
 )
-from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, NotFusable, Rotation
+from mlx_manager.mlx_server.engine.fused.anatomy import (
+    Anatomy,
+    Common,
+    Gates,
+    NotFusable,
+    Rotation,
+)
 from mlx_manager.mlx_server.engine.fused.layers import Block
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape
@@ -223,6 +229,8 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         common = Common.of(model, page_size)
     except NotFusable as reason:
         raise NotApplicable(f"the module is no common decoder: {reason}") from reason
+    if not all(isinstance(anatomy.mlp, Gates) for anatomy in common.layers):
+        raise NotApplicable("an MLP of other parts")
     if common.layers[0].shape.dtype != mx.float32:
         raise NotApplicable("products in half precision take longer than all the rest")
     rotations: dict[tuple[int, AttentionShape], HeadRotation] = {}

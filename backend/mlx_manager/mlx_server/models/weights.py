@@ -87,6 +87,9 @@ def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = Fals
     stored = sum(array.nbytes for array in arrays)
     widening = sum(array.nbytes for array in arrays if is_narrow(array))
     forms = [Form("stored", stored)]
+    if multiplies_packed and any(isinstance(layer, QuantizedSwitchLinear) for layer in quantized):
+        # Of an expert's rows there are few, whatever comes: packed weights serve them all.
+        return forms
     if quantized and device != "metal":
         gain = sum(dense_bytes(layer) - packed_bytes(layer) for layer in quantized)
         forms.append(Form("dequantized", stored + gain, dense=True))

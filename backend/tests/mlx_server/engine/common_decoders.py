@@ -46,6 +46,18 @@ MODELS = {
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),
     "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
 }
+EXPERTS = {
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
+}
 
 
 def make(family: str, changes: dict) -> nn.Module:

@@ -9,8 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
 
@@ -25,10 +27,65 @@ _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
     {"qkv_proj", "o_proj", "rope"},
 )
+_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _GIVEN = {"self", "x", "mask", "cache"}
-_MLPS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+_ROUTES = {"gate", "switch_mlp"}
+_EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
+# Other names of a layer's MLP.
+_MLPS = ("mlp", "block_sparse_moe")
+_BLOCK = {"self_attn", "input_layernorm", "post_attention_layernorm"}
 _BODY = {"embed_tokens", "layers", "norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """An MLP that is `down(silu(gate) * up)`."""
+
+    gate_up: tuple[nn.Module, ...]
+    down: nn.Module
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return (*self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts that are such MLPs, of which a row goes through the `chosen` of its largest logits.
+
+    gate_up: two layers of all experts, as `down` is. normalised: whether weights
+    are the softmax of the chosen ones' logits, or of all.
+    """
+
+    router: nn.Module
+    gate_up: tuple[nn.Module, nn.Module]
+    down: nn.Module
+    chosen: int
+    normalised: bool
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return (self.router, *self.gate_up, self.down)
+
+    @staticmethod
+    def of(mlp: nn.Module) -> Routes | None:
+        """None for one of another kind."""
+        if _parts(mlp) != _ROUTES or _parts(mlp.switch_mlp) != _EXPERTS:
+            return None
+        experts = mlp.switch_mlp
+        layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
+        kinds = {_kind_of(layer) for layer in layers}
+        plain = not any("bias" in layer for layer in (mlp.gate, *layers))
+        known = type(mlp.gate) in (nn.Linear, nn.QuantizedLinear) and None not in kinds
+        if not (plain and known and len(kinds) == 1 and isinstance(chosen, int)):
+            return None
+        if type(experts.activation) is not SwiGLU:
+            return None
+        normalised = bool(getattr(mlp, "norm_topk_prob", True))
+        return Routes(mlp.gate, layers[:2], layers[2], chosen, normalised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +94,7 @@ class Anatomy:
 
     qkv: tuple[nn.Module, ...]
     output: nn.Module
-    gate_up: tuple[nn.Module, ...]
-    down: nn.Module
+    mlp: Gates | Routes
     norms: tuple[nn.RMSNorm, nn.RMSNorm]
     head_norms: tuple[nn.RMSNorm, nn.RMSNorm] | None
     rope: nn.Module
@@ -49,13 +105,13 @@ class Anatomy:
 
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
-        _expect(_parts(block) == _BLOCK, "a block of other parts")
-        attention, mlp = block.self_attn, block.mlp
+        own = [name for name in _MLPS if name in block]
+        _expect(_parts(block) == {*_BLOCK, *own} and len(own) == 1, "a block of other parts")
+        attention, mlp = block.self_attn, _mlp(block[own[0]])
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
         # What else it is given may depend on the position, and differ only far into a text.
         given = signature(type(attention).__call__).parameters.keys()
         _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
-        _expect(_parts(mlp) in _MLPS, "an MLP of other parts")
         _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         norms = (block.input_layernorm, block.post_attention_layernorm)
@@ -66,7 +122,7 @@ class Anatomy:
             all(type(norm) is nn.RMSNorm for norm in (*norms, *(head_norms or ()))),
             "norms of another kind",
         )
-        heads, kv_heads = attention.n_heads, attention.n_kv_heads
+        heads, kv_heads = (_first_of(attention, names) for names in (_HEADS, _KV_HEADS))
         rows = sum(linear.weight.shape[0] for linear in qkv)
         dim = rows // (heads + 2 * kv_heads)
         if head_norms is not None:
@@ -83,8 +139,7 @@ class Anatomy:
         return Anatomy(
             qkv=qkv,
             output=_linears(attention, ("o_proj",), "o_proj")[0],
-            gate_up=_linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj"),
-            down=_linears(mlp, ("down_proj",), "down_proj")[0],
+            mlp=mlp,
             norms=norms,
             head_norms=head_norms,
             rope=attention.rope,
@@ -101,8 +156,8 @@ class Anatomy:
 
     def weights(self) -> list[mx.array]:
         """Of the projections."""
-        projections = (*self.qkv, self.output, *self.gate_up, self.down)
-        return [array for projection in projections for array in projection.parameters().values()]
+        layers = (*self.qkv, self.output, *self.mlp.layers)
+        return [array for layer in layers for _, array in tree_flatten(layer.parameters())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +291,25 @@ def _parts(module: nn.Module) -> set[str]:
     }
 
 
+def _mlp(mlp: nn.Module) -> Gates | Routes:
+    if _parts(mlp) in _GATES:
+        gate_up = _linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
+        return Gates(gate_up, _linears(mlp, ("down_proj",), "down_proj")[0])
+    routes = Routes.of(mlp)
+    if routes is None:
+        raise NotFusable("an MLP of other parts")
+    return routes
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...] | None:
+    """Of experts' weights: equal for those that are stored alike; None for no such layer."""
+    if type(layer) is SwitchLinear:
+        return (SwitchLinear,)
+    if type(layer) is QuantizedSwitchLinear and layer.get("global_scale") is None:
+        return (QuantizedSwitchLinear, layer.group_size, layer.bits, layer.mode)
+    return None
+
+
 def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[nn.Module, ...]:
     names = (together,) if together in parent else apart
     linears = tuple(parent[name] for name in names)
@@ -247,6 +321,13 @@ def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[
     _expect(known and len(kinds) == 1, "projections of other kinds, or of several")
     _expect(len({frozenset(dict(x)) for x in linears}) == 1, "a bias on some projections only")
     return linears
+
+
+def _first_of(attention: nn.Module, names: tuple[str, ...]) -> int:
+    """How many heads there are, as one family or the other says it."""
+    found = [getattr(attention, name) for name in names if hasattr(attention, name)]
+    _expect(bool(found), f"attention without {' or '.join(names)}")
+    return int(found[0])
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.alike import arrays_of
 from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import Common, NotFusable
@@ -315,7 +316,7 @@ def _building(  # noqa: PLR0917
     for anatomy in common.layers:
         blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
-        yield from computed(anatomy.weights())
+        yield from computed([*anatomy.weights(), *arrays_of(blocks[-1])])
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
         Layer(Part.of(anatomy, joint.block, served[anatomy.shape]), joint, kind)

@@ -11,6 +11,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
+from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
     Head,
     Projection,
@@ -54,9 +55,7 @@ class Block:
     norm: nn.RMSNorm
     qkv: Projection
     output: Projection
-    mlp_norm: nn.RMSNorm
-    gate_up: Projection
-    down: Projection
+    mlp: Mlp
 
     @staticmethod
     def of(
@@ -72,49 +71,42 @@ class Block:
             norm=norm(anatomy.norms[0]),
             qkv=join(anatomy.qkv, few),
             output=join([anatomy.output], few),
-            mlp_norm=norm(anatomy.norms[1]),
-            gate_up=join(anatomy.gate_up, few),
-            down=join([anatomy.down], few),
+            mlp=mlp_of(anatomy.mlp, anatomy.norms[1], few, norm),
         )
 
     @property
     def unpacked(self) -> Block:
         """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
         return replace(
-            self,
-            qkv=self.qkv.unpacked,
-            output=self.output.unpacked,
-            gate_up=self.gate_up.unpacked,
-            down=self.down.unpacked,
+            self, qkv=self.qkv.unpacked, output=self.output.unpacked, mlp=self.mlp.unpacked
         )
 
     @property
     def unpacked_bytes(self) -> int:
-        products = (self.qkv, self.output, self.gate_up, self.down)
-        return sum(product.unpacked_bytes for product in products)
+        return sum(part.unpacked_bytes for part in (self.qkv, self.output, self.mlp))
 
     def heads(self, hidden: mx.array | Scaled) -> mx.array:
         """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
         return self.qkv.normed(hidden, self.norm)
 
     def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
-        """What who makes so many rows for `qkv` and `gate_up` is to do of their norms."""
-        if not self.gate_up.by_groups(rows):
+        """What who makes so many rows for `qkv` and `mlp` is to do of their norms."""
+        if not self.mlp.by_groups(rows):
             return None, None
-        return self.qkv.expected(self.norm), self.gate_up.expected(self.mlp_norm)
+        return self.qkv.expected(self.norm), self.mlp.expected()
 
     def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
         """The layer's result. attended: (tokens, heads * dim)."""
-        return self.launches_after(hidden, attended, None)[-1].rows
+        return self.launches_after(hidden, attended, None)[1].rows
 
     def launches_after(
         self, hidden: mx.array, attended: mx.array, following: Norm | None
-    ) -> tuple[mx.array, mx.array, Sum]:
-        """The layer's result, after what it is made from. following: what the next one expects."""
+    ) -> tuple[list[mx.array], Sum]:
+        """What the layer's result is made from, and that. following: what the next one expects."""
         _, expected = self.expects(hidden.shape[0])
         added = self.output.added_to(hidden, attended, expected)
-        gated = self.gate_up.gated(added.ahead, self.mlp_norm)
-        return added.rows, gated, self.down.added_to(added.rows, gated, following)
+        made, result = self.mlp.launches(added, following)
+        return [added.rows, *made], result
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -146,7 +138,7 @@ class Joint:
     @staticmethod
     def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
         """few: what multiplies few rows, if anything does."""
-        links = [block.output.link(), block.gate_up.link(block.mlp_norm), block.down.link()]
+        links = [block.output.link(), *block.mlp.links()]
         if following is not None:
             links.append(following.qkv.link(following.norm))
         found = [link for link in links if link is not None]
@@ -161,7 +153,7 @@ class Joint:
             return Joined(chained, chained[2], None if self.following is None else chained[3])
         following = self.following
         expected = None if following is None else following.expects(hidden.shape[0])[0]
-        *made, result = self.block.launches_after(hidden, attended, expected)
+        made, result = self.block.launches_after(hidden, attended, expected)
         made.append(result.rows)
         if following is None:
             return Joined(made, result.rows, None)
@@ -268,11 +260,10 @@ class Part:
         """Of all that is made of a token on the way through: queries rotated and what they attend
         to, and what the products make and are made from."""
         shape, block = self.kernels.shape, self.block
-        made = [linear.weight.shape[-2] for linear in (block.output, block.down)]
-        made += [block.qkv.weight.shape[-2], 2 * shape.q_heads * shape.head_dim]
-        gates = block.gate_up.weight.shape[-2]
-        norms = made[:2]
-        return shape.dtype.size * sum([*made, *norms, gates, gates // 2])
+        # Before and behind the MLP, each with its norm.
+        hidden = 4 * block.output.weight.shape[-2]
+        heads = block.qkv.weight.shape[-2] + 2 * shape.q_heads * shape.head_dim
+        return shape.dtype.size * (hidden + heads + block.mlp.token_numbers)
 
     def ragged(
         self,

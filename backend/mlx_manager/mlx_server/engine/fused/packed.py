@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from mlx import nn
 
-from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, NotFusable
+from mlx_manager.mlx_server.engine.fused.anatomy import Common, Gates, NotFusable, Routes
+from mlx_manager.mlx_server.engine.fused.mlps import experts_of
 from mlx_manager.mlx_server.engine.fused.projections import packing_of
 from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, cuda_device
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
 
 # Of pages; the answer does not depend on it.
 _PAGE_SIZE = 16
@@ -30,13 +32,21 @@ def multiplies_packed(model: nn.Module) -> bool:
 
 def are_packed_alike(common: Common) -> bool:
     """Whether there are kernels for all of a decoder's layers and its head, and of one kind."""
-    layers = [layer for anatomy in common.layers for layer in _multiplying(anatomy)]
-    layers.append(common.head)
-    if not all(type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding) for layer in layers):
-        return False
-    kinds = {(layer.bits, layer.group_size) for layer in layers}
-    return len(kinds) == 1 and all(ProductKernels.serves(packing_of(layer)) for layer in layers)
+    found: list[Weight | None] = [_packed(common.head)]
+    for anatomy in common.layers:
+        found += [_packed(layer) for layer in (*anatomy.qkv, anatomy.output)]
+        match anatomy.mlp:
+            case Gates(gate_up=gate_up, down=down):
+                found += [_packed(layer) for layer in (*gate_up, down)]
+            case Routes(gate_up=gate_up, down=down):
+                found += [experts_of(layer) for layer in (*gate_up, down)]
+    weights = [weight for weight in found if isinstance(weight, Packed)]
+    kinds = {(weight.bits, weight.group_size) for weight in weights}
+    return (
+        len(weights) == len(found) and len(kinds) == 1 and all(map(ProductKernels.serves, weights))
+    )
 
 
-def _multiplying(anatomy: Anatomy) -> tuple[nn.Module, ...]:
-    return (*anatomy.qkv, anatomy.output, *anatomy.gate_up, anatomy.down)
+def _packed(layer: nn.Module) -> Packed | None:
+    is_packed = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+    return packing_of(layer) if is_packed else None

@@ -202,6 +202,17 @@ __device__ __forceinline__ float sum_of(unsigned x, const T* type) {
   return a.x + a.y;
 }
 
+// Neighbours that are read and written at once.
+template <typename E, int N>
+struct alignas(N * sizeof(E)) Neighbours {
+  E of[N];
+
+  __device__ __forceinline__ static Neighbours at(const E* from) {
+    return *reinterpret_cast<const Neighbours*>(from);
+  }
+  __device__ __forceinline__ void put(E* to) const { *reinterpret_cast<Neighbours*>(to) = *this; }
+};
+
 // The part of a product that a block gives: so many rows from `first` on, and of the outputs the
 // part number `block`. Neighbours among the blocks share weights.
 struct Share {

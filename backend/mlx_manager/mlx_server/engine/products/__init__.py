@@ -9,7 +9,8 @@ the rows would cost more than the weights; and groups.cu for compute capability 
 is used, what a norm does to rows is done where they are made, and not by every block that reads
 them. With very few rows launches are what a step of a small model waits for: chain.cu has four
 products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
-and ups is in gates.cu.
+and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
+there are: route.cu and experts.cu.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
+from mlx_manager.mlx_server.engine.products.experts import ExpertKernels
 from mlx_manager.mlx_server.engine.products.factors import (
     Link,
     Norm,
@@ -107,9 +109,14 @@ def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
 
 
 class ProductKernels:
-    """Products of few rows, (rows, inputs), with matrices (outputs, inputs)."""
+    """Products of few rows, (rows, inputs), with matrices (outputs, inputs).
+
+    Attributes:
+        experts: what multiplies with those, however many rows there are.
+    """
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
+        self.experts = ExpertKernels(dtype, device)
         self._dtype = dtype
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}

@@ -75,6 +75,35 @@ def arrays_of(weight: Weight) -> list[mx.array]:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of one size, of which each row goes through the `chosen` that its router gives the
+    largest logits.
+
+    router: (experts, width). gate_up: (2 * experts * inner, width), the gates of all experts and
+        then the ups. down: (experts * width, inner). normalised: what a row's experts give is
+        weighted by the softmax of their logits alone; otherwise by that of all experts'.
+    """
+
+    router: mx.array
+    gate_up: Weight
+    down: Weight
+    chosen: int
+    normalised: bool
+
+    @property
+    def count(self) -> int:
+        return self.router.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.router.shape[1]
+
+    @property
+    def inner(self) -> int:
+        return self.down.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One product of a chain: `bias` is (outputs,)."""
 

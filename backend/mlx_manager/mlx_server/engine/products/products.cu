@@ -19,15 +19,9 @@ struct Awaited {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Neighbours that are read and written at once.
-template <typename E, int N>
-struct alignas(N * sizeof(E)) Neighbours {
-  E of[N];
-
-  __device__ __forceinline__ static Neighbours at(const E* from) {
-    return *reinterpret_cast<const Neighbours*>(from);
-  }
-  __device__ __forceinline__ void put(E* to) const { *reinterpret_cast<Neighbours*>(to) = *this; }
+// Rows one after the other; others are where `operator()` says.
+struct InOrder {
+  static constexpr bool kInOrder = true;
 };
 
 template <typename E, int N>
@@ -36,8 +30,9 @@ __device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) 
   for (int e = 0; e < N; e++) sum[e] += float(x.of[e]);
 }
 
-// `W`: how the weights are stored. `HELD`: how many rows there may be.
-template <typename T, typename W, int TILES, int HELD, int WARPS, int STAGES, int NORM>
+// `W`: how the weights are stored. `HELD`: how many rows there may be. `AT`: where they are.
+template <typename T, typename W, int TILES, int HELD, int WARPS, int STAGES, int NORM,
+          typename AT = InOrder>
 struct Product {
   static constexpr int OUTPUTS = TILES * 16;
   static constexpr int COLUMNS = HELD / 8, ROWS = HELD;
@@ -60,6 +55,7 @@ struct Product {
   const float* made;
   int inputs, rows, count, warp, lane;
   Lines lines;
+  AT at;
   unsigned char* stages;
 
   float output[TILES][COLUMNS][4];
@@ -101,10 +97,19 @@ struct Product {
       T* to = rows_of(stage(i));
       // Where rows lie whose places differ by more than their number.
       T* by_turns[2] = {to + place(row, piece), to + place(row + EACH, piece) - EACH * WIDTH};
-      const T* from = x + (unsigned(row * inputs) + column(i) + piece * 8);
+      if constexpr (AT::kInOrder) {
+        const T* from = x + (unsigned(row * inputs) + column(i) + piece * 8);
 #pragma unroll
-      for (int j = 0; j < (HELD + EACH - 1) / EACH; j++, from += EACH * inputs)
-        if (j * EACH < left) copy_async(by_turns[j % 2] + j * EACH * WIDTH, from, 16);
+        for (int j = 0; j < (HELD + EACH - 1) / EACH; j++, from += EACH * inputs)
+          if (j * EACH < left) copy_async(by_turns[j % 2] + j * EACH * WIDTH, from, 16);
+      } else {
+        const T* from = x + (column(i) + piece * 8);
+#pragma unroll
+        for (int j = 0; j < (HELD + EACH - 1) / EACH; j++)
+          if (j * EACH < left)
+            copy_async(by_turns[j % 2] + j * EACH * WIDTH,
+                       from + (long)at(row + j * EACH) * inputs, 16);
+      }
     }
     commit_copies();
   }

@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import MODELS, make
+from engine.common_decoders import EXPERTS, MODELS, make
 from engine.portable import Portable, plainly
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -40,6 +40,7 @@ class PortableProducts:
         self.chained, self.grouped = chained, grouped
         self.ahead: set[int] = set()
         self.packed: set[int] = set()
+        self.experts = PortableExperts()
 
     def serves(self, weight) -> bool:
         return not isinstance(weight, Packed) or weight.mode == "affine"
@@ -81,6 +82,43 @@ class PortableProducts:
 
     def chain(self, links):
         return PortableChain(self, links) if self.chained else None
+
+
+class PortableExperts:
+    """`ExpertKernels` in MLX operations. rows: that experts have been multiplied with."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def serves(self, experts) -> bool:
+        return True
+
+    def __call__(self, hidden, norm, experts):
+        self.rows.add(hidden.shape[0])
+        normed = mx.fast.rms_norm(hidden, norm.weight, norm.epsilon)
+        logits = normed @ experts.router.T
+        chosen = mx.argpartition(-logits, experts.chosen - 1, axis=-1)[:, : experts.chosen]
+        if experts.normalised:
+            scores = mx.softmax(mx.take_along_axis(logits, chosen, 1), axis=-1)
+        else:
+            scores = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, 1)
+        of = (experts.count, experts.inner, experts.width)
+        gates, ups = plain(experts.gate_up).reshape(2, *of)
+        downs = plain(experts.down).reshape(of[0], of[2], of[1])
+        x = mx.expand_dims(normed, (-2, -3))
+
+        def product(x, weights):
+            return mx.gather_mm(x, weights.swapaxes(-1, -2), rhs_indices=chosen)
+
+        gated = nn.silu(product(x, gates)) * product(x, ups)
+        given = product(gated, downs).squeeze(-2)
+        return [gated, given, hidden + (given * scores[..., None]).sum(1)]
+
+
+def plain(weight):
+    if not isinstance(weight, Packed):
+        return weight
+    return mx.dequantize(*arrays_of(weight), weight.group_size, weight.bits)
 
 
 class PortableChain:
@@ -323,6 +361,41 @@ def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_wer
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert check(decoder, model, PAGE) is None
     assert not of.packed
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_multiplied_by_kernels_of_their_own(family, bits):
+    model, of = make(family, EXPERTS[family]), PortableProducts()
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert isinstance(decoder, FusedDecoder), decoder
+    assert check(decoder, model, PAGE) is None
+    assert of.experts.rows == set(CHECKED_ROWS)
+
+
+def test_layers_with_experts_are_repeated_and_the_module_keeps_working():
+    model = make("qwen3_moe", EXPERTS["qwen3_moe"])
+    tokens = mx.array([[5, 6, 7]])
+    before = np.array(model(tokens))
+    logits = []
+    for compile in (mx.compile, plainly):
+        decoder = FusedDecoder.build(
+            model, PAGE, Portable, lambda _: PortableProducts(), compile=compile
+        )
+        logits.append(ragged_logits(decoder, 0.3))
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(model(tokens)), before, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_whose_weights_no_kernel_serves_are_the_reason(monkeypatch):
+    model, of = make("mixtral", EXPERTS["mixtral"]), PortableProducts()
+    monkeypatch.setattr(of.experts, "serves", lambda experts: False)
+    declined = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert "experts that the kernels do not serve" in declined.reason
+    declined = FusedDecoder.build(model, PAGE, Portable, compile=plainly)
+    assert "experts, for which this device has no kernels" in declined.reason
 
 
 def test_the_module_keeps_working_and_nothing_exists_twice():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine.common_decoders import make
+from engine.common_decoders import EXPERTS, make
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common
@@ -32,6 +32,20 @@ def alike(model):
 @pytest.mark.parametrize("tied", [False, True])
 def test_4_and_8_bits_are(bits, tied):
     assert alike(packed({"tie_word_embeddings": tied}, group_size=64, bits=bits))
+
+
+@pytest.mark.parametrize("experts_bits", [4, 8])
+def test_experts_are_if_they_are_packed_as_the_rest_is_whatever_their_router(experts_bits):
+    wide = {"hidden_size": 256, "vocab_size": 384, "moe_intermediate_size": 256}
+    wide |= {"intermediate_size": 512, "mlp_only_layers": [], "head_dim": 64}
+    model = make("qwen3_moe", EXPERTS["qwen3_moe"] | wide)
+
+    def chosen(name, layer):
+        bits = experts_bits if "switch_mlp" in name else 8 if name.endswith("mlp.gate") else 4
+        return hasattr(layer, "to_quantized") and {"group_size": 64, "bits": bits}
+
+    nn.quantize(model, class_predicate=chosen)
+    assert alike(model) == (experts_bits == 4)
 
 
 @pytest.mark.parametrize(

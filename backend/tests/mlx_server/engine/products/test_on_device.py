@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed, Weight
+from mlx_manager.mlx_server.engine.products.factors import Experts, Link, Norm, Packed, Weight
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
@@ -81,3 +81,25 @@ def test_a_chain_is_the_reference(kernels, rows, bits):
         # The second time the counters must be back at 0.
         for mine, theirs in zip(kernels.chain(links)(attended, residual), wanted, strict=True):
             assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [*ROWS, 130, 700])
+def test_experts_are_the_reference(kernels, rows, bits):
+    count, chosen, width, inner = 12, 3, 512, 256
+    x, exact = random(rows, width)
+    router, _ = random(count, width)
+    gate_up, both = weight(2 * count * inner, width, bits)
+    down, lower = weight(count * width, inner, bits)
+    experts = Experts(router * width**-0.5, gate_up, down, chosen, normalised=True)
+    assert kernels.experts.serves(experts)
+    norm = Norm(mx.ones((width,), BF16), EPSILON)
+    made = kernels.experts(x, norm, experts)
+    of_rows, scores = np.array(made[1]), np.array(made[2])
+    gates, ups = both.reshape(2, count, inner, width)
+    wanted = exact.copy()
+    for row, own in enumerate(normed(exact)):
+        for expert, score in zip(of_rows[row], scores[row], strict=True):
+            between = gated(np.concatenate([gates[expert] @ own, ups[expert] @ own])[None])[0]
+            wanted[row] += score * (lower.reshape(count, width, inner)[expert] @ between)
+    assert_close(made[-1], wanted)

@@ -1,0 +1,72 @@
+// The products of experts: see route.cu. A block does a part of an errand.
+//
+// Gates and ups of all experts are one weight, the gates of the first to the last before the ups,
+// and so is the way down.
+
+namespace kernels {
+
+// Rows that a list names.
+struct Listed {
+  static constexpr bool kInOrder = false;
+  const int* of;
+  __device__ __forceinline__ int operator()(int row) const { return of[row]; }
+};
+
+// gated[place] of an errand's pairs, for their rows of `x`. `width` gates of each expert.
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename W>
+__device__ __forceinline__ void gate_errand(const T* x, const int* order, const int* errands,
+                                            W weight, T* out, int inputs, int width, int experts) {
+  constexpr int EACH = TILES * 8;
+  const int parts = width / EACH, first = blockIdx.x % parts * EACH;
+  const Errand errand = Errand::at(errands, blockIdx.x / parts);
+  if (errand.rows == 0) return;
+  Product<T, W, TILES, HELD, WARPS, STAGES, kNoNorm, Listed> product;
+  const long line = (long)errand.expert * width + first;
+  product.weight = weight;
+  product.x = x;
+  product.at = {order + errand.first};
+  product.inputs = inputs;
+  product.rows = errand.rows;
+  product.lines = {line, (long)experts * width + line};
+  const float* merged = product.run(Awaited(), [] {});
+  constexpr int N = product.AT_ONCE, PIECES = EACH / N;
+  for (int i = threadIdx.x; i < errand.rows * PIECES; i += WARPS * 32) {
+    const int row = i / PIECES, at = i % PIECES * N;
+    float gate[N], up[N];
+    product.total(gate, merged, row, at, 1.f);
+    product.total(up, merged, row, EACH + at, 1.f);
+    Neighbours<T, N> result;
+#pragma unroll
+    for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
+    result.put(out + (long)(errand.first + row) * width + first + at);
+  }
+}
+
+// given[place] of an errand's pairs, for their `gated`. `outputs` of each expert.
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename W>
+__device__ __forceinline__ void lower_errand(const T* gated, const int* errands, W weight, T* out,
+                                             int inputs, int outputs) {
+  Product<T, W, TILES, HELD, WARPS, STAGES, kNoNorm> product;
+  const int parts = outputs / product.OUTPUTS, first = blockIdx.x % parts * product.OUTPUTS;
+  const Errand errand = Errand::at(errands, blockIdx.x / parts);
+  if (errand.rows == 0) return;
+  const long line = (long)errand.expert * outputs + first;
+  product.weight = weight;
+  product.x = gated + (long)errand.first * inputs;
+  product.inputs = inputs;
+  product.rows = errand.rows;
+  product.lines = {line, line + product.OUTPUTS / 2};
+  const float* merged = product.run(Awaited(), [] {});
+  constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N;
+  for (int i = threadIdx.x; i < errand.rows * PIECES; i += WARPS * 32) {
+    const int row = i / PIECES, at = i % PIECES * N;
+    float y[N];
+    product.total(y, merged, row, at, 1.f);
+    Neighbours<T, N> result;
+#pragma unroll
+    for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
+    result.put(out + (long)(errand.first + row) * outputs + first + at);
+  }
+}
+
+}  // namespace kernels

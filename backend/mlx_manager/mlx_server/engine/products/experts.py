@@ -1,0 +1,262 @@
+"""The experts of a layer, on NVIDIA GPUs: see route.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
+from mlx_manager.mlx_server.engine.kernels.kernel import (
+    Kernel,
+    KernelSource,
+    bounded,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.engine.products.factors import Experts, Norm, Packed, arrays_of
+from mlx_manager.mlx_server.engine.products.forms import WIDTH, Packing, WarpForm
+
+MOST_CHOSEN = 32
+# Of an errand: expert, place, rows, nothing.
+_ERRAND = 4
+# From so many rows on a block of the router has several, which share the reading of its weights.
+FEWEST_TOGETHER = 128
+_TOGETHER = 8
+_ROUTER_WARPS = 16
+_MIX_THREADS = 256
+_PIECE = 8
+_ROUTE_SOURCE = Path(__file__).with_name("route.cu")
+_EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
+    is."""
+
+    each: int
+    held: int
+    experts: int
+    chosen: int
+    normalised: bool
+    width: int
+    epsilon: float
+
+    @property
+    def threads(self) -> int:
+        return _ROUTER_WARPS * 32
+
+    @property
+    def shared_memory(self) -> int:
+        rows = self.each * (2 * self.width + 4 * self.experts)
+        return max(rows, 4 * (3 * self.experts + 1))
+
+    def most_errands(self, rows: int) -> int:
+        """How many there may be."""
+        pairs = rows * self.chosen
+        return min(pairs, self.experts + pairs // self.held)
+
+
+class ExpertKernels:
+    """What a layer's experts make of rows, (rows, width), however many."""
+
+    def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        # Of a router's blocks; its launches follow each other, and leave 0.
+        self._done = mx.zeros((1,), mx.int32)
+        mx.eval(self._done)
+
+    def serves(self, experts: Experts) -> bool:
+        """Whether the kernels do."""
+        weights = (experts.gate_up, experts.down)
+        known = all(
+            Packing.serves(weight) if isinstance(weight, Packed) else weight.shape[1] % WIDTH == 0
+            for weight in weights
+        )
+        return (
+            known
+            and len({Packing.of(weight) is None for weight in weights}) == 1
+            and experts.width % 128 == 0
+            and experts.inner % 64 == 0
+            and experts.chosen <= min(MOST_CHOSEN, experts.count)
+            and self._router_form(experts, FEWEST_TOGETHER, 0.0).shared_memory
+            <= self._device.block_memory
+        )
+
+    def __call__(self, hidden: mx.array, norm: Norm, experts: Experts) -> list[mx.array]:
+        """`hidden` plus what its rows' experts make of `norm(hidden)`, behind what is launched for
+        that."""
+        form = self._router_form(experts, hidden.shape[0], norm.epsilon)
+        routed = self._route(hidden, norm, experts, form)
+        normed, _, scores, places, order, errands = routed
+        gated = self._gate(normed, order, errands, experts, form)
+        given = self._lower(gated, errands, experts, form)
+        return [*routed, gated, given, self._mix(hidden, given, places, scores)]
+
+    def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
+        # As few of an expert's rows at once as most experts have.
+        mean = rows * experts.chosen / experts.count
+        held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
+        each = _TOGETHER if rows >= FEWEST_TOGETHER else 1
+        of = (experts.count, experts.chosen, experts.normalised, experts.width)
+        return RouterForm(each, held, *of, epsilon)
+
+    def _route(
+        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+    ) -> list[mx.array]:
+        rows, width = hidden.shape
+        pairs = rows * form.chosen
+        of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
+        kernel = self._kernel(route_source, form)
+        return kernel(
+            inputs=[hidden, norm.weight, experts.router, self._done],
+            grid=(-(-rows // form.each) * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[(rows, width), *of_pairs, (form.most_errands(rows), _ERRAND)],
+            output_dtypes=[self._dtype, mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
+        )
+
+    def _gate(
+        self,
+        normed: mx.array,
+        order: mx.array,
+        errands: mx.array,
+        experts: Experts,
+        router: RouterForm,
+    ) -> mx.array:
+        form = errand_form(experts.gate_up, router.held, self._device)
+        kernel = self._kernel(gate_source, form, experts.count)
+        blocks = errands.shape[0] * (experts.inner // (form.outputs // 2))
+        (out,) = kernel(
+            inputs=[normed, order, errands, *arrays_of(experts.gate_up)],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[(order.shape[0], experts.inner)],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+    def _lower(
+        self, gated: mx.array, errands: mx.array, experts: Experts, router: RouterForm
+    ) -> mx.array:
+        form = errand_form(experts.down, router.held, self._device)
+        kernel = self._kernel(lower_source, form, experts.count)
+        blocks = errands.shape[0] * (experts.width // form.outputs)
+        (out,) = kernel(
+            inputs=[gated, errands, *arrays_of(experts.down)],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[(gated.shape[0], experts.width)],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+    def _mix(
+        self, residual: mx.array, given: mx.array, places: mx.array, scores: mx.array
+    ) -> mx.array:
+        rows, width = residual.shape
+        chosen = scores.shape[1]
+        kernel = self._kernel(mix_source, chosen)
+        threads = rows * width // _PIECE
+        (out,) = kernel(
+            inputs=[residual, given, places, scores],
+            grid=(threads + -threads % _MIX_THREADS, 1, 1),
+            threadgroup=(_MIX_THREADS, 1, 1),
+            output_shapes=[(rows, width)],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+    def _kernel(self, text: Callable[..., KernelSource], *constants: object) -> Kernel:
+        key = (text, constants)
+        if key not in self._kernels:
+            self._kernels[key] = compiled_for_cuda(text(self._dtype, *constants))
+        return self._kernels[key]
+
+
+def errand_form(weight: mx.array | Packed, held: int, device: CudaDevice) -> WarpForm:
+    """For up to `held` pairs of an expert."""
+    packing = Packing.of(weight)
+    if packing is not None and weight.shape[1] < 4 * packing.width:
+        # Or warps of a block would have nothing to do.
+        packing = packing.narrower()
+    forms = [
+        WarpForm(2, held, warps, stages, packing)
+        for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2))
+    ]
+    most = device.multiprocessor_memory // 2 - 1024
+    fitting = (form for form in forms if form.shared_memory <= most)
+    return next(fitting, forms[-1])
+
+
+def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
+    numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}"
+    constants = f"{TYPES[dtype]}, {numbers}, {flag(form.normalised)}, {form.held}"
+    rows = "x_shape[0]"
+    pairs = f"{rows} * {form.chosen}"
+    bound = f"{form.experts} + {pairs} / {form.held}"
+    return KernelSource(
+        name="route",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=(
+            f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
+            f"kernels::route_rows<{constants}>(x, norm, router, done, normed, chosen, scores, "
+            f"places, order, errands, {rows}, x_shape[1], {real(form.epsilon)}, most);"
+        ),
+        inputs=("x", "norm", "router", "done"),
+        outputs=("normed", "chosen", "scores", "places", "order", "errands"),
+        shared_memory=form.shared_memory,
+    )
+
+
+def gate_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
+    element = TYPES[dtype]
+    lines, inputs = form.size_of("weight")
+    return KernelSource(
+        name="gate_experts",
+        header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
+        body=(
+            f"kernels::gate_errand<{element}, {form.constants}>(x, order, errands, "
+            f"{form.weight(element)}, out, {inputs}, {lines} / {2 * experts}, {experts});"
+        ),
+        inputs=("x", "order", "errands", *form.weight_parts),
+        outputs=("out",),
+        shared_memory=form.shared_memory,
+    )
+
+
+def lower_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
+    element = TYPES[dtype]
+    lines, inputs = form.size_of("weight")
+    return KernelSource(
+        name="lower_experts",
+        header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
+        body=(
+            f"kernels::lower_errand<{element}, {form.constants}>(gated, errands, "
+            f"{form.weight(element)}, out, {inputs}, {lines} / {experts});"
+        ),
+        inputs=("gated", "errands", *form.weight_parts),
+        outputs=("out",),
+        shared_memory=form.shared_memory,
+    )
+
+
+def mix_source(dtype: mx.Dtype, chosen: int) -> KernelSource:
+    place = "blockIdx.x * blockDim.x + threadIdx.x"
+    return KernelSource(
+        name="mix_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        body=(
+            f"kernels::mix_rows<{TYPES[dtype]}, {chosen}>(residual, given, places, scores, out, "
+            f"residual_shape[0], residual_shape[1], {place});"
+        ),
+        inputs=("residual", "given", "places", "scores"),
+        outputs=("out",),
+    )

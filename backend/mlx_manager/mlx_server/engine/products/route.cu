@@ -1,0 +1,293 @@
+// Experts: of a layer's many MLPs each row goes through the few that its router gives it.
+//
+//   normed = norm(x), logits = normed @ router^T, whose CHOSEN largest are a row's experts
+//   gated = silu(gate) * up, of a row's expert
+//   given = down(gated)
+//   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
+//
+// Four launches, of which the first and the last are here, and the products in experts.cu. What a
+// row and an expert have in common is a pair. Pairs are put in order by expert, so that an expert's
+// weights are read once for up to HELD of its rows: an errand.
+
+namespace kernels {
+
+// Up to HELD pairs of an expert, from the place `first` on in the order of all.
+struct Errand {
+  int expert, first, rows, unused;
+
+  __device__ __forceinline__ static Errand at(const int* errands, int i) {
+    const int* of = errands + i * 4;
+    return {of[0], of[1], of[2], 0};
+  }
+};
+
+__device__ __forceinline__ void put_errand(int* errands, int i, int expert, int first, int rows) {
+  int* to = errands + i * 4;
+  to[0] = expert;
+  to[1] = first;
+  to[2] = rows;
+}
+
+template <typename T>
+__device__ __forceinline__ float product_of(uint4 a, uint4 b, float sum, const T* type) {
+  const unsigned left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 x = unpack(left[i], type), y = unpack(right[i], type);
+    sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
+  }
+  return sum;
+}
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
+  return x;
+}
+
+// Of `x` and those of the lanes before this one.
+__device__ __forceinline__ int sum_up_to(int x, int lane) {
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int before = shuffle(x, lane < lanes ? lane : lane - lanes);
+    if (lane >= lanes) x += before;
+  }
+  return x;
+}
+
+// A block has EACH rows. NORMALISED: a row's weights add up to 1; otherwise they are those of a
+// softmax over all experts.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, int HELD>
+struct Router {
+  static constexpr int SHARES = WARPS / EACH, AT_ONCE = 4, OF_LANE = (EXPERTS + 31) / 32;
+
+  int inputs, rows, warp, lane;
+  uint4* normed;
+  float* logits;
+
+  // As MLX computes it: rounded before the weights, and after them.
+  __device__ __forceinline__ void norm_rows(const T* x, const T* norm, T* out, float epsilon) {
+    const T* type = nullptr;
+    const int row = warp / SHARES, pieces = inputs / 8;
+    if (row < rows) {
+      const uint4* from = reinterpret_cast<const uint4*>(x) + row * pieces;
+      uint4* to = reinterpret_cast<uint4*>(out) + row * pieces;
+      float sum = 0.f;
+#pragma unroll 4
+      for (int piece = lane; piece < pieces; piece += 32) {
+        const uint4 of = from[piece];
+        sum = product_of(of, of, sum, type);
+      }
+      const float by = rsqrtf(sum_of_lanes(sum) / inputs + epsilon);
+      const auto pair = [&](unsigned of, unsigned weights) {
+        const float2 a = unpack(of, type);
+        return multiply_pair(pack(a.x * by, a.y * by, type), weights, type);
+      };
+      for (int piece = warp % SHARES * 32 + lane; piece < pieces; piece += SHARES * 32) {
+        const uint4 of = from[piece], weights = reinterpret_cast<const uint4*>(norm)[piece];
+        const uint4 result = make_uint4(pair(of.x, weights.x), pair(of.y, weights.y),
+                                        pair(of.z, weights.z), pair(of.w, weights.w));
+        normed[row * pieces + piece] = result;
+        to[piece] = result;
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void multiply(const T* router) {
+    const T* type = nullptr;
+    const int pieces = inputs / 8;
+    for (int first = warp * AT_ONCE; first < EXPERTS; first += WARPS * AT_ONCE) {
+      float sums[AT_ONCE][EACH];
+#pragma unroll
+      for (int a = 0; a < AT_ONCE; a++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) sums[a][e] = 0.f;
+#pragma unroll 2
+      for (int piece = lane; piece < pieces; piece += 32) {
+        uint4 weights[AT_ONCE];
+#pragma unroll
+        for (int a = 0; a < AT_ONCE; a++) {
+          const int expert = first + a < EXPERTS ? first + a : EXPERTS - 1;
+          weights[a] = reinterpret_cast<const uint4*>(router)[expert * pieces + piece];
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const uint4 of = normed[e * pieces + piece];
+#pragma unroll
+          for (int a = 0; a < AT_ONCE; a++)
+            sums[a][e] = product_of(weights[a], of, sums[a][e], type);
+        }
+      }
+#pragma unroll
+      for (int a = 0; a < AT_ONCE; a++)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const float sum = sum_of_lanes(sums[a][e]);
+          if (lane == 0 && first + a < EXPERTS) logits[e * EXPERTS + first + a] = float(T(sum));
+        }
+    }
+    __syncthreads();
+  }
+
+  // Of equal logits the first is the larger.
+  __device__ __forceinline__ void choose(int* chosen, float* scores) {
+    const int row = warp;
+    if (row >= EACH || row >= rows) return;
+    float own[OF_LANE], all = 0.f, top = 0.f, total = 0.f, score = 0.f;
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; i++) {
+      const int expert = i * 32 + lane;
+      own[i] = expert < EXPERTS ? logits[row * EXPERTS + expert] : minus_infinity();
+    }
+#pragma unroll
+    for (int k = 0; k < CHOSEN; k++) {
+      float best = minus_infinity();
+      int at = lane;
+#pragma unroll
+      for (int i = 0; i < OF_LANE; i++)
+        if (own[i] > best) {
+          best = own[i];
+          at = i * 32 + lane;
+        }
+#pragma unroll
+      for (int lanes = 16; lanes; lanes /= 2) {
+        const float other = shuffle_xor(best, lanes);
+        const int from = shuffle(at, lane ^ lanes);
+        if (other > best || (other == best && from < at)) {
+          best = other;
+          at = from;
+        }
+      }
+      if (k == 0) {
+        top = best;
+        if (!NORMALISED) {
+#pragma unroll
+          for (int i = 0; i < OF_LANE; i++) all += power_of_two((own[i] - top) * kLog2e);
+          all = sum_of_lanes(all);
+        }
+      }
+      const float weight = power_of_two((best - top) * kLog2e);
+      total += weight;
+      if (lane == k) {
+        score = weight;
+        mine = at;
+      }
+#pragma unroll
+      for (int i = 0; i < OF_LANE; i++)
+        if (i * 32 + lane == at) own[i] = minus_infinity();
+    }
+    if (lane < CHOSEN) {
+      chosen[row * CHOSEN + lane] = mine;
+      scores[row * CHOSEN + lane] = score / (NORMALISED ? total : all);
+    }
+  }
+};
+
+// Puts `pairs` pairs in order by what is `chosen` for them. `errands`: as many as there may be.
+template <int EXPERTS, int CHOSEN, int HELD, int THREADS>
+__device__ __forceinline__ void order_pairs(const int* chosen, int* places, int* order,
+                                            int* errands, int most_errands, int pairs,
+                                            int* numbers) {
+  int *counts = numbers, *starts = numbers + EXPERTS, *begin = starts + EXPERTS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += THREADS) atomicAdd(counts + chosen[i], 1);
+  __syncthreads();
+  if (warp == 0) {
+    int given = 0, errands_given = 0;
+    for (int first = 0; first < EXPERTS; first += 32) {
+      const int e = first + lane, count = e < EXPERTS ? counts[e] : 0;
+      const int needed = (count + HELD - 1) / HELD;
+      const int sum = sum_up_to(count, lane), all_needed = sum_up_to(needed, lane);
+      if (e < EXPERTS) {
+        starts[e] = given + sum - count;
+        begin[e] = errands_given + all_needed - needed;
+      }
+      given += shuffle(sum, 31);
+      errands_given += shuffle(all_needed, 31);
+    }
+    if (lane == 0) begin[EXPERTS] = errands_given;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    const int count = counts[e], first = starts[e];
+    for (int done = 0, i = begin[e]; done < count; done += HELD, i++)
+      put_errand(errands, i, e, first + done, count - done < HELD ? count - done : HELD);
+  }
+  for (int i = begin[EXPERTS] + threadIdx.x; i < most_errands; i += THREADS)
+    put_errand(errands, i, 0, 0, 0);
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    const int place = atomicAdd(starts + chosen[i], 1);
+    places[i] = place;
+    order[place] = i / CHOSEN;
+  }
+}
+
+// The last block to end puts the pairs in order. `done` counts them, and is 0 again at the end.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, int HELD>
+__device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
+                                           const int* done, T* normed, int* chosen, float* scores,
+                                           int* places, int* order, int* errands, int rows,
+                                           int inputs, float epsilon, int most_errands) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  static_assert(WARPS % EACH == 0 && CHOSEN <= 32);
+  const int first = blockIdx.x * EACH, left = rows - first;
+  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED, HELD> own;
+  own.inputs = inputs;
+  own.rows = left < EACH ? left : EACH;
+  own.warp = threadIdx.x / 32;
+  own.lane = threadIdx.x % 32;
+  own.normed = reinterpret_cast<uint4*>(shared);
+  own.logits = reinterpret_cast<float*>(shared + EACH * inputs * sizeof(T));
+  own.norm_rows(x + (long)first * inputs, norm, normed + (long)first * inputs, epsilon);
+  own.multiply(router);
+  own.choose(chosen + first * CHOSEN, scores + first * CHOSEN);
+  __syncthreads();
+  int* numbers = reinterpret_cast<int*>(shared);
+  int* counter = const_cast<int*>(done);
+  if (threadIdx.x == 0) {
+    const int blocks = gridDim.x;
+    numbers[0] = count_after_writes(counter) == blocks - 1;
+    if (numbers[0]) {
+      await_count(counter, blocks);
+      *counter = 0;
+    }
+  }
+  __syncthreads();
+  const bool is_last = numbers[0];
+  __syncthreads();
+  if (is_last)
+    order_pairs<EXPERTS, CHOSEN, HELD, WARPS * 32>(chosen, places, order, errands, most_errands,
+                                                   rows * CHOSEN, numbers);
+}
+
+// 8 neighbours of a row.
+template <typename T, int CHOSEN>
+__device__ __forceinline__ void mix_rows(const T* residual, const T* given, const int* places,
+                                         const float* scores, T* out, int rows, int width, int at) {
+  const int pieces = width / 8, row = at / pieces, piece = at % pieces;
+  if (row >= rows) return;
+  using Values = Neighbours<T, 8>;
+  float sum[8];
+  Values result = Values::at(residual + (long)row * width + piece * 8);
+#pragma unroll
+  for (int e = 0; e < 8; e++) sum[e] = float(result.of[e]);
+#pragma unroll
+  for (int k = 0; k < CHOSEN; k++) {
+    const float by = scores[row * CHOSEN + k];
+    const Values of = Values::at(given + (long)places[row * CHOSEN + k] * width + piece * 8);
+#pragma unroll
+    for (int e = 0; e < 8; e++) sum[e] = fmaf(by, float(of.of[e]), sum[e]);
+  }
+#pragma unroll
+  for (int e = 0; e < 8; e++) result.of[e] = T(sum[e]);
+  result.put(out + (long)row * width + piece * 8);
+}
+
+}  // namespace kernels

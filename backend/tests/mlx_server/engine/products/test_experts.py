@@ -1,0 +1,237 @@
+"""The experts' CUDA source against plain arithmetic, on an emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.products.halves import bits, in_packs, rounded
+
+from mlx_manager.mlx_server.engine.products.experts import (
+    RouterForm,
+    gate_source,
+    lower_source,
+    mix_source,
+    route_source,
+)
+from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
+
+BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """each: rows of a router's block. held: pairs of an errand."""
+
+    name: str
+    rows: int
+    experts: int
+    chosen: int
+    each: int = 1
+    held: int = 8
+    normalised: bool = True
+    width: int = 256
+    inner: int = 64
+    packing: Packing | None = None
+    dtype: mx.Dtype = BF16
+
+    @property
+    def router(self) -> RouterForm:
+        of = (self.experts, self.chosen, self.normalised, self.width)
+        return RouterForm(self.each, self.held, *of, EPSILON)
+
+    @property
+    def form(self) -> WarpForm:
+        return WarpForm(2, self.held, 2, 2, self.packing)
+
+
+CASES = [
+    Case("one-row", 1, 16, 4),
+    Case("few-rows", 5, 40, 8, normalised=False),
+    Case("few-experts", 13, 8, 2, inner=128),
+    Case("many-rows", 37, 64, 6, each=8, held=16, dtype=F16),
+    Case("more-than-an-errand", 75, 8, 3, each=8, held=32),
+    Case("all-experts", 9, 4, 4),
+    Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
+    Case("packed-8-bits", 21, 8, 3, packing=Packing(8, 64, 64), held=16, dtype=F16),
+]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Of a case: its library and its number there, for what routes and for what multiplies."""
+
+    routing: tuple
+    products: tuple
+
+
+@pytest.fixture(scope="module")
+def kernels(compile_cuda):
+    """Of a case."""
+    routing = compile_cuda([each for case in CASES for each in routing_entries(case)])
+    products = {
+        packed: compile_cuda([each for case in _of(packed) for each in product_entries(case)])
+        for packed in (False, True)
+    }
+
+    def of(case: Case) -> Kernels:
+        packed = case.packing is not None
+        number = _of(packed).index(case)
+        return Kernels((routing, 2 * CASES.index(case)), (products[packed], 2 * number))
+
+    return of
+
+
+def _of(packed: bool) -> list[Case]:
+    return [case for case in CASES if (case.packing is not None) == packed]
+
+
+def routing_entries(case: Case) -> list[tuple]:
+    """What routes, and what mixes."""
+    of, route = case.dtype, route_source(case.dtype, case.router)
+    return [
+        (route, (of, of, of, I32), (of, I32, F32, I32, I32, I32)),
+        (mix_source(of, case.chosen), (of, of, I32, F32), (of,)),
+    ]
+
+
+def product_entries(case: Case) -> list[tuple]:
+    """Gates and ups, and the way down."""
+    of = case.dtype
+    weight = [of] if case.packing is None else [mx.uint32, of, of]
+    return [
+        (gate_source(of, case.form, case.experts), (of, I32, I32, *weight), (of,)),
+        (lower_source(of, case.form, case.experts), (of, I32, *weight), (of,)),
+    ]
+
+
+class Problem:
+    """Random weights, and what comes of them."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(seed)
+        self.x, self.norm = self.draw(case.rows, case.width), self.draw(case.width)
+        self.router = self.draw(case.experts, case.width, scale=case.width**-0.5)
+        self.gate_up, self.gate_up_arrays = self.weight(2 * case.experts * case.inner, case.width)
+        self.down, self.down_arrays = self.weight(case.experts * case.width, case.inner)
+
+    def draw(self, *size: int, scale: float = 1.0) -> np.ndarray:
+        return rounded(self.rng.normal(size=size) * scale, self.case.dtype)
+
+    def weight(self, outputs: int, inputs: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        weight = self.draw(outputs, inputs, scale=inputs**-0.5)
+        if self.case.packing is None:
+            return weight, [bits(weight, self.case.dtype)]
+        weight, arrays = in_packs(weight, self.case.packing, self.case.dtype)
+        return weight, list(arrays.values())
+
+    @property
+    def normed(self) -> np.ndarray:
+        of = self.case.dtype
+        by = 1 / np.sqrt((self.x**2).mean(1, keepdims=True) + EPSILON)
+        return rounded(rounded(self.x * by, of) * self.norm, of)
+
+    def scores(self, chosen: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        logits = rounded(normed @ self.router.T, self.case.dtype)
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        own = np.take_along_axis(weights, chosen, 1)
+        return own / (own if self.case.normalised else weights).sum(1, keepdims=True)
+
+    def result(self, chosen: np.ndarray, scores: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        of = self.case
+        gates, ups = self.gate_up.reshape(2, of.experts, of.inner, of.width)
+        downs = self.down.reshape(of.experts, of.width, of.inner)
+        out = self.x.copy()
+        for row in range(of.rows):
+            for expert, score in zip(chosen[row], scores[row], strict=True):
+                gate, up = gates[expert] @ normed[row], ups[expert] @ normed[row]
+                inner = rounded(gate / (1 + np.exp(-gate)) * up, of.dtype)
+                out[row] += score * (downs[expert] @ inner)
+        return out
+
+
+def unset(*shape: int, dtype) -> np.ndarray:
+    return bits(np.full(shape, np.nan, np.float32), dtype)
+
+
+def floats(array: np.ndarray, dtype) -> np.ndarray:
+    return np.array(mx.array(array).view(dtype).astype(mx.float32))
+
+
+def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
+    case, of = problem.case, problem.case.dtype
+    pairs, done = case.rows * case.chosen, np.zeros(1, np.int32)
+    out = [
+        unset(case.rows, case.width, dtype=of),
+        np.full((case.rows, case.chosen), -1, np.int32),
+        np.full((case.rows, case.chosen), np.nan, np.float32),
+        np.full(pairs, -1, np.int32),
+        np.full(pairs, -1, np.int32),
+        np.full((case.router.most_errands(case.rows), 4), -1, np.int32),
+    ]
+    given = [bits(array, of) for array in (problem.x, problem.norm, problem.router)]
+    threads = case.router.threads
+    grid = (-(-case.rows // case.each) * threads, 1, 1)
+    library, number = kernels.routing
+    library.call(number, [*given, done], out, grid, (threads, 1, 1))
+    assert done[0] == 0
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
+    problem = Problem(case, seed=7)
+    normed, chosen, scores, places, order, errands = routed(problem, kernels(case))
+    np.testing.assert_allclose(floats(normed, case.dtype), problem.normed, rtol=1e-2, atol=1e-6)
+    exact = floats(normed, case.dtype)
+    logits = rounded(exact @ problem.router.T, case.dtype)
+    kept = np.sort(np.take_along_axis(logits, chosen, 1), 1)
+    np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -case.chosen :], rtol=1e-2, atol=1e-3)
+    assert all(len(set(row)) == case.chosen for row in chosen)
+    np.testing.assert_allclose(scores, problem.scores(chosen, exact), rtol=2e-2)
+    # Each pair has a place of its own, among those of its expert.
+    assert sorted(places) == list(range(case.rows * case.chosen))
+    assert np.array_equal(order[places], np.repeat(np.arange(case.rows), case.chosen))
+    experts = np.empty(places.size, int)
+    experts[places] = chosen.ravel()
+    assert np.array_equal(experts, np.sort(experts))
+    there = errands[errands[:, 2] > 0]
+    assert there[:, 2].max() <= case.held
+    assert np.array_equal(np.repeat(there[:, 0], there[:, 2]), experts)
+    firsts = np.concatenate([[0], np.cumsum(there[:, 2])])[:-1]
+    assert np.array_equal(there[:, 1], firsts)
+    assert np.all(errands[len(there) :, 2] == 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_experts_make_of_rows_is_the_reference(kernels, case):
+    of, problem = case.dtype, Problem(case, seed=CASES.index(case))
+    normed, chosen, scores, places, order, errands = routed(problem, kernels(case))
+    library, number = kernels(case).products
+    threads = (case.form.threads, 1, 1)
+    gated = unset(order.size, case.inner, dtype=of)
+    blocks = len(errands) * case.inner // (case.form.outputs // 2)
+    arrays = [normed, order, errands, *problem.gate_up_arrays]
+    library.call(number, arrays, [gated], (blocks * threads[0], 1, 1), threads)
+    given = unset(order.size, case.width, dtype=of)
+    blocks = len(errands) * case.width // case.form.outputs
+    arrays = [gated, errands, *problem.down_arrays]
+    library.call(number + 1, arrays, [given], (blocks * threads[0], 1, 1), threads)
+    out = unset(case.rows, case.width, dtype=of)
+    pieces = case.rows * case.width // 8
+    arrays = [bits(problem.x, of), given, places, scores]
+    library, number = kernels(case).routing
+    library.call(number + 1, arrays, [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1))
+    wanted = problem.result(chosen, scores, floats(normed, of))
+    error = np.linalg.norm(floats(out, of) - wanted) / np.linalg.norm(wanted)
+    assert error <= 1e-2
+
+
+@pytest.mark.parametrize("name", ["one-row", "many-rows", "packed"])
+def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):
+    (case,) = (case for case in CASES if case.name == name)
+    nvidia_accepts([*routing_entries(case), *product_entries(case)])
