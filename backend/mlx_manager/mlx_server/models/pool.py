@@ -575,7 +575,10 @@ class ModelPoolManager:
 
     async def _load(self, model_id: str) -> None:
         # A download takes its time: patience begins when it is done.
-        await self._source(model_id)
+        source = await self._source(model_id)
+        if self._residents.all() and not self._idle():
+            # Nobody waits for room for what can't be loaded.
+            await asyncio.to_thread(self._check, source, self._policy.of(model_id).recipe)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
         while True:
@@ -632,6 +635,11 @@ class ModelPoolManager:
             finally:
                 await self._thread.call(partial(_end_load, steps))
 
+    def _check(self, source: ModelSource, recipe: Recipe) -> Checked:
+        """Raises what is wrong with a model's files. Takes a while, on any thread."""
+        with explained(source.id):
+            return way_of(source).check(source, self._limits, recipe)
+
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""
         while len(self._residents.all()) >= self._limits.max_models:
@@ -654,8 +662,8 @@ class ModelPoolManager:
 
     def _check_on_mlx(self, way: Way, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """No model goes for one that can't be loaded."""
+        checked = yield from beside(partial(self._check, source, recipe))
         with explained(source.id):
-            checked = yield from beside(partial(way.check, source, self._limits, recipe))
             check_room(source.id, checked.nbytes, self.ledger)
             # It is kept for the load.
             yield from beside(partial(way.tokenizer, self._tokenizers, checked.folder.path))

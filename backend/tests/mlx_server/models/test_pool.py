@@ -347,6 +347,19 @@ async def test_no_model_goes_for_one_whose_files_are_broken(
         assert (await pool.status("good")).state == "loaded"
 
 
+async def test_nobody_waits_for_room_for_a_model_whose_files_are_broken(tmp_path: Path):
+    for name in ("good", "broken"):
+        make_tiny_model(tmp_path / name)
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    async with (
+        open_pool(tmp_path, default="good", max_models=1) as pool,
+        pool.lease("good"),
+        asyncio.timeout(30),
+    ):
+        with pytest.raises(ModelLoadFailed, match="is not a safetensors file"):
+            await pool.get_model("broken")
+
+
 async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path):
     thread = MLXThread()
     thread.start()
