@@ -377,7 +377,8 @@ def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -
         )
     if needed > (attainable := ledger.attainable()):
         raise OutOfMemory(
-            f"{said}{attainable:,} of {ledger.limit:,} are left beside the models in use.",
+            f"{said}{attainable:,} of {ledger.limit:,} are left beside the models in use or "
+            "pinned.",
             retry_after=10,
         )
 
@@ -390,7 +391,7 @@ def bytes_of(model: nn.Module) -> int:
 def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:
     return OutOfMemory(
         f"The weights of {model_id} take {nbytes:,} bytes, and {left:,} of {limit:,} are left "
-        "beside the models in use.",
+        "beside the models in use or pinned.",
         retry_after=10,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,32 +217,28 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
 
 
 def gate_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
-    element = TYPES[dtype]
-    lines, inputs = form.size_of("weight")
-    return KernelSource(
-        name="gate_experts",
-        header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
-        body=(
-            f"kernels::gate_errand<{element}, {form.constants}>(x, order, errands, "
-            f"{form.weight(element)}, out, {inputs}, {lines} / {2 * experts}, {experts});"
-        ),
-        inputs=("x", "order", "errands", *form.weight_parts),
-        outputs=("out",),
-        shared_memory=form.shared_memory,
-    )
+    return _errands_source(dtype, form, "gate", ("x", "order"), 2 * experts, f", {experts}")
 
 
 def lower_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
+    return _errands_source(dtype, form, "lower", ("gated",), experts)
+
+
+def _errands_source(  # noqa: PLR0917
+    dtype: mx.Dtype, form: WarpForm, does: str, rows: Sequence[str], parts: int, more: str = ""
+) -> KernelSource:
+    """parts: of equal size that the weight is made of. more: what the kernel takes at the end."""
     element = TYPES[dtype]
     lines, inputs = form.size_of("weight")
+    given = (*rows, "errands")
     return KernelSource(
-        name="lower_experts",
+        name=f"{does}_experts",
         header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
         body=(
-            f"kernels::lower_errand<{element}, {form.constants}>(gated, errands, "
-            f"{form.weight(element)}, out, {inputs}, {lines} / {experts});"
+            f"kernels::{does}_errand<{element}, {form.constants}>({', '.join(given)}, "
+            f"{form.weight(element)}, out, {inputs}, {lines} / {parts}{more});"
         ),
-        inputs=("gated", "errands", *form.weight_parts),
+        inputs=(*given, *form.weight_parts),
         outputs=("out",),
         shared_memory=form.shared_memory,
     )
