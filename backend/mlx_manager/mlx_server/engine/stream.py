@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, Taker, TextDelta
 from mlx_manager.mlx_server.errors import MLXManagerError
@@ -54,7 +55,7 @@ class EventStream:
         """Take the shortcut, if there is one, and whoever reads has had all that came before."""
         taken = False
         try:
-            if self._take is not None and self._is_read() and type(events[-1]) is not Finished:
+            if self._take is not None and self._reader() and type(events[-1]) is not Finished:
                 taken = self._take(events)
         finally:
             # What fails fails once more on the long way, where it is answered.
@@ -79,12 +80,13 @@ class EventStream:
         self._take = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if (reader := self._reader()) is not None:
+            reader.set_result(None)
 
-    def _is_read(self) -> bool:
-        """Whether somebody waits for more."""
-        return self._waiter is not None and not self._waiter.done()
+    def _reader(self) -> asyncio.Future[None] | None:
+        """Whoever waits for more."""
+        waiter = self._waiter
+        return None if waiter is None or waiter.done() else waiter
 
 
 Delivery = tuple[EventStream, list[Event] | MLXManagerError]
@@ -128,15 +130,15 @@ class Outbox:
 def _deliver(batch: list[Delivery]) -> None:
     rest = iter(batch)
     try:
-        for stream, outcome in rest:
-            if isinstance(outcome, MLXManagerError):
-                stream.fail(outcome)
-            else:
-                stream.push(outcome)
+        _hand_over(rest, EventStream.push)
     finally:
         # A shortcut that fails ends nobody else's answer.
-        for stream, outcome in rest:
-            if isinstance(outcome, MLXManagerError):
-                stream.fail(outcome)
-            else:
-                stream.keep(outcome)
+        _hand_over(rest, EventStream.keep)
+
+
+def _hand_over(rest: Iterator[Delivery], how: Callable[[EventStream, list[Event]], None]) -> None:
+    for stream, outcome in rest:
+        if isinstance(outcome, MLXManagerError):
+            stream.fail(outcome)
+        else:
+            how(stream, outcome)
