@@ -33,7 +33,7 @@ _GIVEN = {"self", "x", "mask", "cache"}
 _GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ROUTES = {"gate", "switch_mlp"}
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
-# Other names of a layer's MLP.
+# Names of a layer's MLP.
 _MLPS = ("mlp", "block_sparse_moe")
 _BLOCK = {"self_attn", "input_layernorm", "post_attention_layernorm"}
 _BODY = {"embed_tokens", "layers", "norm"}
@@ -55,8 +55,8 @@ class Gates:
 class Routes:
     """Experts that are such MLPs, of which a row goes through the `chosen` of its largest logits.
 
-    gate_up: two layers of all experts, as `down` is. normalised: whether weights
-    are the softmax of the chosen ones' logits, or of all.
+    gate_up: two layers of all experts, as `down` is. normalised: whether weights are the softmax of
+    the chosen ones' logits, or of all.
     """
 
     router: nn.Module
@@ -77,10 +77,14 @@ class Routes:
         experts = mlp.switch_mlp
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
         chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
-        kinds = {_kind_of(layer) for layer in layers}
         plain = not any("bias" in layer for layer in (mlp.gate, *layers))
-        known = type(mlp.gate) in (nn.Linear, nn.QuantizedLinear) and None not in kinds
-        if not (plain and known and len(kinds) == 1 and isinstance(chosen, int)):
+        known = type(mlp.gate) in (nn.Linear, nn.QuantizedLinear) and all(
+            type(layer) in (SwitchLinear, QuantizedSwitchLinear)
+            and layer.get("global_scale") is None
+            for layer in layers
+        )
+        alike = len(set(map(_stored, layers))) == 1
+        if not (plain and known and alike and isinstance(chosen, int)):
             return None
         if type(experts.activation) is not SwiGLU:
             return None
@@ -301,26 +305,20 @@ def _mlp(mlp: nn.Module) -> Gates | Routes:
     return routes
 
 
-def _kind_of(layer: nn.Module) -> tuple[Any, ...] | None:
-    """Of experts' weights: equal for those that are stored alike; None for no such layer."""
-    if type(layer) is SwitchLinear:
-        return (SwitchLinear,)
-    if type(layer) is QuantizedSwitchLinear and layer.get("global_scale") is None:
-        return (QuantizedSwitchLinear, layer.group_size, layer.bits, layer.mode)
-    return None
-
-
 def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[nn.Module, ...]:
     names = (together,) if together in parent else apart
     linears = tuple(parent[name] for name in names)
-    kinds = {
-        (type(x), *((x.group_size, x.bits, x.mode) if type(x) is nn.QuantizedLinear else ()))
-        for x in linears
-    }
+    kinds = set(map(_stored, linears))
     known = all(isinstance(x, nn.Linear) or type(x) is nn.QuantizedLinear for x in linears)
     _expect(known and len(kinds) == 1, "projections of other kinds, or of several")
     _expect(len({frozenset(dict(x)) for x in linears}) == 1, "a bias on some projections only")
     return linears
+
+
+def _stored(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers of one kind whose weights are stored alike."""
+    is_packed = type(layer) in (nn.QuantizedLinear, QuantizedSwitchLinear)
+    return (type(layer), *((layer.group_size, layer.bits, layer.mode) if is_packed else ()))
 
 
 def _first_of(attention: nn.Module, names: tuple[str, ...]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -11,15 +11,16 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mlx_manager.mlx_server.engine.alike import arrays_of, made_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Gates, NotFusable, Routes
 from mlx_manager.mlx_server.engine.fused.projections import Projection, Sum, join, packing_of
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.experts import ExpertKernels
 from mlx_manager.mlx_server.engine.products.factors import Experts, Link, Norm, Packed, Weight
+from mlx_manager.mlx_server.engine.products.forms import PARTS
 
 NormFor = Callable[[nn.RMSNorm], nn.RMSNorm]
 """What stands for a layer's norm."""
-_PARTS = ("weight", "scales", "biases")
 
 
 class Mlp(ABC):
@@ -127,52 +128,29 @@ def mlp_of(
         return GatedMlp(norm_for(norm), join(anatomy.gate_up, few), join([anatomy.down], few))
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
-    pairs = zip(*map(parts_of, anatomy.gate_up), strict=True)
-    joined = [mx.stack(list(pair)) for pair in pairs]
-    experts = _experts(anatomy, joined, norm.weight.dtype)
-    if not few.experts.serves(experts):
-        raise NotFusable("experts that the kernels do not serve")
-    for number, layer in enumerate(anatomy.gate_up):
-        layer.update(dict(zip(_PARTS, (part[number] for part in joined), strict=False)))
-    return RoutedMlp(Norm(norm.weight, norm.eps), experts, few.experts)
-
-
-def _experts(anatomy: Routes, gate_up: Sequence[mx.array], dtype: mx.Dtype) -> Experts:
-    """gate_up: the parts of both."""
-    return Experts(
-        dense(anatomy.router).astype(dtype),
-        _flat(anatomy.gate_up[0], gate_up),
-        experts_of(anatomy.down),
+    stored = [stored_in(layer) for layer in anatomy.gate_up]
+    parts = [mx.stack(list(pair)) for pair in zip(*map(arrays_of, stored), strict=True)]
+    router = stored_in(anatomy.router)
+    experts = Experts(
+        (router.dense if isinstance(router, Packed) else router).astype(norm.weight.dtype),
+        flat(made_of(stored[0], parts)),
+        flat(stored_in(anatomy.down)),
         anatomy.chosen,
         anatomy.normalised,
     )
+    if not few.experts.serves(experts):
+        raise NotFusable("experts that the kernels do not serve")
+    for number, layer in enumerate(anatomy.gate_up):
+        layer.update(dict(zip(PARTS, (part[number] for part in parts), strict=False)))
+    return RoutedMlp(Norm(norm.weight, norm.eps), experts, few.experts)
 
 
-def dense(layer: nn.Module) -> mx.array:
-    """Its weight."""
-    if not isinstance(layer, nn.QuantizedLinear):
-        weight: mx.array = layer.weight
-        return weight
-    of = packing_of(layer)
-    return mx.dequantize(of.words, of.scales, of.biases, of.group_size, of.bits, mode=of.mode)
+def stored_in(layer: nn.Module) -> Weight:
+    """A layer's weight as it is stored: of experts (experts, outputs, ...)."""
+    is_packed = isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear)
+    return packing_of(layer) if is_packed else layer.weight
 
 
-def parts_of(layer: nn.Module) -> list[mx.array]:
-    """What experts' weights are in memory, (experts, outputs, ...) each."""
-    may_be = [layer.get(name) for name in _PARTS]
-    return [part for part in may_be if part is not None]
-
-
-def experts_of(layer: nn.Module) -> Weight:
-    """The weight of all experts, one below the other."""
-    return _flat(layer, parts_of(layer))
-
-
-def _flat(layer: nn.Module, parts: Sequence[mx.array]) -> Weight:
-    """`parts` of all experts, one below the other."""
-    flat = [part.reshape(-1, part.shape[-1]) for part in parts]
-    if isinstance(layer, QuantizedSwitchLinear):
-        words, scales, *biases = flat
-        kind = (layer.group_size, layer.bits, layer.mode)
-        return Packed(words, scales, biases[0] if biases else None, *kind)
-    return flat[0]
+def flat(weight: Weight) -> Weight:
+    """Experts' `weight`, one expert below the other."""
+    return made_of(weight, [part.reshape(-1, part.shape[-1]) for part in arrays_of(weight)])

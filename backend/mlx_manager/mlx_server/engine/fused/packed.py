@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common, Gates, NotFusable, Routes
-from mlx_manager.mlx_server.engine.fused.mlps import experts_of
+from mlx_manager.mlx_server.engine.fused.mlps import flat, stored_in
 from mlx_manager.mlx_server.engine.fused.projections import packing_of
 from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, cuda_device
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
@@ -39,7 +39,7 @@ def are_packed_alike(common: Common) -> bool:
             case Gates(gate_up=gate_up, down=down):
                 found += [_packed(layer) for layer in (*gate_up, down)]
             case Routes(gate_up=gate_up, down=down):
-                found += [experts_of(layer) for layer in (*gate_up, down)]
+                found += [flat(stored_in(layer)) for layer in (*gate_up, down)]
     weights = [weight for weight in found if isinstance(weight, Packed)]
     kinds = {(weight.bits, weight.group_size) for weight in weights}
     return (

@@ -165,11 +165,7 @@ class Quantized(FewOrMany):
     def unpacked(self) -> Projection:
         if self.few is None:
             return self
-        packed = self.packed
-        weight = mx.dequantize(
-            packed.words, packed.scales, packed.biases, packed.group_size, packed.bits
-        )
-        return Dense.of(weight, self.bias, self.few)
+        return Dense.of(self.packed.dense, self.bias, self.few)
 
     @property
     def unpacked_bytes(self) -> int:
@@ -333,7 +329,8 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection
     return _dense(layer, few)
 
 
-def packing_of(layer: nn.QuantizedLinear | nn.QuantizedEmbedding) -> Packed:
+def packing_of(layer: nn.Module) -> Packed:
+    """layer: a quantised one, of experts too."""
     return Packed(
         layer.weight,
         layer.scales,

@@ -47,12 +47,12 @@ from mlx_manager.mlx_server.engine.products.factors import (
     arrays_of,
 )
 from mlx_manager.mlx_server.engine.products.forms import (
-    WIDTH,
     Form,
     GroupForm,
     Packing,
     RowForm,
     WarpForm,
+    knows,
 )
 
 # From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
@@ -128,10 +128,7 @@ class ProductKernels:
 
     @staticmethod
     def serves(weight: Weight) -> bool:
-        outputs, inputs = weight.shape
-        if isinstance(weight, Packed):
-            return outputs % 128 == 0 and Packing.serves(weight)
-        return outputs % 128 == 0 and inputs % WIDTH == 0
+        return weight.shape[0] % 128 == 0 and knows(weight)
 
     @staticmethod
     def most_rows(weight: Weight) -> int:

@@ -18,8 +18,8 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     real,
     source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Experts, Norm, Packed, arrays_of
-from mlx_manager.mlx_server.engine.products.forms import WIDTH, Packing, WarpForm
+from mlx_manager.mlx_server.engine.products.factors import Experts, Norm, Weight, arrays_of
+from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
@@ -76,12 +76,8 @@ class ExpertKernels:
     def serves(self, experts: Experts) -> bool:
         """Whether the kernels do."""
         weights = (experts.gate_up, experts.down)
-        known = all(
-            Packing.serves(weight) if isinstance(weight, Packed) else weight.shape[1] % WIDTH == 0
-            for weight in weights
-        )
         return (
-            known
+            all(map(knows, weights))
             and len({Packing.of(weight) is None for weight in weights}) == 1
             and experts.width % 128 == 0
             and experts.inner % 64 == 0
@@ -96,8 +92,13 @@ class ExpertKernels:
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
         normed, _, scores, places, order, errands = routed
-        gated = self._gate(normed, order, errands, experts, form)
-        given = self._lower(gated, errands, experts, form)
+        pairs = hidden.shape[0] * experts.chosen
+        gated = self._multiply(
+            gate_source, [normed, order, errands], experts.gate_up, (pairs, experts.inner), form
+        )
+        given = self._multiply(
+            lower_source, [gated, errands], experts.down, (pairs, experts.width), form
+        )
         return [*routed, gated, given, self._mix(hidden, given, places, scores)]
 
     def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
@@ -123,37 +124,22 @@ class ExpertKernels:
             output_dtypes=[self._dtype, mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
         )
 
-    def _gate(
+    def _multiply(
         self,
-        normed: mx.array,
-        order: mx.array,
-        errands: mx.array,
-        experts: Experts,
+        text: Callable[..., KernelSource],
+        given: list[mx.array],
+        weight: Weight,
+        shape: tuple[int, int],
         router: RouterForm,
     ) -> mx.array:
-        form = errand_form(experts.gate_up, router.held, self._device)
-        kernel = self._kernel(gate_source, form, experts.count)
-        blocks = errands.shape[0] * (experts.inner // (form.outputs // 2))
-        (out,) = kernel(
-            inputs=[normed, order, errands, *arrays_of(experts.gate_up)],
-            grid=(blocks * form.threads, 1, 1),
+        """given: the errands are the last of it. shape: of the result."""
+        form = errand_form(weight, router.held, self._device)
+        parts = weight.shape[0] // router.experts // form.outputs
+        (out,) = self._kernel(text, form, router.experts)(
+            inputs=[*given, *arrays_of(weight)],
+            grid=(given[-1].shape[0] * parts * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
-            output_shapes=[(order.shape[0], experts.inner)],
-            output_dtypes=[self._dtype],
-        )
-        return out
-
-    def _lower(
-        self, gated: mx.array, errands: mx.array, experts: Experts, router: RouterForm
-    ) -> mx.array:
-        form = errand_form(experts.down, router.held, self._device)
-        kernel = self._kernel(lower_source, form, experts.count)
-        blocks = errands.shape[0] * (experts.width // form.outputs)
-        (out,) = kernel(
-            inputs=[gated, errands, *arrays_of(experts.down)],
-            grid=(blocks * form.threads, 1, 1),
-            threadgroup=(form.threads, 1, 1),
-            output_shapes=[(gated.shape[0], experts.width)],
+            output_shapes=[shape],
             output_dtypes=[self._dtype],
         )
         return out
@@ -181,7 +167,7 @@ class ExpertKernels:
         return self._kernels[key]
 
 
-def errand_form(weight: mx.array | Packed, held: int, device: CudaDevice) -> WarpForm:
+def errand_form(weight: Weight, held: int, device: CudaDevice) -> WarpForm:
     """For up to `held` pairs of an expert."""
     packing = Packing.of(weight)
     if packing is not None and weight.shape[1] < 4 * packing.width:

@@ -62,6 +62,13 @@ class Packed:
         """Of the scales, hence of what it stands for, but for modes that have scales of 8 bits."""
         return self.scales.dtype
 
+    @property
+    def dense(self) -> mx.array:
+        """What it stands for; not evaluated."""
+        return mx.dequantize(
+            self.words, self.scales, self.biases, self.group_size, self.bits, mode=self.mode
+        )
+
 
 Weight = mx.array | Packed
 """What rows are multiplied with: numbers of half precision, (outputs, inputs), or packed ones."""

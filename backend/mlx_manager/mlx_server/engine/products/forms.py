@@ -100,6 +100,13 @@ class Packing:
         return self.width * self.bits // 8 + 2 * _TERMS
 
 
+def knows(weight: Weight) -> bool:
+    """Whether warps can read `weight` as it is stored, whatever outputs a block gives."""
+    if isinstance(weight, Packed):
+        return Packing.serves(weight)
+    return weight.shape[1] % WIDTH == 0
+
+
 class ByWarps(ABC):
     """Warps that multiply each by itself. `by`: of the kernels' text, what does it."""
 

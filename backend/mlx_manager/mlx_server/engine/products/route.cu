@@ -13,11 +13,11 @@ namespace kernels {
 
 // Up to HELD pairs of an expert, from the place `first` on in the order of all.
 struct Errand {
-  int expert, first, rows, unused;
+  int expert, first, rows;
 
   __device__ __forceinline__ static Errand at(const int* errands, int i) {
     const int* of = errands + i * 4;
-    return {of[0], of[1], of[2], 0};
+    return {of[0], of[1], of[2]};
   }
 };
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
 
 // A block has EACH rows. NORMALISED: a row's weights add up to 1; otherwise they are those of a
 // softmax over all experts.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, int HELD>
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED>
 struct Router {
   static constexpr int SHARES = WARPS / EACH, AT_ONCE = 4, OF_LANE = (EXPERTS + 31) / 32;
 
@@ -238,7 +238,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && CHOSEN <= 32);
   const int first = blockIdx.x * EACH, left = rows - first;
-  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED, HELD> own;
+  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED> own;
   own.inputs = inputs;
   own.rows = left < EACH ? left : EACH;
   own.warp = threadIdx.x / 32;
