@@ -183,9 +183,12 @@ __device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); 
 namespace kernels {
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ float silu_times(float gate, float up) {
-  return gate / (1.f + power_of_two(-gate * kLog2e)) * up;
-}
+// What an MLP makes of a gate and an up.
+struct Silu {
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    return gate / (1.f + power_of_two(-gate * kLog2e)) * up;
+  }
+};
 
 // A pair `x` times a pair `by`; adds the squares of `x` to `sum`.
 template <typename T>

@@ -37,7 +37,7 @@ __device__ __forceinline__ void gate_errand(const T* x, const int* order, const 
     product.total(up, merged, row, EACH + at, 1.f);
     Neighbours<T, N> result;
 #pragma unroll
-    for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
+    for (int e = 0; e < N; e++) result.of[e] = T(Silu::gated(gate[e], up[e]));
     result.put(out + (long)(errand.first + row) * width + first + at);
   }
 }

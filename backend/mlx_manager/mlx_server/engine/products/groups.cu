@@ -203,7 +203,7 @@ __device__ __forceinline__ void multiply_gated_by_groups(
       up.y += ups.y;
     }
     *reinterpret_cast<unsigned*>(out + (long)row * outputs + first + at) =
-        pack(silu_times(gate.x, up.x), silu_times(gate.y, up.y), out);
+        pack(Silu::gated(gate.x, up.x), Silu::gated(gate.y, up.y), out);
   }
 }
 

@@ -382,7 +382,7 @@ struct FewRows {
       }
       Values result;
 #pragma unroll
-      for (int e = 0; e < N; e++) result.of[e] = T(silu_times(gate[e], up[e]));
+      for (int e = 0; e < N; e++) result.of[e] = T(Silu::gated(gate[e], up[e]));
       result.put(out + (long)row * outputs + first + at);
     }
   }

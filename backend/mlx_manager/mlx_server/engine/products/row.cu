@@ -193,7 +193,7 @@ struct OneRow {
       gate += float(bias[first + at]);
       up += float(bias[outputs + first + at]);
     }
-    out[first + at] = T(silu_times(gate, up));
+    out[first + at] = T(Silu::gated(gate, up));
   }
 };
 
