@@ -190,6 +190,16 @@ struct Silu {
   }
 };
 
+// By the approximation with a tanh: (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 * u)). With `gate` outside
+// the cube, what overflows is infinite, and never infinity less infinity.
+struct Gelu {
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    constexpr float kTwice = 2.f * 0.7978845608f * kLog2e;
+    const float u = gate * fmaf(gate * gate, 0.044715f, 1.f);
+    return gate / (1.f + power_of_two(-u * kTwice)) * up;
+  }
+};
+
 // A pair `x` times a pair `by`; adds the squares of `x` to `sum`.
 template <typename T>
 __device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, const T* type) {

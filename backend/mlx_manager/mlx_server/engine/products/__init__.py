@@ -39,6 +39,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.engine.products.experts import ExpertKernels
 from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
     Link,
     Norm,
     Packed,
@@ -69,12 +70,12 @@ _PIECE = 8
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Constants of one kernel: one compilation for each. `epsilon` None for no norm; `makers`: how
-    many blocks have made the rows and did its part, or 0; `ahead`: so does this product for the one
-    behind it."""
+    """Constants of one kernel: one compilation for each. `gated`: what is made of gates and ups, if
+    they are multiplied with; `epsilon` None for no norm; `makers`: how many blocks have made the
+    rows and did its part, or 0; `ahead`: so does this product for the one behind it."""
 
     form: Form
-    gated: bool
+    gated: Activation | None
     epsilon: float | None
     makers: int
     bias: bool
@@ -121,7 +122,7 @@ class ProductKernels:
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}
         self._chains: dict[ChainVariant, Kernel] = {}
-        self._gate = compiled_for_cuda(gate_source(dtype))
+        self._gates: dict[Activation, Kernel] = {}
         # Of a chain's blocks; its launches follow each other, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
         mx.eval(self._counters)
@@ -177,13 +178,15 @@ class ProductKernels:
         *,
         norm: Norm | None = None,
         bias: mx.array | None = None,
+        activation: Activation = Activation.SILU,
         form: Form | None = None,
     ) -> mx.array:
-        """`silu(gate) * up`, (rows, outputs / 2): the halves of `norm(x) @ weight.T + bias`."""
+        """`activation` of gate and up, (rows, outputs / 2): the halves of `norm(x) @ weight.T +
+        bias`."""
         outputs = weight.shape[0]
         factors = _Factors(x, weight, norm, bias)
         form = form or gated_form(weight, x.shape[0], self._device)
-        return self._run(factors, form, outputs // 2, gated=True)[0]
+        return self._run(factors, form, outputs // 2, activation)[0]
 
     def gates_by_groups(self, weight: Weight, rows: int) -> bool:
         """Whether `gated` is by groups.cu, which a norm costs more time than it does who makes the
@@ -192,12 +195,14 @@ class ProductKernels:
             return False
         return isinstance(gated_form(weight, rows, self._device), GroupForm)
 
-    def gate(self, both: mx.array) -> mx.array:
-        """`silu(gate) * up`, (rows, width), the halves of `both`, (rows, 2 * width). For products
-        of more rows than `gated` takes, with matrices that are served."""
+    def gate(self, both: mx.array, activation: Activation = Activation.SILU) -> mx.array:
+        """`activation` of gate and up, (rows, width), the halves of `both`, (rows, 2 * width). For
+        products of more rows than `gated` takes, with matrices that are served."""
+        if activation not in self._gates:
+            self._gates[activation] = compiled_for_cuda(gate_source(self._dtype, activation))
         rows, width = both.shape[0], both.shape[1] // 2
         threads = rows * width // _PIECE
-        (out,) = self._gate(
+        (out,) = self._gates[activation](
             inputs=[both],
             grid=(threads + -threads % _GATES_THREADS, 1, 1),
             threadgroup=(_GATES_THREADS, 1, 1),
@@ -231,9 +236,11 @@ class ProductKernels:
     def _multiply(self, factors: _Factors, form: WarpForm | RowForm | None) -> list[mx.array]:
         outputs = factors.weight.shape[0]
         form = form or self._form(factors)
-        return self._run(factors, form, outputs, gated=False)
+        return self._run(factors, form, outputs, None)
 
-    def _run(self, factors: _Factors, form: Form, width: int, *, gated: bool) -> list[mx.array]:
+    def _run(
+        self, factors: _Factors, form: Form, width: int, gated: Activation | None
+    ) -> list[mx.array]:
         """width: of the result."""
         variant = factors.variant(form, gated)
         if variant not in self._kernels:
@@ -280,7 +287,7 @@ class _Factors:
         may_be = (before, self.bias, self.residual, self.following)
         return [rows, *arrays_of(self.weight), *(array for array in may_be if array is not None)]
 
-    def variant(self, form: Form, gated: bool) -> Variant:
+    def variant(self, form: Form, gated: Activation | None) -> Variant:
         return Variant(
             form,
             gated,
@@ -332,11 +339,12 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
     all_outputs, inputs = "weight_shape[0]", "x_shape[1]"
     if isinstance(form, RowForm):
         all_outputs, inputs = form.size_of("weight")
-    outputs = f"{all_outputs} / 2" if variant.gated else all_outputs
+    outputs = all_outputs if variant.gated is None else f"{all_outputs} / 2"
     rows = [rows_of("x", inputs), given("norm"), rows_of("squares", str(variant.makers))]
     given_all = [*rows, form.weight(element), given("bias")]
     sizes = ["share.rows", inputs, outputs, real(variant.epsilon or 0.0)]
-    if variant.gated:
+    if variant.gated is not None:
+        constants.insert(0, f"kernels::{variant.gated.value}")
         called, arguments = form.gated, [*given_all, rows_of("out", outputs), *sizes]
     else:
         assert not isinstance(form, GroupForm)
@@ -364,12 +372,15 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
     )
 
 
-def gate_source(dtype: mx.Dtype) -> KernelSource:
+def gate_source(dtype: mx.Dtype, activation: Activation) -> KernelSource:
     place = "blockIdx.x * blockDim.x + threadIdx.x"
     return KernelSource(
         name="gate",
         header=source(DEVICE_SOURCE, _GATES_SOURCE),
-        body=f"kernels::gate_rows(both, out, both_shape[0], both_shape[1] / 2, {place});",
+        body=(
+            f"kernels::gate_rows<kernels::{activation.value}>(both, out, both_shape[0], "
+            f"both_shape[1] / 2, {place});"
+        ),
         inputs=("both",),
         outputs=("out",),
     )

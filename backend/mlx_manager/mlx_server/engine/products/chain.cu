@@ -2,7 +2,7 @@
 // the rows that the one before gives.
 //
 //   hidden = residual + output(attended)
-//   gated = silu(gate) * up, both of norm(hidden)
+//   gated = ACTIVATION of gate and up, both of norm(hidden)
 //   result = hidden + down(gated)
 //   heads = qkv(norm(result)), of the layer that follows, if one does
 //
@@ -43,8 +43,8 @@ struct Link {
 // `made` counts the blocks that are done with each product, and is all 0 again at the end. `BY`: what
 // multiplies. `T0` to `T3`: tiles of the products' blocks, or warps that share 16 outputs; `B0` to
 // `B3`: which products have biases. `COUNT`: 3, or 4 if a layer follows.
-template <typename BY, typename T, int T0, int T1, int T2, int T3, int HELD, int WARPS, int STAGES,
-          bool B0, bool B1, bool B2, bool B3, typename W, int COUNT>
+template <typename BY, typename ACTIVATION, typename T, int T0, int T1, int T2, int T3, int HELD,
+          int WARPS, int STAGES, bool B0, bool B1, bool B2, bool B3, typename W, int COUNT>
 __device__ __forceinline__ void chain_products(const T* attended, const T* residual,
                                                const Link<T, W> (&links)[COUNT], const int* made,
                                                T* hidden, T* gated, T* result, T* heads, int rows) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void chain_products(const T* attended, const T* resid
   }
   block -= of_output;
   if (block < of_gate_up) {
-    BY::template gated<T, T1, HELD, WARPS, STAGES, kNormHere, B1>(
+    BY::template gated<ACTIVATION, T, T1, HELD, WARPS, STAGES, kNormHere, B1>(
         hidden, gate_up.norm, nullptr, gate_up.weight, gate_up.bias, gated, rows, gate_up.inputs,
         gate_up.outputs / 2, gate_up.epsilon, block, After{made, of_output});
     count_in(made + 1);

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, CudaDevice
 from mlx_manager.mlx_server.engine.kernels.kernel import Kernel, KernelSource, flag, real
-from mlx_manager.mlx_server.engine.products.factors import Link, arrays_of
+from mlx_manager.mlx_server.engine.products.factors import Activation, Link, arrays_of
 from mlx_manager.mlx_server.engine.products.forms import ByWarps, Packing, RowForm, WarpForm
 
 MOST_ROWS = 8
@@ -62,6 +62,7 @@ class ChainVariant:
     form: ChainForm
     biases: tuple[bool, ...]
     epsilons: tuple[float, ...]
+    activation: Activation = Activation.SILU
 
     @staticmethod
     def all_of(links: Sequence[Link], device: CudaDevice) -> list[ChainVariant]:
@@ -71,8 +72,9 @@ class ChainVariant:
             return []
         biases = tuple(link.bias is not None for link in links)
         epsilons = tuple(link.norm.epsilon for link in links if link.norm is not None)
+        activation = links[PRODUCTS.index("gate_up")].activation
         forms = _forms(links, device, packing)
-        return [ChainVariant(form, biases, epsilons) for form in forms]
+        return [ChainVariant(form, biases, epsilons, activation) for form in forms]
 
 
 def _forms(
@@ -155,7 +157,8 @@ def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> KernelSource:
     biases = ", ".join(flag(bias) for bias in (*variant.biases, False)[:4])
     made = MADE[:count]
     results = ", ".join((*made, "result")[:4])
-    constants = f"kernels::{alike.by}, {element}, {variant.form.constants}, {biases}"
+    types = f"kernels::{alike.by}, kernels::{variant.activation.value}, {element}"
+    constants = f"{types}, {variant.form.constants}, {biases}"
     link = f"kernels::Link<{element}, {alike.weight_type(element)}>"
     return KernelSource(
         name="chain",

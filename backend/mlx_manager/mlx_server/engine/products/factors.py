@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import mlx.core as mx
+
+
+class Activation(Enum):
+    """What an MLP makes of a gate and an up; the values name device.cu's types.
+
+    GELU is the approximation by a tanh, times the up.
+    """
+
+    SILU = "Silu"
+    GELU = "Gelu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +123,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One product of a chain: `bias` is (outputs,)."""
+    """One product of a chain: `bias` is (outputs,). activation: of gates and ups."""
 
     weight: Weight
     bias: mx.array | None = None
     norm: Norm | None = None
+    activation: Activation = Activation.SILU

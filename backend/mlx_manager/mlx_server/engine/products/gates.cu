@@ -3,9 +3,9 @@
 
 namespace kernels {
 
-// out = silu(gate) * up, with gate and up the first and the last `width` of each row of `both`. A
-// thread takes 8 of each, 16 bytes.
-template <typename T>
+// out = ACTIVATION of gate and up, the first and the last `width` of each row of `both`. A thread
+// takes 8 of each, 16 bytes.
+template <typename ACTIVATION, typename T>
 __device__ __forceinline__ void gate_rows(const T* both, T* out, unsigned rows, unsigned width,
                                           unsigned thread) {
   const unsigned pieces = width / 8, row = thread / pieces, at = thread % pieces * 8;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void gate_rows(const T* both, T* out, unsigned rows, 
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float2 gate = unpack(gate_pairs[i], both), up = unpack(up_pairs[i], both);
-    gated[i] = pack(Silu::gated(gate.x, up.x), Silu::gated(gate.y, up.y), both);
+    gated[i] = pack(ACTIVATION::gated(gate.x, up.x), ACTIVATION::gated(gate.y, up.y), both);
   }
   const uint4 result = {gated[0], gated[1], gated[2], gated[3]};
   write_global(reinterpret_cast<uint4*>(out + (long)row * width + at), result);

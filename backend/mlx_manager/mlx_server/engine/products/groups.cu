@@ -165,9 +165,8 @@ __device__ __forceinline__ float2 pair_at(const T* from) {
   return unpack(*reinterpret_cast<const unsigned*>(from), from);
 }
 
-// out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T +
-// bias.
-template <typename T, int GROUPS, int ROWS, int STAGES, int NORM, bool BIAS>
+// out = ACTIVATION of gate and up, the first and the last `outputs` of norm(x) @ weight^T + bias.
+template <typename ACTIVATION, typename T, int GROUPS, int ROWS, int STAGES, int NORM, bool BIAS>
 __device__ __forceinline__ void multiply_gated_by_groups(
     const T* x, const T* norm, const float* made, const T* weight, const T* bias, T* out, int rows,
     int inputs, int outputs, float epsilon, int block) {
@@ -203,7 +202,7 @@ __device__ __forceinline__ void multiply_gated_by_groups(
       up.y += ups.y;
     }
     *reinterpret_cast<unsigned*>(out + (long)row * outputs + first + at) =
-        pack(Silu::gated(gate.x, up.x), Silu::gated(gate.y, up.y), out);
+        pack(ACTIVATION::gated(gate.x, up.x), ACTIVATION::gated(gate.y, up.y), out);
   }
 }
 

@@ -348,11 +348,10 @@ struct FewRows {
     }
   }
 
-  // out = silu(gate) * up, with gate and up the first and the last `outputs` of norm(x) @ weight^T
-  // + bias.
+  // out = ACTIVATION of gate and up, the first and the last `outputs` of norm(x) @ weight^T + bias.
   // By block number `block` of as many as it takes.
-  template <typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
-            typename W, typename AWAIT>
+  template <typename ACTIVATION, typename T, int TILES, int HELD, int WARPS, int STAGES, int NORM,
+            bool BIAS, typename W, typename AWAIT>
   __device__ __forceinline__ static void gated(const T* x, const T* norm, const float* made,
                                                W weight, const T* bias, T* out, int rows,
                                                int inputs, int outputs, float epsilon, int block,
@@ -382,7 +381,7 @@ struct FewRows {
       }
       Values result;
 #pragma unroll
-      for (int e = 0; e < N; e++) result.of[e] = T(Silu::gated(gate[e], up[e]));
+      for (int e = 0; e < N; e++) result.of[e] = T(ACTIVATION::gated(gate[e], up[e]));
       result.put(out + (long)row * outputs + first + at);
     }
   }

@@ -171,8 +171,8 @@ struct OneRow {
   }
 
   // As FewRows::gated.
-  template <typename T, int SPLIT, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
-            typename W, typename AWAIT>
+  template <typename ACTIVATION, typename T, int SPLIT, int HELD, int WARPS, int STAGES, int NORM,
+            bool BIAS, typename W, typename AWAIT>
   __device__ __forceinline__ static void gated(const T* x, const T* norm, const float*, W weight,
                                                const T* bias, T* out, int, int inputs, int outputs,
                                                float epsilon, int block, AWAIT await_row) {
@@ -193,7 +193,7 @@ struct OneRow {
       gate += float(bias[first + at]);
       up += float(bias[outputs + first + at]);
     }
-    out[first + at] = T(Silu::gated(gate, up));
+    out[first + at] = T(ACTIVATION::gated(gate, up));
   }
 };
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from mlx_manager.mlx_server.engine.products.factors import Activation
+
 
 def rounded(values, dtype):
     """As float32, to the numbers that `dtype` has."""
@@ -14,6 +16,18 @@ def rounded(values, dtype):
 def bits(values, dtype):
     """As `dtype` stores them."""
     return np.array(mx.array(values).astype(dtype).view(mx.uint16))
+
+
+def gated(both, activation):
+    """Of gates and then ups, in float32."""
+    gate, up = np.split(both, 2, axis=1)
+    match activation:
+        case Activation.SILU:
+            turn = gate
+        case Activation.GELU:
+            turn = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-turn)) * up
 
 
 def in_packs(weight, packing, dtype):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.products.halves import bits, in_packs, rounded
+from engine.products.halves import bits, gated, in_packs, rounded
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.engine.products.chain import (
     ChainVariant,
     chain_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed
+from mlx_manager.mlx_server.engine.products.factors import Activation, Link, Norm, Packed
 from mlx_manager.mlx_server.engine.products.forms import Packing, RowForm, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -37,6 +37,7 @@ class Case:
     biased: bool = False
     count: int = 4
     dtype: mx.Dtype = BF16
+    activation: Activation = Activation.SILU
 
     @property
     def kind(self) -> tuple:
@@ -47,7 +48,7 @@ class Case:
     def variant(self) -> ChainVariant:
         count = self.count
         epsilons = (EPSILON,) * (count // 2)
-        return ChainVariant(self.form, (self.biased,) * count, epsilons)
+        return ChainVariant(self.form, (self.biased,) * count, epsilons, self.activation)
 
 
 def alike(form: WarpForm, count: int = 4) -> ChainForm:
@@ -68,6 +69,7 @@ CASES = [
     Case("last-layer", 3, alike(WarpForm(1, 8, 4, 3), 3), count=3),
     Case("biases", 13, alike(WarpForm(2, 16, 2, 4)), biased=True, dtype=F16),
     Case("more-warps-than-columns", 8, alike(WarpForm(1, 8, 8, 3))),
+    Case("gelu", 2, alike(WarpForm(1, 8, 4, 3)), activation=Activation.GELU),
     Case("packed", 3, alike(WarpForm(2, 8, 4, 3, FOUR))),
     Case(
         "packed-last-layer",
@@ -124,10 +126,9 @@ def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(libraries, cas
     norms = [draw(size[1]) for size in sizes]
 
     hidden = residual + attended @ weights[0].T + biases[0]
-    gate, up = np.split(normed(hidden, norms[1]) @ weights[1].T + biases[1], 2, axis=1)
-    gated = gate / (1 + np.exp(-gate)) * up
-    result = hidden + gated @ weights[2].T + biases[2]
-    wanted = [hidden, gated, result, normed(result, norms[3]) @ weights[3].T + biases[3]]
+    inner = gated(normed(hidden, norms[1]) @ weights[1].T + biases[1], case.activation)
+    result = hidden + inner @ weights[2].T + biases[2]
+    wanted = [hidden, inner, result, normed(result, norms[3]) @ weights[3].T + biases[3]]
 
     outs = [bits(np.full_like(a, np.nan, np.float32), dtype) for a in wanted[: case.count]]
     counters = np.zeros(4, np.int32)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.products.halves import bits, in_packs, rounded
+from engine.products.halves import bits, gated, in_packs, rounded
+from mlx import nn
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
-from mlx_manager.mlx_server.engine.products.factors import Packed
+from mlx_manager.mlx_server.engine.products.factors import Activation, Packed
 from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, Packing, RowForm, WarpForm
 
 BF16, F16 = mx.bfloat16, mx.float16
+GELU = Activation.GELU
 NAMES = (
     *("x", "norm", "squares", "weight", "scales", "biases", "bias", "residual", "next_norm"),
     *("out", "scaled_out", "squares_out"),
@@ -39,6 +41,7 @@ class Case:
     residual: bool = False
     ahead: bool = False
     dtype: mx.Dtype = BF16
+    activation: Activation = Activation.SILU
 
     @property
     def packing(self) -> Packing | None:
@@ -54,7 +57,7 @@ class Case:
         epsilon = 1e-5 if self.norm else None
         return Variant(
             self.form,
-            self.gated,
+            self.activation if self.gated else None,
             epsilon,
             self.makers,
             self.bias,
@@ -107,6 +110,15 @@ ROW_CASES = [
         "row-by-128", RowForm(2, 8, 2, Packing(4, 128, 512), (128, 1536)), 1, inputs=1536, norm=True
     ),
     Case("row-of-odd-groups", RowForm(2, 8, 2, Packing(4, 128, 128), (128, 640)), 1, inputs=640),
+    Case(
+        "row-gelu",
+        RowForm(1, 8, 2, FOUR, (256, 768)),
+        1,
+        inputs=768,
+        gated=True,
+        norm=True,
+        activation=GELU,
+    ),
     Case("row-8-bits", RowForm(4, 8, 2, Packing(8, 64, 256), (128, 768)), 1, inputs=768, norm=True),
     Case(
         "row-8-bits-narrow",
@@ -134,6 +146,8 @@ CASES = [
     Case("in-groups", GroupForm(2, 32), 27, outputs=256, gated=True, norm=True),
     Case("in-groups-bias", GroupForm(4, 64), 41, outputs=256, gated=True, bias=True, dtype=F16),
     Case("in-groups-long", GroupForm(2, 64), 64, inputs=640, gated=True, norm=True),
+    Case("gelu", WarpForm(2, 16, 4, 3), 11, gated=True, bias=True, activation=GELU),
+    Case("gelu-in-groups", GroupForm(2, 32), 27, outputs=256, gated=True, activation=GELU),
     Case("many-turns", WarpForm(1, 8, 2, 2), 2, inputs=1024, residual=True),
     Case("made", WarpForm(2, 16, 4, 3), 13, norm=True, makers=38, bias=True),
     Case("made-of-few", WarpForm(1, 8, 8, 3), 5, norm=True, makers=2, dtype=F16),
@@ -150,6 +164,7 @@ CASES = [
 NAMED = {
     *("norm-and-bias", "three-tiles", "gated-tile", "in-groups-bias"),
     *("made", "made-gated", "made-in-groups", "ahead", "ahead-of-three-tiles"),
+    *("gelu", "gelu-in-groups", "row-gelu"),
     *("row-norm", "row-gated-bias", "row-residual", "row-8-bits", "packed-8-bits"),
     *("packed-norm", "packed-gated", "packed-made", "packed-ahead", "packed-8-bits-gated"),
 }
@@ -163,8 +178,7 @@ def expected(case, x, norm, weight, bias, residual):
     if case.bias:
         y = y + bias
     if case.gated:
-        gate, up = np.split(y, 2, axis=1)
-        y = gate / (1 + np.exp(-gate)) * up
+        y = gated(y, case.activation)
     return y + residual if case.residual else y
 
 
@@ -186,32 +200,50 @@ def entry(case):
     return source, *(tuple(of[name] for name in names) for names in (source.inputs, source.outputs))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+GATES = [(dtype, activation) for dtype in (BF16, F16) for activation in Activation]
+
+
+@pytest.mark.parametrize(("dtype", "activation"), GATES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (65, 320), (130, 64)])
-def test_gates_of_many_rows_are_the_reference(gates, dtype, rows, width):
+def test_gates_of_many_rows_are_the_reference(gates, dtype, activation, rows, width):
     # With gates that are large in either direction.
     both = rounded(np.random.default_rng(rows).normal(size=(rows, 2 * width)) * 30, dtype)
+    got = gated_rows(gates, both, dtype, activation)
+    np.testing.assert_allclose(got, rounded(gated(both, activation), dtype), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_a_gelu_is_mlx_s_own_for_any_gate(gates, dtype):
+    most = 65504 if dtype is F16 else 3e38
+    gate = np.concatenate([np.linspace(-12, 12, 497), most * np.float32(10.0) ** np.arange(-30, 1)])
+    gate = rounded(np.concatenate([gate, -gate]), dtype)[None]
+    both = np.concatenate([gate, np.ones_like(gate)], axis=1)
+    got = gated_rows(gates, both, dtype, GELU)
+    wanted = np.array(nn.gelu_approx(mx.array(gate)))
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-6)
+
+
+def gated_rows(gates, both, dtype, activation):
+    rows, width = both.shape[0], both.shape[1] // 2
     out = bits(np.full((rows, width), np.nan, np.float32), dtype)
     blocks = -(-rows * width // 8 // 256)
-    gates.call(int(dtype is F16), [bits(both, dtype)], [out], (blocks * 256, 1, 1), (256, 1, 1))
-    gate, up = np.split(both, 2, axis=1)
-    with np.errstate(over="ignore"):
-        wanted = gate / (1 + np.exp(-gate)) * up
-    got = np.array(mx.array(out).view(dtype).astype(mx.float32))
-    np.testing.assert_allclose(got, rounded(wanted, dtype), rtol=1e-2, atol=1e-6)
+    number = GATES.index((dtype, activation))
+    gates.call(number, [bits(both, dtype)], [out], (blocks * 256, 1, 1), (256, 1, 1))
+    return np.array(mx.array(out).view(dtype).astype(mx.float32))
 
 
 @pytest.fixture(scope="module")
 def gates(compile_cuda):
-    return compile_cuda([gate_entry(dtype) for dtype in (BF16, F16)])
+    return compile_cuda([gate_entry(*each) for each in GATES])
 
 
-def gate_entry(dtype):
-    return products.gate_source(dtype), (dtype,), (dtype,)
+def gate_entry(dtype, activation):
+    return products.gate_source(dtype, activation), (dtype,), (dtype,)
 
 
 def test_nvidia_s_compiler_takes_gates(nvidia_accepts):
-    nvidia_accepts([gate_entry(BF16), gate_entry(F16)])
+    nvidia_accepts([gate_entry(*each) for each in GATES])
 
 
 @pytest.mark.parametrize(
