@@ -10,7 +10,8 @@ is used, what a norm does to rows is done where they are made, and not by every 
 them. With very few rows launches are what a step of a small model waits for: chain.cu has four
 products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
 and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
-there are: route.cu and experts.cu.
+there are: route.cu and experts.cu. Where a layer norms what its products give before that is added,
+sum.cu does both, and the norm before the product that follows.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from mlx_manager.mlx_server.engine.products.forms import (
     WarpForm,
     knows,
 )
+from mlx_manager.mlx_server.engine.products.sums import SumKernels
 
 # From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
 # too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32 rows,
@@ -113,11 +115,13 @@ class ProductKernels:
     """Products of few rows, (rows, inputs), with matrices (outputs, inputs).
 
     Attributes:
-        experts: what multiplies with those, however many rows there are.
+        experts: what multiplies with those, however many rows there are. sums: what norms products
+            and adds them to a residual, likewise.
     """
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self.experts = ExpertKernels(dtype, device)
+        self.sums = SumKernels(dtype)
         self._dtype = dtype
         self._device = device
         self._kernels: dict[Variant, Kernel] = {}

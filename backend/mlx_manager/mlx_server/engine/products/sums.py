@@ -1,0 +1,102 @@
+"""What products give, normed and added to a residual, on NVIDIA GPUs: see sum.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES
+from mlx_manager.mlx_server.engine.kernels.kernel import (
+    Kernel,
+    KernelSource,
+    bounded,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.engine.products.factors import Norm
+
+# Of a row: a piece is what a thread reads at once, and has at most so many of.
+_PIECE = 8
+_MOST_PIECES = 4
+_MOST_WARPS = 16
+_SOURCE = Path(__file__).with_name("sum.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class SumForm:
+    """Constants of one kernel: a block's warps and the pieces that each thread has at most; the
+    norm's epsilon, and that of the norm that follows, None for none."""
+
+    warps: int
+    pieces: int
+    epsilon: float
+    following: float | None
+
+    @staticmethod
+    def of(width: int, epsilon: float, following: float | None) -> SumForm:
+        """As few pieces a thread as there may be, since a row is there the sooner the more threads
+        ask for it; and the warps that it takes then."""
+        pieces = -(-width // (_PIECE * 32 * _MOST_WARPS))
+        warps = -(-width // (_PIECE * 32 * pieces))
+        return SumForm(warps, pieces, epsilon, following)
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def shared_memory(self) -> int:
+        return 2 * self.warps * 4
+
+
+class SumKernels:
+    """`residual` plus normed rows, (rows, width), however many."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+        self._kernels: dict[SumForm, Kernel] = {}
+
+    @staticmethod
+    def serves(width: int) -> bool:
+        return width % _PIECE == 0 and width <= _PIECE * 32 * _MOST_WARPS * _MOST_PIECES
+
+    def __call__(
+        self, residual: mx.array, x: mx.array, norm: Norm, following: Norm | None
+    ) -> list[mx.array]:
+        """`residual + norm(x)`, and `following` of that, if there is one."""
+        rows, width = x.shape
+        epsilon = None if following is None else following.epsilon
+        form = SumForm.of(width, norm.epsilon, epsilon)
+        if form not in self._kernels:
+            self._kernels[form] = compiled_for_cuda(sum_source(self._dtype, form))
+        weights = [norm.weight] if following is None else [norm.weight, following.weight]
+        count = len(weights)
+        return self._kernels[form](
+            inputs=[residual, x, *weights],
+            grid=(rows * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[(rows, width)] * count,
+            output_dtypes=[self._dtype] * count,
+        )
+
+
+def sum_source(dtype: mx.Dtype, form: SumForm) -> KernelSource:
+    followed = form.following is not None
+    constants = f"{TYPES[dtype]}, {form.warps}, {form.pieces}, {flag(followed)}"
+    following, ahead = ("following", "ahead") if followed else ("nullptr", "nullptr")
+    epsilons = f"{real(form.epsilon)}, {real(form.following or 0.0)}"
+    return KernelSource(
+        name="sum",
+        header=source(DEVICE_SOURCE, _SOURCE) + bounded(form.threads),
+        body=(
+            f"kernels::add_normed<{constants}>(residual, x, norm, {following}, out, {ahead}, "
+            f"x_shape[1], {epsilons});"
+        ),
+        inputs=("residual", "x", "norm", "following")[: 4 if followed else 3],
+        outputs=("out", "ahead")[: 2 if followed else 1],
+        shared_memory=form.shared_memory,
+    )

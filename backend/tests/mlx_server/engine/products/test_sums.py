@@ -1,0 +1,113 @@
+"""Norms and sums behind products: the CUDA source against plain arithmetic, on an emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine.products.halves import bits, rounded
+
+from mlx_manager.mlx_server.engine.products import sums
+from mlx_manager.mlx_server.engine.products.factors import Norm
+from mlx_manager.mlx_server.engine.products.sums import SumForm, SumKernels, sum_source
+
+BF16, F16 = mx.bfloat16, mx.float16
+EPSILON, FOLLOWING = 1e-6, 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    width: int
+    rows: int = 3
+    followed: bool = True
+    dtype: mx.Dtype = BF16
+
+    @property
+    def form(self) -> SumForm:
+        return SumForm.of(self.width, EPSILON, FOLLOWING if self.followed else None)
+
+
+# The widths of Gemma 3, one that leaves most of a warp without work, and a wide one.
+CASES = [
+    *(Case(width) for width in (640, 1152, 2560, 3840, 5376)),
+    Case(8, rows=1),
+    Case(16384, rows=2, dtype=F16),
+    Case(1152, rows=1, followed=False, dtype=F16),
+    Case(5376, followed=False),
+]
+
+
+def entry(case):
+    source = sum_source(case.dtype, case.form)
+    return source, (case.dtype,) * len(source.inputs), (case.dtype,) * len(source.outputs)
+
+
+@pytest.fixture(scope="module")
+def library(compile_cuda):
+    return compile_cuda([entry(case) for case in CASES])
+
+
+def normed(x, weight, epsilon):
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + epsilon) * weight
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=map(str, CASES))
+def test_sums_of_normed_rows_are_the_reference(library, index):
+    case = CASES[index]
+    rng = np.random.default_rng(index)
+    size = (case.rows, case.width)
+    # Rows of sizes that differ: with small ones the epsilons count.
+    scales = 10.0 ** np.arange(-3, case.rows - 3)[:, None]
+    residual, x = (rounded(rng.normal(size=size) * scales, case.dtype) for _ in range(2))
+    norm, following = (rounded(rng.normal(size=case.width), case.dtype) for _ in range(2))
+    given = [bits(each, case.dtype) for each in (residual, x, norm, following)]
+    outs = [bits(np.full(size, np.nan, np.float32), case.dtype) for _ in range(2)]
+    count, threads = 2 if case.followed else 1, case.form.threads
+    grid = (case.rows * threads, 1, 1)
+    library.call(index, given[: 2 + count], outs[:count], grid, (threads, 1, 1))
+    out, ahead = (np.array(mx.array(each).view(case.dtype).astype(mx.float32)) for each in outs)
+    np.testing.assert_allclose(out, residual + normed(x, norm, EPSILON), rtol=1e-2, atol=1e-2)
+    if case.followed:
+        wanted = normed(out, following, FOLLOWING)
+        np.testing.assert_allclose(ahead, wanted, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", [0, 4, 7])
+def test_nvidia_s_compiler_takes_sums(nvidia_accepts, index):
+    nvidia_accepts([entry(CASES[index])])
+
+
+@pytest.mark.parametrize("width", [8, 640, 1152, 2560, 3840, 4096, 5376, 16384])
+def test_a_block_has_the_whole_row_and_no_more_threads_than_it_may(width):
+    form = SumForm.of(width, EPSILON, None)
+    assert SumKernels.serves(width)
+    assert (form.warps - 1) * 32 * 8 * form.pieces < width <= form.threads * 8 * form.pieces
+    assert form.threads <= 512
+
+
+def test_rows_of_odd_or_great_widths_are_not_served():
+    assert not SumKernels.serves(644)
+    assert not SumKernels.serves(16392)
+
+
+def test_a_kernel_is_compiled_once_and_given_what_its_source_names(monkeypatch):
+    made, given = [], []
+
+    def compiled(source):
+        made.append(source)
+        return lambda **options: given.append(options) or options["output_shapes"]
+
+    monkeypatch.setattr(sums, "compiled_for_cuda", compiled)
+    kernels = SumKernels(BF16)
+    rows, norm, following = mx.zeros((5, 640)), Norm(mx.ones(640), 1e-6), Norm(mx.zeros(640), 1e-5)
+    assert kernels(rows, rows, norm, following) == kernels(rows, rows, norm, following)
+    assert kernels(rows, rows, norm, None) == [(5, 640)]
+    assert [source.inputs for source in made] == [
+        ("residual", "x", "norm", "following"),
+        ("residual", "x", "norm"),
+    ]
+    assert given[0]["inputs"][2] is norm.weight
+    assert given[0]["inputs"][3] is following.weight
+    assert given[0]["grid"] == (5 * given[0]["threadgroup"][0], 1, 1)
