@@ -192,7 +192,7 @@ class JoinedForward(OnPages):
         self._page_size = page_size
         self._layers = layers
         self._rotations = list({layer.kind: layer.rotation for layer in layers}.values())
-        self._embed = common.embed
+        self._embed = common.embedded
         self._norm = MeanByProduct(common.norm)
         self._vocabulary = common.vocabulary
         self.stores = [LayerStore(_stored(layer), page_size) for layer in layers]

@@ -26,6 +26,15 @@ LLAMA3 = {
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+# Windows shorter than texts, in two layers of three; a width whose root has to be rounded.
+GEMMA3 = {
+    "hidden_size": 96,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "sliding_window_pattern": 3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
 MODELS = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -45,6 +54,8 @@ MODELS = {
     "phi3": ("phi3", {}),
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),
     "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-tied": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": True}),
 }
 EXPERTS = {
     "qwen3_moe": {
@@ -65,6 +76,9 @@ def make(family: str, changes: dict) -> nn.Module:
     mx.random.seed(3)
     config = {"model_type": family, **DIMENSIONS, **changes}
     model = module.Model(module.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"]:
+        # Some modules take it from the weights.
+        model.sanitize({})
     # Norms and biases are born as ones and zeros, which would hide their being mixed up.
     model.apply(lambda x: x + 0.3 * mx.random.normal(x.shape) if x.ndim == 1 else x * 2)
     mx.eval(model.parameters())

@@ -108,7 +108,7 @@ def test_weights_that_lie_by_columns_are_joined_by_columns() -> None:
         projection.weight = mx.contiguous(projection.weight.T).T
     mx.eval(model.parameters())
     for layer in finish(joining(model, PAGE))._layers:
-        for product in (layer.block.qkv, layer.block.output, layer.block.mlp.gate_up):
+        for product in (layer.block.qkv, layer.block.output.product, layer.block.mlp.gate_up):
             assert isinstance(product, Dense)
             outputs, _ = product.weight.shape
             assert np.array(product.weight, copy=False).strides == (4, 4 * outputs)

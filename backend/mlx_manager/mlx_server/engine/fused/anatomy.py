@@ -10,11 +10,13 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import gemma2, gemma3_text
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
+from mlx_manager.mlx_server.engine.products.factors import Activation
 
 
 class NotFusable(Exception):
@@ -35,16 +37,38 @@ _ROUTES = {"gate", "switch_mlp"}
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
 # Names of a layer's MLP.
 _MLPS = ("mlp", "block_sparse_moe")
-_BLOCK = {"self_attn", "input_layernorm", "post_attention_layernorm"}
+# Names of a layer's norms before and behind attention, and before and behind the MLP.
+_NORMS = (
+    (("input_layernorm", None), ("post_attention_layernorm", None)),
+    (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+)
 _BODY = {"embed_tokens", "layers", "norm"}
+# What modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another activation,
+# layers that clip their sums to what float16 has, bodies that scale their embeddings.
+_NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
+_GELU_MLPS = (gemma3_text.MLP,)
+_CLIPPED = (gemma3_text.TransformerBlock,)
+_SCALED_BODIES = (gemma3_text.Gemma3Model,)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Around attention or an MLP: `behind` is that of what it gives, before that is added."""
+
+    before: nn.RMSNorm
+    behind: nn.RMSNorm | None
 
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """An MLP that is `down(silu(gate) * up)`."""
+    """An MLP that is `down(activation of gate and up)`."""
 
     gate_up: tuple[nn.Module, ...]
     down: nn.Module
+    activation: Activation
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -99,7 +123,8 @@ class Anatomy:
     qkv: tuple[nn.Module, ...]
     output: nn.Module
     mlp: Gates | Routes
-    norms: tuple[nn.RMSNorm, nn.RMSNorm]
+    attention_norms: Norms
+    mlp_norms: Norms
     head_norms: tuple[nn.RMSNorm, nn.RMSNorm] | None
     rope: nn.Module
     rotary: Rotary
@@ -110,22 +135,22 @@ class Anatomy:
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
         own = [name for name in _MLPS if name in block]
-        _expect(_parts(block) == {*_BLOCK, *own} and len(own) == 1, "a block of other parts")
+        _expect("self_attn" in block and len(own) == 1, "a block of other parts")
+        attention_norms, mlp_norms = _norms(block, _parts(block) - {"self_attn", *own})
         attention, mlp = block.self_attn, _mlp(block[own[0]])
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
+        _expect(not hasattr(attention, "attn_logit_softcapping"), "attention with a soft cap")
         # What else it is given may depend on the position, and differ only far into a text.
         given = signature(type(attention).__call__).parameters.keys()
         _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
         _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        norms = (block.input_layernorm, block.post_attention_layernorm)
         head_norms = None
         if "q_norm" in attention:
-            head_norms = (attention.q_norm, attention.k_norm)
-        _expect(
-            all(type(norm) is nn.RMSNorm for norm in (*norms, *(head_norms or ()))),
-            "norms of another kind",
-        )
+            head_norms = (_norm(attention.q_norm), _norm(attention.k_norm))
+        dtype = attention_norms.before.weight.dtype
+        clipped = isinstance(block, _CLIPPED) and dtype == mx.float16
+        _expect(not clipped, "sums that are clipped to what float16 has")
         heads, kv_heads = (_first_of(attention, names) for names in (_HEADS, _KV_HEADS))
         rows = sum(linear.weight.shape[0] for linear in qkv)
         dim = rows // (heads + 2 * kv_heads)
@@ -144,11 +169,12 @@ class Anatomy:
             qkv=qkv,
             output=_linears(attention, ("o_proj",), "o_proj")[0],
             mlp=mlp,
-            norms=norms,
+            attention_norms=attention_norms,
+            mlp_norms=mlp_norms,
             head_norms=head_norms,
             rope=attention.rope,
             rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None),
-            shape=AttentionShape(heads, kv_heads, dim, page_size, norms[0].weight.dtype),
+            shape=AttentionShape(heads, kv_heads, dim, page_size, dtype),
             scale=attention.scale,
             window=window,
         )
@@ -234,14 +260,16 @@ class Rotation:
 class Common:
     """A common decoder, before anything is joined.
 
-    rotations: its kinds of rotation. kinds: the number of each layer's among them. head: what has
-    the vocabulary's weights, `embed` or a layer of its own.
+    rotations: its kinds of rotation. kinds: the number of each layer's among them. scale: what
+    embeddings are multiplied by, a number of the layers' type, if they are. head: what has the
+    vocabulary's weights, `embed` or a layer of its own.
     """
 
     layers: list[Anatomy]
     rotations: list[Rotation]
     kinds: list[int]
     embed: nn.Module
+    scale: float | None
     norm: nn.RMSNorm
     head: nn.Module
 
@@ -251,9 +279,10 @@ class Common:
         Raises:
             NotFusable: `model` is something else.
         """
-        _expect("model" in model and _parts(model) <= {"model", "lm_head"}, "a head")
-        body = model.model
-        _expect(_parts(body) == _BODY and type(body.norm) is nn.RMSNorm, "a body of other parts")
+        text = model.language_model if _parts(model) == {"language_model"} else model
+        _expect("model" in text and _parts(text) <= {"model", "lm_head"}, "a head")
+        body = text.model
+        _expect(_parts(body) == _BODY and _is_norm(body.norm), "a body of other parts")
         windows = _windows(model)
         _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
         layers = [
@@ -268,9 +297,15 @@ class Common:
             [Rotation.of(layer.rope, layer.rotary) for layer in of_kind],
             [firsts.index(kind) for kind in ropes],
             body.embed_tokens,
-            body.norm,
-            model.get("lm_head", body.embed_tokens),
+            _scale(body, layers[0].shape.dtype),
+            _norm(body.norm),
+            text.get("lm_head", body.embed_tokens),
         )
+
+    def embedded(self, tokens: mx.array) -> mx.array:
+        """(tokens, width): what the first layer takes."""
+        embeddings: mx.array = self.embed(tokens)
+        return embeddings if self.scale is None else embeddings * self.scale
 
     def vocabulary(self, hidden: mx.array) -> mx.array:
         """Logits, (rows, vocabulary), of rows behind the last norm."""
@@ -295,10 +330,48 @@ def _parts(module: nn.Module) -> set[str]:
     }
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return type(module) in (nn.RMSNorm, *_NORMS_BY_MORE)
+
+
+def _norm(module: nn.Module) -> nn.RMSNorm:
+    """`module` as one of MLX's own, with the weight that it multiplies by."""
+    _expect(_is_norm(module), "norms of another kind")
+    if type(module) is nn.RMSNorm:
+        return module
+    norm = nn.RMSNorm(module.weight.size, module.eps)
+    norm.weight = 1.0 + module.weight
+    # Here, and not again in each kind of step that is compiled.
+    mx.eval(norm.weight)
+    return norm
+
+
+def _norms(block: nn.Module, names: set[str]) -> list[Norms]:
+    """Of attention and of the MLP, where `names` are those of all norms there are."""
+    for around in _NORMS:
+        if names == {name for pair in around for name in pair if name is not None}:
+            return [
+                Norms(_norm(block[before]), None if behind is None else _norm(block[behind]))
+                for before, behind in around
+            ]
+    raise NotFusable("a block of other parts")
+
+
+def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
+    """What embeddings of `dtype` are multiplied by: rounded to bfloat16, whatever they are."""
+    if not isinstance(body, _SCALED_BODIES):
+        return None
+    scale = mx.array(body.norm.weight.size**0.5, mx.bfloat16).astype(dtype)
+    return float(np.array(scale.astype(mx.float32)))
+
+
 def _mlp(mlp: nn.Module) -> Gates | Routes:
     if _parts(mlp) in _GATES:
         gate_up = _linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
-        return Gates(gate_up, _linears(mlp, ("down_proj",), "down_proj")[0])
+        down = _linears(mlp, ("down_proj",), "down_proj")[0]
+        return Gates(
+            gate_up, down, Activation.GELU if isinstance(mlp, _GELU_MLPS) else Activation.SILU
+        )
     routes = Routes.of(mlp)
     if routes is None:
         raise NotFusable("an MLP of other parts")

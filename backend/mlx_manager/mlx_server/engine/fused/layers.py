@@ -10,9 +10,11 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
+from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, addition_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
 from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
+    Ahead,
     Head,
     Projection,
     Sum,
@@ -27,7 +29,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, Openi
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
-from mlx_manager.mlx_server.engine.products.factors import Norm, Scaled
+from mlx_manager.mlx_server.engine.products.factors import Norm
 from mlx_manager.mlx_server.engine.products.forms import WarpForm
 
 
@@ -54,24 +56,25 @@ class Block:
 
     norm: nn.RMSNorm
     qkv: Projection
-    output: Projection
+    output: Addition
     mlp: Mlp
 
     @staticmethod
     def of(
         anatomy: Anatomy,
         few: ProductKernels | None = None,
-        norm: Callable[[nn.RMSNorm], nn.RMSNorm] = lambda own: own,
+        norm: NormFor = lambda own: own,
     ) -> Block:
         """Its weights are joined, and those of the module become views of them: see `join`.
 
         few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
         """
+        around = anatomy.attention_norms
         return Block(
-            norm=norm(anatomy.norms[0]),
+            norm=norm(around.before),
             qkv=join(anatomy.qkv, few),
-            output=join([anatomy.output], few),
-            mlp=mlp_of(anatomy.mlp, anatomy.norms[1], few, norm),
+            output=addition_of(anatomy.output, around.behind, few, norm),
+            mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm),
         )
 
     @property
@@ -85,13 +88,13 @@ class Block:
     def unpacked_bytes(self) -> int:
         return sum(part.unpacked_bytes for part in (self.qkv, self.output, self.mlp))
 
-    def heads(self, hidden: mx.array | Scaled) -> mx.array:
+    def heads(self, hidden: Ahead) -> mx.array:
         """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
         return self.qkv.normed(hidden, self.norm)
 
     def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
         """What who makes so many rows for `qkv` and `mlp` is to do of their norms."""
-        if not self.mlp.by_groups(rows):
+        if not (self.output.sees_rows or self.mlp.by_groups(rows)):
             return None, None
         return self.qkv.expected(self.norm), self.mlp.expected()
 
@@ -104,9 +107,9 @@ class Block:
     ) -> tuple[list[mx.array], Sum]:
         """What the layer's result is made from, and that. following: what the next one expects."""
         _, expected = self.expects(hidden.shape[0])
-        added = self.output.added_to(hidden, attended, expected)
+        before, added = self.output.launches(hidden, attended, expected)
         made, result = self.mlp.launches(added, following)
-        return [added.rows, *made], result
+        return [*before, added.rows, *made], result
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -188,21 +191,21 @@ class Shared:
 class Opening:
     """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
 
-    embed: nn.Module
+    embed: Callable[[mx.array], mx.array]
     rotations: Sequence[Rotation]
     kernel: OpeningKernel | None
 
     @staticmethod
     def of(common: Common, build: BuildOpening) -> Opening:
-        embed, rotations = common.embed, common.rotations
-        dtype, table = common.layers[0].shape.dtype, table_of(embed)
+        embed, rotations = common.embedded, common.rotations
+        dtype, table = common.layers[0].shape.dtype, table_of(common.embed)
         if table is None or table.dtype != dtype:
             return Opening(embed, rotations, None)
         kinds = [
             Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
             for turn in rotations
         ]
-        kernel = build(table, kinds)
+        kernel = build(table, kinds, common.scale)
         return Opening(embed, rotations, None if isinstance(kernel, Unsupported) else kernel)
 
     def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
@@ -261,7 +264,7 @@ class Part:
         to, and what the products make and are made from."""
         shape, block = self.kernels.shape, self.block
         # Before and behind the MLP, each with its norm.
-        hidden = 4 * block.output.weight.shape[-2]
+        hidden = 4 * block.output.width + block.output.token_numbers
         heads = block.qkv.weight.shape[-2] + 2 * shape.q_heads * shape.head_dim
         return shape.dtype.size * (hidden + heads + block.mlp.token_numbers)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,15 +11,26 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, made_of
-from mlx_manager.mlx_server.engine.fused.anatomy import Gates, NotFusable, Routes
-from mlx_manager.mlx_server.engine.fused.projections import Projection, Sum, join, packing_of
+from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, addition_of
+from mlx_manager.mlx_server.engine.fused.anatomy import Gates, Norms, NotFusable, Routes
+from mlx_manager.mlx_server.engine.fused.projections import (
+    Projection,
+    Sum,
+    join,
+    norm_of,
+    packing_of,
+)
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.experts import ExpertKernels
-from mlx_manager.mlx_server.engine.products.factors import Experts, Link, Norm, Packed, Weight
+from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
+    Experts,
+    Link,
+    Norm,
+    Packed,
+    Weight,
+)
 from mlx_manager.mlx_server.engine.products.forms import PARTS
-
-NormFor = Callable[[nn.RMSNorm], nn.RMSNorm]
-"""What stands for a layer's norm."""
 
 
 class Mlp(ABC):
@@ -63,20 +73,22 @@ class Mlp(ABC):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp(Mlp):
-    """`down(silu(gate) * up)`."""
+    """`activation` of gate and up, and the way down."""
 
     norm: nn.RMSNorm
     gate_up: Projection
-    down: Projection
+    activation: Activation
+    down: Addition
 
     def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
-        gated = self.gate_up.gated(added.ahead, self.norm)
-        return [gated], self.down.added_to(added.rows, gated, following)
+        gated = self.gate_up.gated(added.ahead, self.norm, self.activation)
+        made, result = self.down.launches(added.rows, gated, following)
+        return [gated, *made], result
 
     @property
     def token_numbers(self) -> int:
         gates: int = self.gate_up.weight.shape[-2]
-        return gates + gates // 2
+        return gates + gates // 2 + self.down.token_numbers
 
     @property
     def unpacked(self) -> Self:
@@ -93,7 +105,7 @@ class GatedMlp(Mlp):
         return self.gate_up.expected(self.norm)
 
     def links(self) -> list[Link | None]:
-        return [self.gate_up.link(self.norm), self.down.link()]
+        return [self.gate_up.link(self.norm, self.activation), self.down.link()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +127,25 @@ class RoutedMlp(Mlp):
 
 
 def mlp_of(
-    anatomy: Gates | Routes, norm: nn.RMSNorm, few: ProductKernels | None, norm_for: NormFor
+    anatomy: Gates | Routes, norms: Norms, few: ProductKernels | None, norm_for: NormFor
 ) -> Mlp:
     """Weights are joined, and those of the module become views of them: see `join`.
 
-    few: what multiplies few rows, if anything does.
+    norms: around it. few: what multiplies few rows, if anything does.
 
     Raises:
-        NotFusable: there are experts, and nothing multiplies them.
+        NotFusable: there are experts, and nothing multiplies them, or a norm is behind them.
     """
+    norm = norms.before
     if isinstance(anatomy, Gates):
-        return GatedMlp(norm_for(norm), join(anatomy.gate_up, few), join([anatomy.down], few))
+        return GatedMlp(
+            norm_for(norm),
+            join(anatomy.gate_up, few),
+            anatomy.activation,
+            addition_of(anatomy.down, norms.behind, few, norm_for),
+        )
+    if norms.behind is not None:
+        raise NotFusable("a norm behind experts")
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
     stored = [stored_in(layer) for layer in anatomy.gate_up]
@@ -142,7 +162,7 @@ def mlp_of(
         raise NotFusable("experts that the kernels do not serve")
     for number, layer in enumerate(anatomy.gate_up):
         layer.update(dict(zip(PARTS, (part[number] for part in parts), strict=False)))
-    return RoutedMlp(Norm(norm.weight, norm.eps), experts, few.experts)
+    return RoutedMlp(norm_of(norm), experts, few.experts)
 
 
 def stored_in(layer: nn.Module) -> Weight:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import mlx.core as mx
@@ -13,9 +14,16 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.activations import swiglu
 
-from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays
+from mlx_manager.mlx_server.engine.kv.powers import gated_by, gelu_gated_by, pays
 from mlx_manager.mlx_server.engine.products import ProductKernels
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed, Scaled, Weight
+from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
+    Link,
+    Norm,
+    Packed,
+    Scaled,
+    Weight,
+)
 
 MOST_PACKED = 8
 """Rows that are multiplied by packed weights where dense ones are there, too: steps of an 8B with
@@ -24,11 +32,27 @@ bfloat16 (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
+class Normed:
+    """Rows that the norm before a product has been applied to, (rows, inputs)."""
+
+    rows: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+
+Ahead = mx.array | Scaled | Normed
+"""What a product behind a norm takes: rows as they are, or as their maker leaves them: `Scaled` if
+it did what was `expected`, or `Normed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """A sum, (rows, width), and what the product behind it takes of it."""
 
     rows: mx.array
-    ahead: mx.array | Scaled
+    ahead: Ahead
 
     @staticmethod
     def alone(rows: mx.array) -> Sum:
@@ -66,19 +90,27 @@ class FewOrMany(ABC):
     def _sum(self, residual: mx.array, x: mx.array) -> mx.array:
         """`residual` plus the product with `x`."""
 
-    def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
-        """The product with `norm(x)`. x: `Scaled` if its maker did what is `expected`."""
+    def alone(self, x: mx.array) -> mx.array:
+        """The product with `x`."""
         if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
-            return self.few.multiply(x, self.factor, norm=_norm(norm), bias=self.bias)
-        return self._product(norm(x))
+            return self.few.multiply(x, self.factor, bias=self.bias)
+        return self._product(x)
 
-    def gated(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
-        """`silu(gate) * up`, the halves of the product with `norm(x)`, as in `normed`."""
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
+        """The product with `norm(x)`."""
+        if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
+            rows, left = _left_to_do(x, norm)
+            return self.few.multiply(rows, self.factor, norm=left, bias=self.bias)
+        return self._product(_normed(x, norm))
+
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        """`activation` of gate and up, the halves of the product with `norm(x)`."""
         if self.few is None:
-            return _gate(self._product(norm(x)))
+            return _gate(self._product(_normed(x, norm)), activation)
         if x.shape[0] > self.few.most_gated_rows(self.factor):
-            return self.few.gate(self._product(norm(x)))
-        return self.few.gated(x, self.factor, norm=_norm(norm), bias=self.bias)
+            return self.few.gate(self._product(_normed(x, norm)), activation)
+        rows, left = _left_to_do(x, norm)
+        return self.few.gated(rows, self.factor, norm=left, bias=self.bias, activation=activation)
 
     def by_groups(self, rows: int) -> bool:
         """Whether `gated` multiplies so many by warpgroups."""
@@ -86,7 +118,7 @@ class FewOrMany(ABC):
 
     def expected(self, norm: nn.RMSNorm) -> Norm | None:
         """`norm`, before this product, as who makes its few rows may do a part of it."""
-        return None if self.few is None else _norm(norm)
+        return None if self.few is None else norm_of(norm)
 
     def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
         """`residual` plus the product with `x`. following: what the next product expects of it."""
@@ -97,11 +129,14 @@ class FewOrMany(ABC):
             return Sum.alone(few.multiply(x, self.factor, bias=bias, residual=residual))
         return Sum(*few.multiply_ahead(x, self.factor, following, bias=bias, residual=residual))
 
-    def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
-        """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one."""
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
+        """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one.
+        activation: of gates and ups."""
         if self.few is None:
             return None
-        return Link(self.factor, self.bias, None if norm is None else _norm(norm))
+        return Link(self.factor, self.bias, None if norm is None else norm_of(norm), activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +245,14 @@ class Twofold:
     def unpacked_bytes(self) -> int:
         return 0
 
-    def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
+    def alone(self, x: mx.array) -> mx.array:
+        return self._for(x.shape[0]).alone(x)
+
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
         return self._for(x.shape[0]).normed(x, norm)
 
-    def gated(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
-        return self._for(x.shape[0]).gated(x, norm)
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        return self._for(x.shape[0]).gated(x, norm, activation)
 
     def by_groups(self, rows: int) -> bool:
         return self._for(rows).by_groups(rows)
@@ -225,8 +263,10 @@ class Twofold:
     def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
         return self._for(x.shape[0]).added_to(residual, x, following)
 
-    def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
-        return self.packed.link(norm)
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
+        return self.packed.link(norm, activation)
 
     def _for(self, rows: int) -> FewOrMany:
         return self.packed if rows <= MOST_PACKED else self.dense
@@ -245,11 +285,14 @@ class OneProduct(ABC):
     def unpacked_bytes(self) -> int:
         return 0
 
-    def normed(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
-        return self._product(norm(x))
+    def alone(self, x: mx.array) -> mx.array:
+        return self._product(x)
 
-    def gated(self, x: mx.array | Scaled, norm: nn.RMSNorm) -> mx.array:
-        return _gate(self._product(norm(x)))
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
+        return self._product(_normed(x, norm))
+
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        return _gate(self._product(_normed(x, norm)), activation)
 
     def by_groups(self, rows: int) -> bool:
         return False
@@ -260,7 +303,9 @@ class OneProduct(ABC):
     def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
         return Sum.alone(residual + self._product(x))
 
-    def link(self, norm: nn.RMSNorm | None = None) -> Link | None:
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
         return None
 
     @abstractmethod
@@ -296,15 +341,37 @@ def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | N
     return few if few is not None and few.serves(weight) else None
 
 
-def _norm(norm: nn.RMSNorm) -> Norm:
+def norm_of(norm: nn.RMSNorm) -> Norm:
+    """As the kernels take it."""
     return Norm(norm.weight, norm.eps)
 
 
-def _gate(both: mx.array) -> mx.array:
+def _normed(x: Ahead, norm: nn.RMSNorm) -> mx.array:
+    """`norm(x)`, unless that has been done."""
+    rows: mx.array = x.rows if isinstance(x, Normed) else norm(x)
+    return rows
+
+
+def _left_to_do(x: Ahead, norm: nn.RMSNorm) -> tuple[mx.array | Scaled, Norm | None]:
+    """What the kernels take of `x`, and what of `norm` is left to them."""
+    return (x.rows, None) if isinstance(x, Normed) else (x, norm_of(norm))
+
+
+def _gate(both: mx.array, activation: Activation) -> mx.array:
     gate, up = mx.split(both, 2, axis=-1)
-    if pays(both, gate.size):
-        return gated_by(gate, up)
-    gated: mx.array = swiglu(gate, up)
+    by_powers = pays(both, gate.size)
+    gated: mx.array
+    match activation:
+        case Activation.SILU:
+            gated = gated_by(gate, up) if by_powers else swiglu(gate, up)
+        case Activation.GELU:
+            gated = gelu_gated_by(gate, up) if by_powers else _geglu(gate, up)
+    return gated
+
+
+@partial(mx.compile, shapeless=True)
+def _geglu(gate: mx.array, up: mx.array) -> mx.array:
+    gated: mx.array = nn.gelu_approx(gate) * up
     return gated
 
 

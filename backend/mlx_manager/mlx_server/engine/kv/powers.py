@@ -114,3 +114,10 @@ def attend_pages(
 def gated_by(gate: mx.array, up: mx.array) -> mx.array:
     """`silu(gate) * up`, float32."""
     return gate / (mx.power(2.0, gate * -_LOG2_E) + 1.0) * up
+
+
+def gelu_gated_by(gate: mx.array, up: mx.array) -> mx.array:
+    """`gelu_approx(gate) * up`, float32: (1 + tanh(u)) / 2 is 1 / (1 + e^(-2 * u))."""
+    twice = -2 * math.sqrt(2 / math.pi) * _LOG2_E
+    turn = gate * (gate * gate * (0.044715 * twice) + twice)
+    return gate / (mx.power(2.0, turn) + 1.0) * up

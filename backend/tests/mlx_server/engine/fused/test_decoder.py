@@ -22,7 +22,7 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.engine.products.factors import Packed, Scaled, arrays_of
+from mlx_manager.mlx_server.engine.products.factors import Activation, Packed, Scaled, arrays_of
 from mlx_manager.mlx_server.models.weights import convert, forms_of
 
 PAGE = 16
@@ -41,6 +41,7 @@ class PortableProducts:
         self.ahead: set[int] = set()
         self.packed: set[int] = set()
         self.experts = PortableExperts()
+        self.sums = PortableSums()
 
     def serves(self, weight) -> bool:
         return not isinstance(weight, Packed) or weight.mode == "affine"
@@ -73,15 +74,32 @@ class PortableProducts:
         parts = [part.square().sum(1) for part in mx.split(y, 2, axis=1)]
         return y, Scaled(y * following.weight, mx.stack(parts, axis=1))
 
-    def gated(self, x, weight, *, norm=None, bias=None):
-        return self.gate(self.multiply(x, weight, norm=norm, bias=bias))
+    def gated(self, x, weight, *, norm=None, bias=None, activation=Activation.SILU):
+        return self.gate(self.multiply(x, weight, norm=norm, bias=bias), activation)
 
-    def gate(self, both):
+    def gate(self, both, activation):
         gate, up = mx.split(both, 2, axis=-1)
-        return nn.silu(gate) * up
+        return (nn.silu if activation is Activation.SILU else nn.gelu_approx)(gate) * up
 
     def chain(self, links):
         return PortableChain(self, links) if self.chained else None
+
+
+class PortableSums:
+    """`SumKernels` in MLX operations. rows: that have been added, and whether a norm followed."""
+
+    def __init__(self) -> None:
+        self.rows: set[tuple[int, bool]] = set()
+
+    def serves(self, width) -> bool:
+        return True
+
+    def __call__(self, residual, x, norm, following):
+        self.rows.add((x.shape[0], following is not None))
+        out = residual + mx.fast.rms_norm(x, norm.weight, norm.epsilon)
+        if following is None:
+            return [out]
+        return [out, mx.fast.rms_norm(out, following.weight, following.epsilon)]
 
 
 class PortableExperts:
@@ -132,7 +150,8 @@ class PortableChain:
         (output, gate_up, down, *following), of = self.links, self.products
         assert all(link.norm is None for link in (output, down))
         hidden = of.multiply(attended, output.weight, bias=output.bias, residual=residual)
-        gated = of.gated(hidden, gate_up.weight, norm=gate_up.norm, bias=gate_up.bias)
+        how = {"norm": gate_up.norm, "bias": gate_up.bias, "activation": gate_up.activation}
+        gated = of.gated(hidden, gate_up.weight, **how)
         result = of.multiply(gated, down.weight, bias=down.bias, residual=hidden)
         heads = [of.multiply(result, qkv.weight, norm=qkv.norm, bias=qkv.bias) for qkv in following]
         return [hidden, gated, result, *heads]
@@ -168,6 +187,21 @@ def test_norms_before_gates_by_groups_are_begun_by_who_makes_the_rows():
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert check(decoder, model, PAGE) is None
     assert of.ahead == {rows for rows in CHECKED_ROWS if 17 <= rows <= 32} != set()
+
+
+@pytest.mark.parametrize("grouped", [17, 33])
+def test_norms_behind_products_are_one_launch_with_the_norms_that_follow(grouped):
+    model, of = make(*MODELS["gemma3"]), PortableProducts(chained=8, grouped=grouped)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert check(decoder, model, PAGE) is None
+    # None follows the last layer's, nor is anything else to do a norm's part.
+    assert of.sums.rows == {(rows, followed) for rows in CHECKED_ROWS for followed in (True, False)}
+    assert not of.ahead
+    step = step_of(decoder, model, 40)
+    # Lengths, two rotations and the embedding; of either kind of layer its heads, attention, gates,
+    # and two products with their sums, each of which gives rows normed for what follows, but for
+    # the last layer's; the first layer's kind gives the next one's heads; the vocabulary.
+    assert len(decoder.launches(step)) == 4 + (3 + 2 * 3 + 1) + (3 + 2 * 3 - 1) + 1
 
 
 @pytest.mark.parametrize("final", [True, False])
@@ -263,7 +297,7 @@ def test_quantised_projections_are_fused_too():
 
 
 @pytest.mark.parametrize("chained", [0, 8])
-@pytest.mark.parametrize("name", ["llama", "tied", "biases", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "tied", "biases", "qwen3", "phi3", "gemma3"])
 def test_few_rows_may_be_multiplied_as_they_are_packed(name, chained):
     model, of = make(*MODELS[name]), PortableProducts(chained)
     nn.quantize(model, group_size=32, bits=4)

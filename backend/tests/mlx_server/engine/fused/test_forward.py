@@ -30,9 +30,11 @@ on_kernels = partial(choose, kernels=Portable, compile=plainly)
         ("qwen3", "fused"),
         ("mistral", "fused"),
         ("phi3", "fused"),
+        ("gemma3_text", "fused"),
+        ("gemma3", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
-        ("gemma3_text", "ragged"),
+        ("gemma3n", "ragged"),
         ("qwen3_moe", "ragged"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx import nn
 
 from mlx_manager.mlx_server.engine.kv.powers import (
     LEAST_BLOCK,
@@ -14,6 +15,7 @@ from mlx_manager.mlx_server.engine.kv.powers import (
     attend_pages,
     attend_rows,
     block_of,
+    gelu_gated_by,
 )
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
 
@@ -117,3 +119,12 @@ def test_rows_of_neighbouring_pages_see_all_that_is_given() -> None:
     for head in range(2):
         own = queries[0, head][:, None], keys[0, head][None], values[0, head][None]
         np.testing.assert_allclose(found[0, head], expected(*own, 0.3)[:, 0], atol=2e-5)
+
+
+def test_a_gelu_is_mlx_s_own_for_any_gate() -> None:
+    most = np.float32(3e38) * np.float32(10.0) ** np.arange(-30, 1, dtype=np.float32)
+    gate = mx.array(np.concatenate([np.linspace(-12, 12, 999, dtype=np.float32), most, -most]))
+    up = mx.full(gate.shape, 0.5)
+    found, own = np.array(gelu_gated_by(gate, up)), np.array(nn.gelu_approx(gate) * up)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, own, rtol=1e-5, atol=1e-6)

@@ -5,26 +5,36 @@
 
 namespace kernels {
 
-// One row of `embeddings`, `width` elements, a multiple of 8.
-template <typename T>
-__device__ __forceinline__ void embed(const T* embedding, int width, T* hidden) {
+// One row of `embeddings`, `width` elements, a multiple of 8; SCALED: times `scale`, a T.
+template <bool SCALED, typename T>
+__device__ __forceinline__ void embed(const T* embedding, int width, float scale, T* hidden) {
   const uint4* from = reinterpret_cast<const uint4*>(embedding);
   uint4* to = reinterpret_cast<uint4*>(hidden);
-  for (int i = threadIdx.x; i < width / 8; i += blockDim.x) to[i] = from[i];
+  for (int i = threadIdx.x; i < width / 8; i += blockDim.x) {
+    uint4 of = from[i];
+    if constexpr (SCALED) {
+      const unsigned by = pack(scale, scale, embedding);
+      of = make_uint4(multiply_pair(of.x, by, embedding), multiply_pair(of.y, by, embedding),
+                      multiply_pair(of.z, by, embedding), multiply_pair(of.w, by, embedding));
+    }
+    to[i] = of;
+  }
 }
 
 // The same of a row as MLX packs it, BITS an integer and GROUP of them with a scale and a bias.
-template <int BITS, int GROUP, typename T>
+template <int BITS, int GROUP, bool SCALED, typename T>
 __device__ __forceinline__ void embed_packed(const unsigned* words, const T* scales, const T* biases,
-                                             int width, T* hidden) {
+                                             int width, float by, T* hidden) {
   constexpr int EACH = 32 / BITS;
   for (int i = threadIdx.x; i < width / EACH; i += blockDim.x) {
     const unsigned word = words[i];
     const int at = i * EACH;
     const float scale = float(scales[at / GROUP]), bias = float(biases[at / GROUP]);
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-      hidden[at + e] = T(float(word >> e * BITS & ((1u << BITS) - 1)) * scale + bias);
+    for (int e = 0; e < EACH; e++) {
+      const T of = T(float(word >> e * BITS & ((1u << BITS) - 1)) * scale + bias);
+      hidden[at + e] = SCALED ? T(float(of) * by) : of;
+    }
   }
 }
 

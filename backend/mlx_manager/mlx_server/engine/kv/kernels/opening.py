@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import (
     Kernel,
     KernelSource,
@@ -36,11 +36,14 @@ class Turning:
     amplitude: float
 
 
-BuildOpening = Callable[[Weight, Sequence[Turning]], "OpeningKernel | Unsupported"]
+BuildOpening = Callable[[Weight, Sequence[Turning], float | None], "OpeningKernel | Unsupported"]
 
 
-def build(embeddings: Weight, turnings: Sequence[Turning]) -> OpeningKernel | Unsupported:
-    """The kernel for `embeddings`, (vocabulary, width), on the default device."""
+def build(
+    embeddings: Weight, turnings: Sequence[Turning], scale: float | None
+) -> OpeningKernel | Unsupported:
+    """The kernel for `embeddings`, (vocabulary, width), on the default device. scale: a number of
+    their type that they are multiplied by, if they are."""
     device = device_for(embeddings.dtype)
     if isinstance(device, Unsupported):
         return device
@@ -50,7 +53,7 @@ def build(embeddings: Weight, turnings: Sequence[Turning]) -> OpeningKernel | Un
     if isinstance(embeddings, Packed) and not is_served(embeddings):
         kind = f"{embeddings.mode}, {embeddings.bits} bits"
         return Unsupported(f"embeddings that are packed otherwise ({kind})")
-    kernel = compiled_for_cuda(opening_source(embeddings, turnings))
+    kernel = compiled_for_cuda(opening_source(embeddings, turnings, scale))
     return OpeningKernel(kernel, embeddings, turnings)
 
 
@@ -107,23 +110,25 @@ class OpeningKernel:
         return hidden, following
 
 
-def opening_source(embeddings: Weight, turnings: Sequence[Turning]) -> KernelSource:
+def opening_source(
+    embeddings: Weight, turnings: Sequence[Turning], scale: float | None = None
+) -> KernelSource:
+    scaled = flag(scale is not None)
     if isinstance(embeddings, Packed):
         parts: tuple[str, ...] = ("embeddings", "scales", "biases")
         bits, group = embeddings.bits, embeddings.group_size
         width = f"embeddings_shape[1] * {32 // bits}"
         groups = f"(long)tokens[row] * (width / {group})"
         embed = (
-            f"kernels::embed_packed<{bits}, {group}>(embeddings + (long)tokens[row] * "
+            f"kernels::embed_packed<{bits}, {group}, {scaled}>(embeddings + (long)tokens[row] * "
             f"embeddings_shape[1], scales + {groups}, biases + {groups}, width, "
         )
     else:
         parts, width = ("embeddings",), "embeddings_shape[1]"
-        element = TYPES[embeddings.dtype]
-        embed = f"kernels::embed<{element}>(embeddings + (long)tokens[row] * width, width, "
+        embed = f"kernels::embed<{scaled}>(embeddings + (long)tokens[row] * width, width, "
     body = (
         f"const int row = blockIdx.x, width = {width};\n"
-        f"{embed}hidden + (long)row * width);\n"
+        f"{embed}{real(1.0 if scale is None else scale)}, hidden + (long)row * width);\n"
         "const int position = before[row];\n"
         "if (threadIdx.x == 0)\n"
         "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
