@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models import gemma3_text
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -34,6 +35,19 @@ _A3B: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "norm_topk_prob": True,
+}
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -65,9 +79,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "30b-a3b": _A3B,
     "8b-a1b": _A3B | {"num_hidden_layers": 12},
+    "gemma3-1b": _GEMMA3
+    | {
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "sliding_window": 512,
+    },
+    "gemma3-12b": _GEMMA3
+    | {
+        "hidden_size": 3840,
+        "num_hidden_layers": 48,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
-experts, and a quarter of its layers."""
+experts, and a quarter of its layers; Gemma 3 1B and 12B, but for their larger vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -98,11 +131,22 @@ def make(shape: str) -> nn.Module:
     family = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
     model: nn.Module = family.Model(family.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"]:
+        # Some modules take it from the weights.
+        model.sanitize({})
+    model.apply_to_modules(_norm_by_one)
     model.set_dtype(mx.bfloat16)
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
     return model
+
+
+def _norm_by_one(_: str, module: nn.Module) -> None:
+    """Gemma's norms multiply by 1 + weight. They are born with ones: layers that double all they
+    work on make noise of each other's rounding."""
+    if isinstance(module, gemma3_text.RMSNorm):
+        module.weight = mx.zeros_like(module.weight)
 
 
 def write(shape: str, folder: Path, bits: int | None = None) -> Path:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.common_decoders import DIMENSIONS, GEMMA3, make
+from engine.products.halves import gated
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.products.factors import Experts, Link, Norm, Packed, Weight
+from mlx_manager.mlx_server.engine.choice import choose
+from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
+    Experts,
+    Link,
+    Norm,
+    Packed,
+    Weight,
+)
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
@@ -37,11 +47,6 @@ def normed(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x**2).mean(1, keepdims=True) + EPSILON)
 
 
-def gated(both: np.ndarray) -> np.ndarray:
-    gate, up = np.split(both, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
 def assert_close(got: mx.array, wanted: np.ndarray) -> None:
     got = np.array(got.astype(mx.float32))
     assert np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
@@ -62,7 +67,42 @@ def test_packed_products_are_the_reference(kernels, rows, bits):
     ones = Norm(mx.ones((768,), BF16), EPSILON)
     assert_close(kernels.multiply(x, of, residual=residual), exact @ stands_for.T + added)
     assert_close(kernels.multiply(x, of, norm=ones), normed(exact) @ stands_for.T)
-    assert_close(kernels.gated(x, of, norm=ones), gated(normed(exact) @ stands_for.T))
+    for how in Activation:
+        got = kernels.gated(x, of, norm=ones, activation=how)
+        assert_close(got, gated(normed(exact) @ stands_for.T, how))
+
+
+@pytest.mark.parametrize("how", Activation)
+@pytest.mark.parametrize("rows", [*ROWS, 64])
+def test_gated_products_are_the_reference(kernels, rows, how):
+    (x, exact), (of, stands_for) = random(rows, 768), weight(2048, 768, None)
+    wanted = gated(exact @ stands_for.T, how)
+    if rows <= kernels.most_gated_rows(of):
+        assert_close(kernels.gated(x, of, activation=how), wanted)
+    assert_close(kernels.gate(x @ of.T, how), wanted)
+
+
+@pytest.mark.parametrize("rows", [*ROWS, 700])
+@pytest.mark.parametrize("width", [640, 1152, 2560, 3840, 5376])
+def test_sums_of_normed_rows_are_the_reference(kernels, rows, width):
+    (residual, before), (x, exact) = random(rows, width), random(rows, width)
+    (norm, by), (following, next_by) = random(width), random(width)
+    norms = Norm(norm, EPSILON), Norm(following, EPSILON)
+    out, ahead = kernels.sums(residual, x, *norms)
+    assert_close(out, before + normed(exact) * by)
+    assert_close(ahead, normed(np.array(out.astype(mx.float32))) * next_by)
+    (alone,) = kernels.sums(residual, x, norms[0], None)
+    assert mx.array_equal(alone, out)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("width", [640, 1152])
+def test_a_gemma_3_is_fused(width, tied):
+    of = DIMENSIONS | GEMMA3 | {"hidden_size": width, "intermediate_size": 2 * width}
+    of |= {"head_dim": 256, "query_pre_attn_scalar": 256, "vocab_size": 512}
+    model = make("gemma3_text", of | {"tie_word_embeddings": tied})
+    model.set_dtype(BF16)
+    assert choose(model, 16).kind == "fused"
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -74,7 +114,7 @@ def test_a_chain_is_the_reference(kernels, rows, bits):
     norms = [None, Norm(mx.ones((512,), BF16), EPSILON)] * 2
     links = [Link(each, None, norm) for each, norm in zip(weights, norms, strict=True)]
     hidden = added + exact @ of[0].T
-    inner = gated(normed(hidden) @ of[1].T)
+    inner = gated(normed(hidden) @ of[1].T, Activation.SILU)
     result = hidden + inner @ of[2].T
     wanted = [hidden, inner, result, normed(result) @ of[3].T]
     for _ in range(2):
@@ -100,6 +140,7 @@ def test_experts_are_the_reference(kernels, rows, bits):
     wanted = exact.copy()
     for row, own in enumerate(normed(exact)):
         for expert, score in zip(of_rows[row], scores[row], strict=True):
-            between = gated(np.concatenate([gates[expert] @ own, ups[expert] @ own])[None])[0]
+            both = np.concatenate([gates[expert] @ own, ups[expert] @ own])[None]
+            between = gated(both, Activation.SILU)[0]
             wanted[row] += score * (lower.reshape(count, width, inner)[expert] @ between)
     assert_close(made[-1], wanted)
