@@ -32,7 +32,8 @@ def multiplies_packed(model: nn.Module) -> bool:
 
 def are_packed_alike(common: Common) -> bool:
     """Whether there are kernels for all of a decoder's layers and its head, and of one kind."""
-    found: list[Weight | None] = [_packed(common.head)]
+    head = _packed(common.head)
+    found: list[Weight | None] = []
     for anatomy in common.layers:
         found += [_packed(layer) for layer in (*anatomy.qkv, anatomy.output)]
         match anatomy.mlp:
@@ -40,10 +41,13 @@ def are_packed_alike(common: Common) -> bool:
                 found += [_packed(layer) for layer in (*gate_up, down)]
             case Routes(gate_up=gate_up, down=down):
                 found += [flat(stored_in(layer)) for layer in (*gate_up, down)]
-    weights = [weight for weight in found if isinstance(weight, Packed)]
+    weights = [weight for weight in (head, *found) if isinstance(weight, Packed)]
     kinds = {(weight.bits, weight.group_size) for weight in weights}
     return (
-        len(weights) == len(found) and len(kinds) == 1 and all(map(ProductKernels.serves, weights))
+        len(weights) == 1 + len(found)
+        and len(kinds) == 1
+        and ProductKernels.serves(weights[0], last=True)
+        and all(map(ProductKernels.serves, weights[1:]))
     )
 
 

@@ -153,9 +153,12 @@ class Dense(FewOrMany):
     few: ProductKernels | None
 
     @staticmethod
-    def of(weight: mx.array, bias: mx.array | None, few: ProductKernels | None) -> Dense:
-        """few: what multiplies few rows, if anything does, and if it serves `weight`."""
-        return Dense(weight, weight.T, bias, _if_served(few, weight))
+    def of(
+        weight: mx.array, bias: mx.array | None, few: ProductKernels | None, *, last: bool = False
+    ) -> Dense:
+        """few: what multiplies few rows, if anything does, and if it serves `weight`. last: no
+        product takes the result."""
+        return Dense(weight, weight.T, bias, _if_served(few, weight, last))
 
     @property
     def factor(self) -> mx.array:
@@ -184,9 +187,12 @@ class Quantized(FewOrMany):
     few: ProductKernels | None
 
     @staticmethod
-    def of(packed: Packed, bias: mx.array | None, few: ProductKernels | None) -> Quantized:
-        """few: what multiplies few rows, if anything does, and if it serves `packed`."""
-        return Quantized(packed, bias, _if_served(few, packed))
+    def of(
+        packed: Packed, bias: mx.array | None, few: ProductKernels | None, *, last: bool = False
+    ) -> Quantized:
+        """few: what multiplies few rows, if anything does, and if it serves `packed`. last: no
+        product takes the result."""
+        return Quantized(packed, bias, _if_served(few, packed, last))
 
     @property
     def weight(self) -> mx.array:
@@ -337,8 +343,8 @@ Head = Dense | Quantized | Twofold
 Projection = Head | OfItsOwn
 
 
-def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | None:
-    return few if few is not None and few.serves(weight) else None
+def _if_served(few: ProductKernels | None, weight: Weight, last: bool) -> ProductKernels | None:
+    return few if few is not None and few.serves(weight, last=last) else None
 
 
 def norm_of(norm: nn.RMSNorm) -> Norm:
@@ -425,18 +431,20 @@ def head(layer: nn.Module, dtype: mx.Dtype, few: ProductKernels | None) -> Head 
     """The product with the vocabulary, if it is a plain one of `dtype`, or a quantised one. layer:
     what has the weight, perhaps the embedding."""
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        return Quantized.of(packing_of(layer), layer.get("bias"), few)
+        return Quantized.of(packing_of(layer), layer.get("bias"), few, last=True)
     if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
-        return _dense(layer, few)
+        return _dense(layer, few, last=True)
     return None
 
 
-def _dense(layer: nn.Linear | nn.Embedding, few: ProductKernels | None) -> Dense | Twofold:
+def _dense(
+    layer: nn.Linear | nn.Embedding, few: ProductKernels | None, *, last: bool = False
+) -> Dense | Twofold:
     bias = layer.get("bias")
-    dense = Dense.of(layer.weight, bias, few)
+    dense = Dense.of(layer.weight, bias, few, last=last)
     if "packed" not in layer:
         return dense
-    packed = Quantized.of(_kept(layer), bias, few)
+    packed = Quantized.of(_kept(layer), bias, few, last=last)
     return dense if packed.few is None else Twofold(packed, dense)
 
 

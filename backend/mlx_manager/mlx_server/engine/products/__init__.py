@@ -132,8 +132,9 @@ class ProductKernels:
         mx.eval(self._counters)
 
     @staticmethod
-    def serves(weight: Weight) -> bool:
-        return weight.shape[0] % 128 == 0 and knows(weight)
+    def serves(weight: Weight, *, last: bool = False) -> bool:
+        """last: whether no product takes what `multiply` gives, as with a vocabulary."""
+        return weight.shape[0] % (64 if last else 128) == 0 and knows(weight)
 
     @staticmethod
     def most_rows(weight: Weight) -> int:

@@ -420,8 +420,11 @@ def size_of(weight: Weight) -> tuple[int, int]:
 
 def _split(outputs: int, device: CudaDevice) -> int:
     wanted = _ROW_WARPS_AT_ONCE * device.multiprocessors
-    splits = (split for split in (1, 2, 4) if outputs // 16 * split >= wanted)
-    return next(splits, _ROW_WARPS)
+    for split in (1, 2, 4):
+        whole = outputs % (16 * _ROW_WARPS // split) == 0
+        if whole and outputs // 16 * split >= wanted:
+            return split
+    return _ROW_WARPS
 
 
 def _shared_out(outputs: int, tiles: int, device: CudaDevice, *, gated: bool) -> bool:

@@ -43,7 +43,7 @@ class PortableProducts:
         self.experts = PortableExperts()
         self.sums = PortableSums()
 
-    def serves(self, weight) -> bool:
+    def serves(self, weight, *, last=False) -> bool:
         return not isinstance(weight, Packed) or weight.mode == "affine"
 
     def most_rows(self, weight) -> int:
@@ -391,7 +391,7 @@ def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_wer
     nn.quantize(model, group_size=32, bits=4)
     (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
     convert(model, form)
-    monkeypatch.setattr(of, "serves", lambda weight: not isinstance(weight, Packed))
+    monkeypatch.setattr(of, "serves", lambda weight, last: not isinstance(weight, Packed))
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert check(decoder, model, PAGE) is None
     assert not of.packed

@@ -34,6 +34,10 @@ def test_4_and_8_bits_are(bits, tied):
     assert alike(packed({"tie_word_embeddings": tied}, group_size=64, bits=bits))
 
 
+def test_a_vocabulary_of_half_blocks_is():
+    assert alike(packed({"vocab_size": 448}, group_size=64, bits=4))
+
+
 @pytest.mark.parametrize("experts_bits", [4, 8])
 def test_experts_are_if_they_are_packed_as_the_rest_is_whatever_their_router(experts_bits):
     wide = {"hidden_size": 256, "vocab_size": 384, "moe_intermediate_size": 256}

@@ -72,6 +72,15 @@ def test_packed_products_are_the_reference(kernels, rows, bits):
         assert_close(got, gated(normed(exact) @ stands_for.T, how))
 
 
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_a_vocabulary_of_half_blocks_is_multiplied_by(kernels, rows, bits):
+    (x, exact), (of, stands_for) = random(rows, 768), weight(65 * 64, 768, bits)
+    assert kernels.serves(of, last=True)
+    ones = Norm(mx.ones((768,), BF16), EPSILON)
+    assert_close(kernels.multiply(x, of, norm=ones), normed(exact) @ stands_for.T)
+
+
 @pytest.mark.parametrize("how", Activation)
 @pytest.mark.parametrize("rows", [*ROWS, 64])
 def test_gated_products_are_the_reference(kernels, rows, how):

@@ -314,7 +314,7 @@ def test_product_is_the_reference(libraries, index):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256])
+@pytest.mark.parametrize("outputs", [128, 2048, 3072, 4096, 6144, 16384, 28672, 128256, 262208])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("device", [H200, RTX4090], ids=["H200", "RTX4090"])
 def test_chosen_forms_fit_the_multiprocessor(rows, outputs, gated, device):
@@ -350,7 +350,9 @@ def test_gates_and_ups_are_shared_out_evenly(rows, outputs):
 
 def test_matrices_of_odd_sizes_are_not_served():
     assert ProductKernels.serves(mx.zeros((256, 896)))
-    assert not ProductKernels.serves(mx.zeros((200, 896)))
+    assert not ProductKernels.serves(mx.zeros((192, 896)))
+    assert ProductKernels.serves(mx.zeros((192, 896)), last=True)
+    assert not ProductKernels.serves(mx.zeros((200, 896)), last=True)
     assert not ProductKernels.serves(mx.zeros((256, 900)))
 
 
@@ -389,6 +391,7 @@ def test_packed_matrices_that_are_served_are_cut_into_whole_stages(bits, group, 
         [(2048, 2048), (16384, 2048), (2048, 8192)],
         [(896, 896), (9728, 896), (896, 4864)],
         [(128256, 2048)],
+        [(262208, 2560)],
     ],
 )
 def test_one_row_is_shared_out_among_warps_that_all_have_weights(bits, group, device, sizes):
