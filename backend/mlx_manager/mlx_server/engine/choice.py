@@ -122,6 +122,7 @@ def _first_right(
         yield from built.building(attention_shapes(model, page_size))
     ways: list[Steps[Forward]] = [
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
+        _fused_alone(model, built, compile, reference),
         joining(model, page_size),
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
         _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
@@ -138,7 +139,7 @@ def _first_right(
             continue
         if disagreement is None:
             if isinstance(forward, RaggedForward) and forward.looks_ahead:
-                forward = yield from _fused(forward, model, built, compile, reference)
+                forward = yield from _or_fused(forward, model, built, compile, reference)
             for store in forward.stores:
                 store.resize(0)
             return forward
@@ -154,22 +155,42 @@ def _at_once(make: Callable[[], Forward]) -> Steps[Forward]:
     return forward
 
 
-def _fused(
+def _or_fused(
     ragged: RaggedForward,
     model: nn.Module,
     kernels: KernelSet,
     compile: Compile,
     reference: Reference,
 ) -> Steps[Forward]:
-    """The fused decoder over `ragged`'s pages, if there is one and it is right."""
-    name = type(model).__module__
+    """The fused decoder in place of `ragged`, if it is right."""
+    fused = yield from _fused(model, kernels, compile, reference)
+    if not isinstance(fused, Unsupported):
+        return fused
+    log.info("%s: steps are not fused: %s", type(model).__module__, fused.reason)
+    return ragged
+
+
+def _fused_alone(
+    model: nn.Module, kernels: KernelSet, compile: Compile, reference: Reference
+) -> Steps[Forward]:
+    """The fused decoder of a module that attends by itself, and so does not run over kernels."""
+    fused = yield from _fused(model, kernels, compile, reference)
+    if isinstance(fused, Unsupported):
+        raise NotApplicable(fused.reason)
+    return fused
+
+
+def _fused(
+    model: nn.Module, kernels: KernelSet, compile: Compile, reference: Reference
+) -> Steps[FusedForward | Unsupported]:
+    """The fused decoder, if there is one and it is right."""
     decoder = yield from FusedDecoder.building(
         model, reference.page_size, kernels.find, compile=compile
     )
     if isinstance(decoder, Unsupported):
-        log.info("%s: steps are not fused: %s", name, decoder.reason)
-        return ragged
-    fused = FusedForward(ragged.stores, decoder, reference.page_size)
+        return decoder
+    size = reference.page_size
+    fused = FusedForward(decoder.stores(size, kernels), decoder, size)
     try:
         wrong = yield from checking(decoder, model, reference.page_size)
         if wrong is None:
@@ -179,8 +200,9 @@ def _fused(
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
+        name = type(model).__module__
         log.warning("%s: the fused decoder is not used: %s", name, wrong)
-        return ragged
+        return Unsupported(wrong)
     return fused
 
 

@@ -143,6 +143,7 @@ class JoinedLayer:
     rotation: HeadRotation
     shape: AttentionShape
     scale: float
+    softcap: float | None
     window: int | None
 
     @staticmethod
@@ -155,6 +156,7 @@ class JoinedLayer:
             rotation=rotation,
             shape=anatomy.shape,
             scale=anatomy.scale,
+            softcap=anatomy.softcap,
             window=anatomy.window,
         )
 
@@ -171,7 +173,7 @@ class JoinedLayer:
         heads = by_parts(self._turned, hidden, by.cosines, by.sines)
         q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
         store.write(k.swapaxes(0, 1), v.swapaxes(0, 1), plan.slots)
-        attended = attend(q[:, :, None], store, plan, self.scale, self.window)
+        attended = attend(q[:, :, None], store, plan, self.scale, self.window, softcap=self.softcap)
         return by_parts(self.block.after, hidden, attended.reshape(tokens, -1))
 
     def _turned(self, hidden: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:

@@ -54,6 +54,18 @@ MODELS = {
     "phi3": ("phi3", {}),
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),
     "phi3-partial": ("phi3", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
+    "gemma2": (
+        "gemma2",
+        {
+            "hidden_size": 96,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            # Low enough that scores and logits feel them.
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3-tied": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": True}),
 }

@@ -38,7 +38,7 @@ class Portable:
     ):  # fmt: skip
         pages = np.array(table)[np.array(splits.items)[:, 1]]
         rows = [
-            self._row(q[query], k_pool, v_pool, pages[query], length, scale, window, sinks)
+            self._row(q[query], k_pool, v_pool, pages[query], length, scale, window, sinks, softcap)
             for query, length in enumerate(lengths.tolist())
         ]
         return mx.stack(rows)
@@ -56,7 +56,8 @@ class Portable:
                 k_pool[:, slot] = k[row]
                 v_pool[:, slot] = v[row]
             own = q[row][:, None]
-            rows.append(self._row(own, k_pool, v_pool, pages, length, scale, window, sinks))
+            how = (scale, window, sinks, softcap)
+            rows.append(self._row(own, k_pool, v_pool, pages, length, *how))
         return mx.stack(rows).reshape(qkv.shape[0], -1)
 
     def _finished(self, qkv, rotation, norms, rotary):
@@ -73,12 +74,18 @@ class Portable:
         places, size = np.arange(length), self.shape.page_size
         return pages[places // size] * size + places % size
 
-    def _row(self, q, k_pool, v_pool, pages, length, scale, window, sinks):
+    def _row(self, q, k_pool, v_pool, pages, length, scale, window, sinks, softcap):
         """Attention of one query, (heads, 1, dim)."""
         if length == 0:
             return mx.zeros_like(q)
         slots = self._slots(pages, length)
         seen = mx.array(slots[-window:] if window else slots)
+        if softcap is not None:
+            keys, values = (
+                mx.repeat(pool[:, seen], self.shape.group, axis=0) for pool in (k_pool, v_pool)
+            )
+            scores = softcap * mx.tanh(scale * q @ keys.swapaxes(1, 2) / softcap)
+            return mx.softmax(scores, axis=-1) @ values
         return mx.fast.scaled_dot_product_attention(
             q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
         )[0]

@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.utils.steps import Aside, Done, advance
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "fused"), ("olmo2", "ragged"), ("gemma2", "separate")]
+    ("family", "kind"), [("llama", "fused"), ("olmo2", "ragged"), ("deepseek_v3", "separate")]
 )
 def test_every_pass_of_a_comparison_is_computed_aside(family: str, kind: str) -> None:
     model = random_model({"model_type": family, **FAMILIES[family]}, seed=0, dtype=mx.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -47,11 +48,10 @@ _NORMS = (
 )
 _BODY = {"embed_tokens", "layers", "norm"}
 # What modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another activation,
-# layers that clip their sums to what float16 has, bodies that scale their embeddings.
+# layers that clip their sums to what float16 has. Bodies that scale their embeddings: see `_scale`.
 _NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
-_GELU_MLPS = (gemma3_text.MLP,)
+_GELU_MLPS = (gemma2.MLP, gemma3_text.MLP)
 _CLIPPED = (gemma3_text.TransformerBlock,)
-_SCALED_BODIES = (gemma3_text.Gemma3Model,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class Anatomy:
     rotary: Rotary
     shape: AttentionShape
     scale: float
+    softcap: float | None
     window: int | None
 
     @staticmethod
@@ -139,7 +140,6 @@ class Anatomy:
         attention_norms, mlp_norms = _norms(block, _parts(block) - {"self_attn", *own})
         attention, mlp = block.self_attn, _mlp(block[own[0]])
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
-        _expect(not hasattr(attention, "attn_logit_softcapping"), "attention with a soft cap")
         # What else it is given may depend on the position, and differ only far into a text.
         given = signature(type(attention).__call__).parameters.keys()
         _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
@@ -176,6 +176,7 @@ class Anatomy:
             rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None),
             shape=AttentionShape(heads, kv_heads, dim, page_size, dtype),
             scale=attention.scale,
+            softcap=getattr(attention, "attn_logit_softcapping", None),
             window=window,
         )
 
@@ -262,7 +263,7 @@ class Common:
 
     rotations: its kinds of rotation. kinds: the number of each layer's among them. scale: what
     embeddings are multiplied by, a number of the layers' type, if they are. head: what has the
-    vocabulary's weights, `embed` or a layer of its own.
+    vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if they have one.
     """
 
     layers: list[Anatomy]
@@ -272,6 +273,7 @@ class Common:
     scale: float | None
     norm: nn.RMSNorm
     head: nn.Module
+    softcap: float | None
 
     @staticmethod
     def of(model: nn.Module, page_size: int) -> Common:
@@ -300,6 +302,7 @@ class Common:
             _scale(body, layers[0].shape.dtype),
             _norm(body.norm),
             text.get("lm_head", body.embed_tokens),
+            getattr(text, "final_logit_softcapping", None),
         )
 
     def embedded(self, tokens: mx.array) -> mx.array:
@@ -309,8 +312,16 @@ class Common:
 
     def vocabulary(self, hidden: mx.array) -> mx.array:
         """Logits, (rows, vocabulary), of rows behind the last norm."""
-        logits: mx.array = (self.embed.as_linear if self.head is self.embed else self.head)(hidden)
-        return logits
+        return self.capped((self.embed.as_linear if self.head is self.embed else self.head)(hidden))
+
+    def capped(self, logits: mx.array) -> mx.array:
+        """`logits` as they are when all else is done."""
+        return logits if self.softcap is None else _capped(logits, self.softcap)
+
+
+@partial(mx.compile, shapeless=True)
+def _capped(logits: mx.array, most: float) -> mx.array:
+    return mx.tanh(logits / most) * most
 
 
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
@@ -358,10 +369,16 @@ def _norms(block: nn.Module, names: set[str]) -> list[Norms]:
 
 
 def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
-    """What embeddings of `dtype` are multiplied by: rounded to bfloat16, whatever they are."""
-    if not isinstance(body, _SCALED_BODIES):
-        return None
-    scale = mx.array(body.norm.weight.size**0.5, mx.bfloat16).astype(dtype)
+    """What embeddings of `dtype` are multiplied by."""
+    match body:
+        case gemma2.GemmaModel():
+            first = dtype
+        case gemma3_text.Gemma3Model():
+            # Whatever the embeddings are.
+            first = mx.bfloat16
+        case _:
+            return None
+    scale = mx.array(body.norm.weight.size**0.5, first).astype(dtype)
     return float(np.array(scale.astype(mx.float32)))
 
 

@@ -28,10 +28,16 @@ from mlx_manager.mlx_server.engine.fused.layers import (
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, prepare
-from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, BuildKernels, Splits, opening
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    BlockKind,
+    BuildKernels,
+    KernelSet,
+    Splits,
+    opening,
+)
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening
-from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -174,6 +180,19 @@ class FusedDecoder:
         compiled = self._compile(partial(self._all_launches, _cuts(step)))
         found: list[mx.array] = compiled(*_arrays(step))
         return found
+
+    def stores(self, page_size: int, kernels: KernelSet) -> list[LayerStore]:
+        """Pages for its layers, none as yet, that `kernels` read."""
+        parts = [layer.part for layer in self._layers]
+        return [
+            LayerStore(
+                LayerShape(of.kv_heads, of.head_dim, of.head_dim, of.dtype, part.window),
+                page_size,
+                kernels,
+            )
+            for part in parts
+            for of in (part.kernels.shape,)
+        ]
 
     def prepare(self, plan: StepPlan, stores: Sequence[LayerStore]) -> None:
         """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""

@@ -222,23 +222,25 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a step ends with. `product`: with the vocabulary, if it is known what is multiplied."""
+    """What a step ends with. `product`: with the vocabulary, if it is known what is multiplied;
+    else `vocabulary` multiplies, and caps. `capped`: what is done to logits."""
 
     norm: nn.RMSNorm
     product: Head | None
     vocabulary: Callable[[mx.array], mx.array]
+    capped: Callable[[mx.array], mx.array]
 
     @staticmethod
     def of(common: Common, few: ProductKernels | None) -> Ending:
         """few: what multiplies few rows, if anything does."""
         product = head(common.head, common.layers[0].shape.dtype, few)
-        return Ending(common.norm, product, common.vocabulary)
+        return Ending(common.norm, product, common.vocabulary, common.capped)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """Logits, (rows, vocabulary)."""
         if self.product is None:
             return self.vocabulary(self.norm(hidden))
-        return self.product.normed(hidden, self.norm)
+        return self.capped(self.product.normed(hidden, self.norm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +252,21 @@ class Part:
     rotary: Rotary
     kernels: PagedKernels
     scale: float
+    softcap: float | None
     window: int | None
 
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
         """block: of the same layer, joined. kernels: for its shape."""
-        weights, rotary = anatomy.head_weights, anatomy.rotary
-        return Part(block, weights, rotary, kernels, anatomy.scale, anatomy.window)
+        return Part(
+            block=block,
+            head_norms=anatomy.head_weights,
+            rotary=anatomy.rotary,
+            kernels=kernels,
+            scale=anatomy.scale,
+            softcap=anatomy.softcap,
+            window=anatomy.window,
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -289,7 +299,7 @@ class Part:
             plan.numbers.array,
             rotary=self.rotary,
         )
-        attended = attend(queries, store, plan, self.scale, self.window)
+        attended = attend(queries, store, plan, self.scale, self.window, softcap=self.softcap)
         return block.after(hidden, attended.reshape(hidden.shape[0], -1))
 
 
@@ -317,13 +327,15 @@ class Layer:
             scale=part.scale,
             splits=step.splits[part.window],
             window=part.window,
+            softcap=part.softcap,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers whose launches are of the same kernels."""
         part = self.part
-        return (part.kernels.shape, part.window, part.scale, part.rotary, *self.joint.kind)
+        attention = (part.kernels.shape, part.window, part.scale, part.softcap, part.rotary)
+        return (*attention, *self.joint.kind)
 
 
 @dataclass(frozen=True, slots=True)

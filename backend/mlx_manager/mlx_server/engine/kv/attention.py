@@ -446,14 +446,16 @@ def attend(  # noqa: PLR0917
     scale: float,
     window: int | None,
     sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """Attention of a step's queries, (tokens, heads, 1, dim), over their own sequences' pages.
+    sinks, softcap: as `PagedKernels.attend` takes them.
 
     Returns:
         (tokens, heads, 1, the values' dim).
     """
     if store.kernels is not None:
-        parts = _attend_with(store.kernels, queries, store, plan, scale, window, sinks)
+        parts = _attend_with(store.kernels, queries, store, plan, scale, window, sinks, softcap)
         lacking = len(queries) - sum(map(len, parts))
         if lacking:
             parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
@@ -463,7 +465,7 @@ def attend(  # noqa: PLR0917
             # A load's checks have no steps of rows and chunks.
             stream = lane() if group.queries > 1 and plan.spans[0].queries == 1 else nullcontext()
             with stream:
-                parts.append(_attend_group(queries, group, store, scale, sinks))
+                parts.append(_attend_group(queries, group, store, scale, sinks, softcap))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
@@ -475,6 +477,7 @@ def _attend_with(  # noqa: PLR0917
     scale: float,
     window: int | None,
     sinks: mx.array | None,
+    softcap: float | None,
 ) -> list[mx.array]:
     shape = store.attention(queries.shape[1])
     decoding, chunked = plan.decoding, plan.chunked
@@ -492,6 +495,7 @@ def _attend_with(  # noqa: PLR0917
                 scale=scale,
                 splits=decoding.splits(reader, window),
                 window=window,
+                softcap=softcap,
                 sinks=sinks,
             )
         )
@@ -502,7 +506,9 @@ def _attend_with(  # noqa: PLR0917
             # The launch that made the queries may be the one that wrote the pages.
             store.read_after(queries)
             groups = plan.groups(window, decoding=False)
-            parts += [_attend_group(queries, group, store, scale, sinks) for group in groups]
+            parts += [
+                _attend_group(queries, group, store, scale, sinks, softcap) for group in groups
+            ]
         case tiler:
             out = tiler.attend(
                 queries[decoding.queries :],
@@ -513,23 +519,30 @@ def _attend_with(  # noqa: PLR0917
                 store.written,
                 scale=scale,
                 window=window,
+                softcap=softcap,
                 sinks=sinks,
             )
             parts.append(out)
     return parts
 
 
-def _attend_group(
-    queries: mx.array, group: Group, store: LayerStore, scale: float, sinks: mx.array | None
+def _attend_group(  # noqa: PLR0917
+    queries: mx.array,
+    group: Group,
+    store: LayerStore,
+    scale: float,
+    sinks: mx.array | None,
+    softcap: float | None,
 ) -> mx.array:
     own = queries[group.start : group.start + group.rows * group.queries]
     if group.queries > 1:
-        out = _attend_chunk(own.transpose(2, 1, 0, 3), group, store, scale, sinks)
+        out = _attend_chunk(own.transpose(2, 1, 0, 3), group, store, scale, sinks, softcap)
         return out.transpose(2, 1, 0, 3)
     rows, heads, _, dim = own.shape
     # The query heads that share a key head are its queries: one product instead of several.
     shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
-    by_powers = sinks is None and pays(shared, rows * heads * group.keys)
+    plain = sinks is None and softcap is None
+    by_powers = plain and pays(shared, rows * heads * group.keys)
     if by_powers and group.pages is not None and store.page_size >= LEAST_PAGE:
         out = attend_pages(shared, store, group.pages.table, scale, group.pages.hidden)
         return out.reshape(rows, heads, 1, out.shape[-1])
@@ -539,23 +552,55 @@ def _attend_group(
         return mx.fast.scaled_dot_product_attention(
             own, keys, values, scale=scale, mask=group.mask, sinks=sinks
         )
+    shared = store.after_write(shared)
     if by_powers and group.mask is None:
         out = attend_rows(shared, keys, values, scale)
+    elif softcap is not None:
+        out = _attend_capped(shared, keys, values, scale, softcap, group.mask)
     else:
         out = mx.fast.scaled_dot_product_attention(
-            store.after_write(shared), keys, values, scale=scale, mask=group.mask
+            shared, keys, values, scale=scale, mask=group.mask
         )
     return out.reshape(rows, heads, 1, out.shape[-1])
 
 
-def _attend_chunk(
-    queries: mx.array, group: Group, store: LayerStore, scale: float, sinks: mx.array | None
+def _attend_capped(  # noqa: PLR0917
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    softcap: float,
+    mask: mx.array | str | None,
+) -> mx.array:
+    """MLX's attention with scores that are capped, which it does not know of itself."""
+    rows, heads, count, dim = queries.shape
+    kv_heads, seen = keys.shape[1:3]
+    own = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, count, dim)
+    scores = (own @ keys[:, :, None].swapaxes(3, 4)).astype(mx.float32)
+    scores = softcap * mx.tanh(scores / softcap)
+    if isinstance(mask, str):
+        mask = mx.array(np.tri(count, seen, seen - count, dtype=bool))
+    if mask is not None:
+        by_row = mask[:, :, None] if mask.ndim == 4 else mask
+        scores = mx.where(by_row, scores, -mx.inf)
+    weights = mx.softmax(scores, axis=-1).astype(values.dtype)
+    return (weights @ values[:, :, None]).reshape(rows, heads, count, values.shape[3])
+
+
+def _attend_chunk(  # noqa: PLR0917
+    queries: mx.array,
+    group: Group,
+    store: LayerStore,
+    scale: float,
+    sinks: mx.array | None,
+    softcap: float | None = None,
 ) -> mx.array:
     """Attention of one span's queries, (1, heads, queries, dim)."""
     keys, values = group.read(store)
     queries = store.after_write(queries)
     count, seen = queries.shape[2], keys.shape[2]
-    causal = isinstance(group.mask, str) and sinks is None and seen >= 2 * count
+    plain = sinks is None and softcap is None
+    causal = isinstance(group.mask, str) and plain and seen >= 2 * count
     by_powers = causal and pays(queries, queries.shape[1] * count * seen)
     block = count
     if mx.default_device() == mx.cpu:
@@ -568,20 +613,15 @@ def _attend_chunk(
         # Nothing after a block's last query is visible to it.
         mask = group.mask[start:stop] if isinstance(group.mask, mx.array) else group.mask
         upto = seen - count + stop if isinstance(mask, str) else seen
+        own = queries[:, :, start:stop], keys[:, :, :upto], values[:, :, :upto]
         if by_powers:
-            own = queries[:, :, start:stop], keys[:, :, :upto], values[:, :, :upto]
             parts.append(attend_causal(*own, scale))
-            continue
-        parts.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, start:stop],
-                keys[:, :, :upto],
-                values[:, :, :upto],
-                scale=scale,
-                mask=mask,
-                sinks=sinks,
+        elif softcap is not None:
+            parts.append(_attend_capped(*own, scale, softcap, mask))
+        else:
+            parts.append(
+                mx.fast.scaled_dot_product_attention(*own, scale=scale, mask=mask, sinks=sinks)
             )
-        )
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 

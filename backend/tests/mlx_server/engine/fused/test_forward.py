@@ -32,6 +32,8 @@ on_kernels = partial(choose, kernels=Portable, compile=plainly)
         ("phi3", "fused"),
         ("gemma3_text", "fused"),
         ("gemma3", "fused"),
+        # It attends by itself, and does not run over the kernels otherwise.
+        ("gemma2", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
         ("gemma3n", "ragged"),
