@@ -22,6 +22,12 @@ __device__ __forceinline__ float sum_of_block(float x, float* shares) {
   return sum;
 }
 
+// As MLX computes a norm: rounded before the weight, and after it.
+template <typename T>
+__device__ __forceinline__ T normed(T x, float scale, T by) {
+  return T(float(T(float(x) * scale)) * float(by));
+}
+
 // `PIECES` of 8 elements that a thread has at most.
 template <typename T, int WARPS, int PIECES, bool FOLLOWED>
 __device__ __forceinline__ void add_normed(const T* residual, const T* x, const T* norm,
@@ -55,8 +61,8 @@ __device__ __forceinline__ void add_normed(const T* residual, const T* x, const 
   each([&](int piece, int, long place) {
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-      const float value = float(of[piece].of[e]) * scale;
-      sums[piece].of[e] = T(fmaf(value, float(by[piece].of[e]), float(sums[piece].of[e])));
+      const T added = normed(of[piece].of[e], scale, by[piece].of[e]);
+      sums[piece].of[e] = T(float(sums[piece].of[e]) + float(added));
       squares = fmaf(float(sums[piece].of[e]), float(sums[piece].of[e]), squares);
     }
     sums[piece].put(out + place);
@@ -67,7 +73,7 @@ __device__ __forceinline__ void add_normed(const T* residual, const T* x, const 
     each([&](int piece, int, long place) {
 #pragma unroll
       for (int e = 0; e < 8; e++)
-        of[piece].of[e] = T(float(sums[piece].of[e]) * next_scale * float(next_by[piece].of[e]));
+        of[piece].of[e] = normed(sums[piece].of[e], next_scale, next_by[piece].of[e]);
       of[piece].put(ahead + place);
     });
   }
