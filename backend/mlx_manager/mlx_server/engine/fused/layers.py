@@ -248,12 +248,17 @@ class Part:
     kernels: PagedKernels
     scale: float
     window: int | None
+    sinks: mx.array | None
 
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
         """block: of the same layer, joined. kernels: for its shape."""
-        weights, rotary = anatomy.head_weights, anatomy.rotary
-        return Part(block, weights, rotary, kernels, anatomy.scale, anatomy.window)
+        weights, rotary, sinks = anatomy.head_weights, anatomy.rotary, anatomy.sinks
+        if sinks is not None:
+            # As the kernels take it, or it would be converted in each step.
+            sinks = sinks.astype(mx.float32)
+            mx.eval(sinks)
+        return Part(block, weights, rotary, kernels, anatomy.scale, anatomy.window, sinks)
 
     @property
     def token_bytes(self) -> int:
@@ -286,7 +291,7 @@ class Part:
             plan.numbers.array,
             rotary=self.rotary,
         )
-        attended = attend(queries, store, plan, self.scale, self.window)
+        attended = attend(queries, store, plan, self.scale, self.window, self.sinks)
         return block.after(hidden, attended.reshape(hidden.shape[0], -1))
 
 
@@ -314,13 +319,15 @@ class Layer:
             scale=part.scale,
             splits=step.splits[part.window],
             window=part.window,
+            sinks=part.sinks,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers whose launches are of the same kernels."""
         part = self.part
-        return (part.kernels.shape, part.window, part.scale, part.rotary, *self.joint.kind)
+        attention = (part.kernels.shape, part.window, part.scale, part.sinks is not None)
+        return (*attention, part.rotary, *self.joint.kind)
 
 
 @dataclass(frozen=True, slots=True)

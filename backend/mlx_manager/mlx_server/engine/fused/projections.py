@@ -93,7 +93,7 @@ class FewOrMany(ABC):
         few, bias = self.few, self.bias
         if few is None or x.shape[0] > few.most_rows(self.factor):
             return Sum.alone(self._sum(residual, x))
-        if following is None:
+        if following is None or not few.serves_ahead(self.factor):
             return Sum.alone(few.multiply(x, self.factor, bias=bias, residual=residual))
         return Sum(*few.multiply_ahead(x, self.factor, following, bias=bias, residual=residual))
 

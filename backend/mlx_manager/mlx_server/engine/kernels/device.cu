@@ -190,6 +190,14 @@ struct Silu {
   }
 };
 
+// That of GPT-OSS, for its constants.
+struct ClampedSilu {
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    const float most = 7.f, of = fminf(gate, most);
+    return of / (1.f + power_of_two(-1.702f * of * kLog2e)) * (fminf(fmaxf(up, -most), most) + 1.f);
+  }
+};
+
 // A pair `x` times a pair `by`; adds the squares of `x` to `sum`.
 template <typename T>
 __device__ __forceinline__ unsigned scaled(unsigned x, unsigned by, float& sum, const T* type) {

@@ -1,9 +1,11 @@
 // Experts: of a layer's many MLPs each row goes through the few that its router gives it.
 //
 //   normed = norm(x), logits = normed @ router^T, whose CHOSEN largest are a row's experts
-//   gated = silu(gate) * up, of a row's expert
+//   gated = silu(gate) * up, or another activation, of a row's expert
 //   given = down(gated)
 //   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
+//
+// with biases behind the router, and behind gate, up and down, where there are any.
 //
 // Four launches, of which the first and the last are here, and the products in experts.cu. What a
 // row and an expert have in common is a pair. Pairs are put in order by expert, so that an expert's
@@ -58,8 +60,8 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
 }
 
 // A block has EACH rows. NORMALISED: a row's weights add up to 1; otherwise they are those of a
-// softmax over all experts.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED>
+// softmax over all experts. BIAS: a number of each expert is added to its logits.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS>
 struct Router {
   static constexpr int SHARES = WARPS / EACH, AT_ONCE = 4, OF_LANE = (EXPERTS + 31) / 32;
 
@@ -96,7 +98,7 @@ struct Router {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void multiply(const T* router) {
+  __device__ __forceinline__ void multiply(const T* router, const T* bias) {
     const T* type = nullptr;
     const int pieces = inputs / 8;
     for (int first = warp * AT_ONCE; first < EXPERTS; first += WARPS * AT_ONCE) {
@@ -125,8 +127,11 @@ struct Router {
       for (int a = 0; a < AT_ONCE; a++)
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
-          const float sum = sum_of_lanes(sums[a][e]);
-          if (lane == 0 && first + a < EXPERTS) logits[e * EXPERTS + first + a] = float(T(sum));
+          float sum = sum_of_lanes(sums[a][e]);
+          if (lane == 0 && first + a < EXPERTS) {
+            if (BIAS) sum += float(bias[first + a]);
+            logits[e * EXPERTS + first + a] = float(T(sum));
+          }
         }
     }
     __syncthreads();
@@ -230,15 +235,16 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
 }
 
 // The last block to end puts the pairs in order. `done` counts them, and is 0 again at the end.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, int HELD>
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS,
+          int HELD>
 __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
-                                           const int* done, T* normed, int* chosen, float* scores,
-                                           int* places, int* order, int* errands, int rows,
-                                           int inputs, float epsilon, int most_errands) {
+                                           const T* bias, const int* done, T* normed, int* chosen,
+                                           float* scores, int* places, int* order, int* errands,
+                                           int rows, int inputs, float epsilon, int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && CHOSEN <= 32);
   const int first = blockIdx.x * EACH, left = rows - first;
-  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED> own;
+  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED, BIAS> own;
   own.inputs = inputs;
   own.rows = left < EACH ? left : EACH;
   own.warp = threadIdx.x / 32;
@@ -246,7 +252,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
   own.normed = reinterpret_cast<uint4*>(shared);
   own.logits = reinterpret_cast<float*>(shared + EACH * inputs * sizeof(T));
   own.norm_rows(x + (long)first * inputs, norm, normed + (long)first * inputs, epsilon);
-  own.multiply(router);
+  own.multiply(router, bias);
   own.choose(chosen + first * CHOSEN, scores + first * CHOSEN);
   __syncthreads();
   int* numbers = reinterpret_cast<int*>(shared);

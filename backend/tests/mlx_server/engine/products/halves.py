@@ -18,6 +18,11 @@ def bits(values, dtype):
 
 def in_packs(weight, packing, dtype):
     """As MLX packs it: what it stands for, and its arrays."""
+    if packing.floats:
+        words, scales = mx.quantize(mx.array(weight), mode="mxfp4")
+        stands_for = mx.dequantize(words, scales, mode="mxfp4")
+        arrays = {"weight": np.array(words), "scales": np.array(scales)}
+        return np.array(stands_for.astype(mx.float32)), arrays
     group, bits_each = packing.group, packing.bits
     words, scales, biases = mx.quantize(mx.array(weight), group, bits_each)
     scales, biases = (rounded(np.array(each), dtype) for each in (scales, biases))
