@@ -32,10 +32,11 @@ C = TypeVar("C", bound=Hashable)
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
 _ERRAND = 4
-# From so many rows on a block of the router has several, which share the reading of its weights.
-FEWEST_TOGETHER = 128
-_TOGETHER = 8
+# Rows and experts of a router's block, if there is more than one row.
+_ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
+# Of a router's blocks: rows of a launch are at most 8 times as many.
+_MOST_GROUPS = 8192
 _MIX_THREADS = 256
 _PIECE = 8
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
@@ -62,8 +63,15 @@ class RouterForm:
 
     @property
     def shared_memory(self) -> int:
-        rows = self.each * (2 * self.width + 4 * self.experts)
-        return max(rows, 4 * (3 * self.experts + 1))
+        merged = _ROUTER_WARPS * _ROUTER_TILE * 8 * 4
+        return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 1))
+
+    def groups(self, rows: int) -> int:
+        """Of rows that a block has."""
+        return -(-rows // self.each)
+
+    def blocks(self, rows: int) -> int:
+        return self.groups(rows) * -(-self.experts // _ROUTER_TILE)
 
     def most_errands(self, rows: int) -> int:
         """How many there may be."""
@@ -98,8 +106,8 @@ class ExpertKernels:
         self._dtype = dtype
         self._device = device
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        # Of a router's blocks; its launches follow each other, and leave 0.
-        self._done = mx.zeros((1,), mx.int32)
+        # Of a router's blocks; its launches follow each other, and leave zeros.
+        self._done = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
         mx.eval(self._done)
 
     def serves(self, experts: Experts) -> bool:
@@ -111,8 +119,7 @@ class ExpertKernels:
             and experts.width % 64 == 0
             and experts.inner % 64 == 0
             and experts.chosen <= min(MOST_CHOSEN, experts.count)
-            and self._router_form(experts, FEWEST_TOGETHER, 0.0).shared_memory
-            <= self._device.block_memory
+            and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
         )
 
     def __call__(self, hidden: mx.array, norm: Norm, experts: Experts) -> list[mx.array]:
@@ -120,7 +127,7 @@ class ExpertKernels:
         that."""
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
-        normed, _, scores, places, order, errands = routed
+        normed, _, _, scores, places, order, errands = routed
         pairs = hidden.shape[0] * experts.chosen
         of_gates, of_down = experts.biases or (None, None)
         gated = self._multiply(
@@ -143,7 +150,7 @@ class ExpertKernels:
         # As few of an expert's rows at once as most experts have.
         mean = rows * experts.chosen / experts.count
         held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
-        each = _TOGETHER if rows >= FEWEST_TOGETHER else 1
+        each = 1 if rows == 1 else _ROUTED
         bias = experts.router_bias is not None
         of = (experts.count, experts.chosen, experts.normalised, bias, experts.width)
         return RouterForm(each, held, *of, epsilon)
@@ -162,16 +169,23 @@ class ExpertKernels:
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         rows, width = hidden.shape
+        if form.groups(rows) > _MOST_GROUPS:
+            raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
         pairs = rows * form.chosen
         of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
         bias = [] if experts.router_bias is None else [experts.router_bias]
         kernel = self._kernel(route_source, form)
         return kernel(
             inputs=[hidden, norm.weight, experts.router, *bias, self._done],
-            grid=(-(-rows // form.each) * form.threads, 1, 1),
+            grid=(form.blocks(rows) * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
-            output_shapes=[(rows, width), *of_pairs, (form.most_errands(rows), _ERRAND)],
-            output_dtypes=[self._dtype, mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
+            output_shapes=[
+                (rows, width),
+                (rows, form.experts),
+                *of_pairs,
+                (form.most_errands(rows), _ERRAND),
+            ],
+            output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
         )
 
     def _multiply(
@@ -244,11 +258,12 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
         body=(
             f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
-            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, done, normed, chosen, "
-            f"scores, places, order, errands, {rows}, x_shape[1], {real(form.epsilon)}, most);"
+            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, done, normed, "
+            f"logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
+            f"{real(form.epsilon)}, most);"
         ),
         inputs=("x", "norm", "router", *(("bias",) if form.bias else ()), "done"),
-        outputs=("normed", "chosen", "scores", "places", "order", "errands"),
+        outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
         shared_memory=form.shared_memory,
     )
 

@@ -280,19 +280,16 @@ struct Packed : PackedRows<BITS, GROUP, COLUMNS_OF_STAGE> {
   }
 };
 
-// What is at bit AT at bit `to`.
-template <int AT>
-__device__ __forceinline__ unsigned moved(unsigned x, int to) {
-  return to >= AT ? x << (to - AT) : x >> (AT - to);
-}
-// The pair of floats of 4 bits at bits AT and 16 + AT: themselves times 2^-126, or 2^-14.
+// The pair of floats of 4 bits at bits AT and 16 + AT, of which AT is 0 or 4: themselves times 2^-126,
+// or 2^-14. One product moves the sign, and three bits, to where they belong; what it moves elsewhere
+// is none of both. Where a number has more exponent they would meet, and two shifts move them.
 template <int AT>
 __device__ __forceinline__ unsigned float_pair(unsigned q, const __nv_bfloat16*) {
-  return (moved<AT>(q, 6) & 0x01c001c0u) | (moved<AT>(q, 12) & 0x80008000u);
+  return (q & 0x000f000fu << AT) * (0x1040u >> AT) & 0x81c081c0u;
 }
 template <int AT>
 __device__ __forceinline__ unsigned float_pair(unsigned q, const __half*) {
-  return (moved<AT>(q, 9) & 0x0e000e00u) | (moved<AT>(q, 12) & 0x80008000u);
+  return (q << (9 - AT) & 0x0e000e00u) | (q << (12 - AT) & 0x80008000u);
 }
 // 8 neighbouring elements of a row, raised by as much as sums are by less than that.
 __device__ __forceinline__ uint4 raised(uint4 x, const __nv_bfloat16* type) {
@@ -301,11 +298,10 @@ __device__ __forceinline__ uint4 raised(uint4 x, const __nv_bfloat16* type) {
                     multiply_pair(x.z, by, type), multiply_pair(x.w, by, type));
 }
 __device__ __forceinline__ uint4 raised(uint4 x, const __half*) { return x; }
-// What sums are then to be multiplied with.
-__device__ __forceinline__ float raised_by(const __nv_bfloat16*) {
-  return 4611686018427387904.f;  // 2^62
-}
-__device__ __forceinline__ float raised_by(const __half*) { return 16384.f; }
+// What sums are then to be multiplied with for a scale of 2^0, as its exponent; scales are no more
+// than 2^65.
+__device__ __forceinline__ constexpr unsigned raised_by(const __nv_bfloat16*) { return 62; }
+__device__ __forceinline__ constexpr unsigned raised_by(const __half*) { return 14; }
 
 // Floats of 4 bits in groups of 32.
 template <typename T, int COLUMNS_OF_STAGE>
@@ -347,7 +343,7 @@ struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
     const int first = (lane / 4 * (inputs / 32) + k / 32) % TERMS;
     const unsigned char* exponents = stage + TILES * 16 * ROW + first;
     const auto scale = [&](int row, int group) {
-      return __uint_as_float(unsigned(exponents[row * TERMS + group]) << 23) * raised_by(type);
+      return __uint_as_float((exponents[row * TERMS + group] + raised_by(type)) << 23);
     };
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -360,13 +356,14 @@ struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
         const int upper = t * 16 + lane / 4, lower = upper + 8;
         const unsigned above = Rows::read(stage, upper, group, lane).of[0];
         const unsigned below = Rows::read(stage, lower, group, lane).of[0];
-        const unsigned early[4] = {float_pair<0>(above, type), float_pair<0>(below, type),
-                                   float_pair<4>(above, type), float_pair<4>(below, type)};
-        const unsigned late[4] = {float_pair<8>(above, type), float_pair<8>(below, type),
-                                  float_pair<12>(above, type), float_pair<12>(below, type)};
         float sums[COLUMNS][4];
-        multiply_all(sums, early, b, false, true, type);
-        multiply_all(sums, late, b, true, false, type);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const unsigned a = i ? above >> 8 : above, c = i ? below >> 8 : below;
+          const unsigned of[4] = {float_pair<0>(a, type), float_pair<0>(c, type),
+                                  float_pair<4>(a, type), float_pair<4>(c, type)};
+          multiply_all(sums, of, b, i == 1, i == 0, type);
+        }
         const float by[2] = {scale(upper, group), scale(lower, group)};
 #pragma unroll
         for (int n = 0; n < COLUMNS; n++)

@@ -124,7 +124,7 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
     assert kernels.experts.serves(experts)
     norm = Norm(mx.ones((width,), BF16), EPSILON)
     made = kernels.experts(x, norm, experts)
-    of_rows, scores = np.array(made[1]), np.array(made[2])
+    of_rows, scores = np.array(made[2]), np.array(made[3])
     gates, ups = both.reshape(2, count, inner, width)
     gate_biases, up_biases = of_gates[1].reshape(2, count, inner)
     wanted = exact.copy()
@@ -149,5 +149,5 @@ def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
     experts = Experts(router, gate_up, down, chosen, normalised=True, router_bias=bias)
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T + added
-    kept = np.sort(np.take_along_axis(logits, np.array(made[1]), 1), 1)
+    kept = np.sort(np.take_along_axis(logits, np.array(made[2]), 1), 1)
     np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -chosen:], rtol=2e-2, atol=2e-2)
