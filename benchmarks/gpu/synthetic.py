@@ -36,6 +36,30 @@ _A3B: dict[str, Any] = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
 _GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",
     "architectures": ["Gemma3ForCausalLM"],
@@ -79,6 +103,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "30b-a3b": _A3B,
     "8b-a1b": _A3B | {"num_hidden_layers": 12},
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-5b": _GPT_OSS | {"num_hidden_layers": 6, "layer_types": _GPT_OSS["layer_types"][:6]},
     "gemma3-1b": _GEMMA3
     | {
         "hidden_size": 1152,
@@ -100,7 +126,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
-experts, and a quarter of its layers; Gemma 3 1B and 12B, but for their larger vocabularies."""
+experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B, but for
+their larger vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -150,18 +177,27 @@ def _norm_by_one(_: str, module: nn.Module) -> None:
 
 
 def write(shape: str, folder: Path, bits: int | None = None) -> Path:
-    """A model folder; nothing is done if it is there. `bits`: quantised, in groups of 64."""
+    """A model folder; nothing is done if it is there. `bits`: quantised, in groups of 64; of
+    GPT-OSS 4 bits are mxfp4 and of the experts alone, as it is published."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     model, config = make(shape), config_of(shape)
-    if bits is not None:
+    if bits == 4 and config["model_type"] == "gpt_oss":
+        model, config = quantize_model(
+            model, config, 32, 4, mode="mxfp4", quant_predicate=is_of_experts
+        )
+    elif bits is not None:
         model, config = quantize_model(model, config, 64, bits)
     save_model(folder, model, donate_model=True)
     write_tokenizer(folder)
     save_config(config, folder / "config.json")
     mx.clear_cache()
     return folder
+
+
+def is_of_experts(path: str, _: nn.Module) -> bool:
+    return ".experts." in path
 
 
 def write_tokenizer(folder: Path) -> None:

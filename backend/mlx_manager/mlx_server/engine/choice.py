@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -49,6 +50,7 @@ WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 class Reference:
     """Two sequences, each with the length of its prompt, and the model's own logits for them."""
 
+    model: nn.Module
     page_size: int
     texts: list[tuple[list[int], int]]
     logits: list[list[mx.array]]
@@ -67,12 +69,27 @@ class Reference:
                 "What this model computes is no number (NaN), whatever it reads: its weights are "
                 "damaged, or too large for the precision that they are in."
             )
-        return cls(page_size, texts, logits)
+        return cls(model, page_size, texts, logits)
 
     def disagreement(self, forward: Forward) -> Steps[str | None]:
         """How `forward` differs, if it does."""
-        got = yield from run_both(forward, self.texts, self.page_size)
-        return _disagreement(got, self.logits)
+        distances = self._distances((yield from run_both(forward, self.texts, self.page_size)))
+        first = self.logits[0][0]
+        # Half precision rounds differently in products of different shapes.
+        allowed = 2e-3 if first.dtype == mx.float32 else 5e-2
+        strays = may_stray(self.model, first)
+        if strays and max(distances) > allowed:
+            # By a token at a time.
+            again = []
+            for text, n in self.texts:
+                again.append((yield from _alone(self.model, text, 1))[n - 1 :])
+            allowed = max(allowed, MARGIN * max(self._distances(again)))
+        wrong = difference(distances, allowed, strays=strays)
+        return wrong and f"its logits differ from the model's own {wrong}"
+
+    def _distances(self, got: list[list[mx.array]]) -> list[float]:
+        both = zip(got, self.logits, strict=True)
+        return [distance(*pair) for mine, own in both for pair in zip(mine, own, strict=False)]
 
 
 def choose(
@@ -130,12 +147,14 @@ def _first_right(
         _at_once(lambda: SeparateForward(model, page_size, Reading.GATHERED)),
         _at_once(lambda: SeparateForward(model, page_size, Reading.GROUPED)),
     ]
+    reasons = []
     for way in ways:
         try:
             forward = yield from way
             disagreement = yield from reference.disagreement(forward)
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", type(model).__module__, error)
+            reasons.append(str(error))
             continue
         if disagreement is None:
             if isinstance(forward, RaggedForward) and forward.looks_ahead:
@@ -145,7 +164,12 @@ def _first_right(
             return forward
         level = logging.WARNING if forward.kind == "fused" else logging.DEBUG
         log.log(level, "%s: not %s: %s", type(model).__module__, forward.kind, disagreement)
-    log.warning("%s cannot be batched: its rows are computed one at a time", type(model).__module__)
+        reasons.append(disagreement)
+    log.warning(
+        "%s cannot be batched: its rows are computed one at a time (%s)",
+        type(model).__module__,
+        "; ".join(dict.fromkeys(reasons)),
+    )
     return AloneForward(model)
 
 
@@ -271,20 +295,3 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.arra
 def _has_no_number(logits: mx.array) -> bool:
     """Whether one of them is NaN. Not asked on a GPU: that would compile a kernel for it."""
     return bool(np.isnan(np.array(logits.astype(mx.float32))).any())
-
-
-def _disagreement(got: list[list[mx.array]], expected: list[list[mx.array]]) -> str | None:
-    errors = []
-    for mine, theirs in zip(got, expected, strict=True):
-        for x, y in zip(mine, theirs, strict=False):
-            wide = y.astype(mx.float32)
-            distance = mx.linalg.norm(x.astype(mx.float32) - wide) / mx.linalg.norm(wide)
-            errors.append(float(distance))
-    exact = expected[0][0].dtype == mx.float32
-    # Half precision rounds differently in products of different shapes.
-    allowed = 2e-3 if exact else 5e-2
-    # Not by their maximum, which need not be NaN when one of them is.
-    if all(error <= allowed for error in errors):
-        return None
-    worst = max(errors)
-    return f"its logits differ from the model's own by {worst:.2g} (relative; allowed {allowed})"

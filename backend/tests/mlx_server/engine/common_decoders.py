@@ -80,6 +80,14 @@ EXPERTS = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_scaling": {**YARN, "factor": 32.0},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 
@@ -91,7 +99,12 @@ def make(family: str, changes: dict) -> nn.Module:
     if config["tie_word_embeddings"]:
         # Some modules take it from the weights.
         model.sanitize({})
-    # Norms and biases are born as ones and zeros, which would hide their being mixed up.
-    model.apply(lambda x: x + 0.3 * mx.random.normal(x.shape) if x.ndim == 1 else x * 2)
+    model.apply(drawn)
     mx.eval(model.parameters())
     return model
+
+
+def drawn(x: mx.array) -> mx.array:
+    """Norms and biases are born as ones and zeros, which would hide their being mixed up."""
+    all_alike = x.ndim == 1 or not bool(mx.any(x))
+    return x + 0.3 * mx.random.normal(x.shape) if all_alike else x * 2

@@ -36,6 +36,7 @@ METAL_TYPES = {
     mx.float32: "float",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text
+from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
@@ -32,9 +33,11 @@ _ATTENTIONS = (
 )
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
+_SCALES = ("scale", "sm_scale")
 _GIVEN = {"self", "x", "mask", "cache"}
 _GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-_ROUTES = {"gate", "switch_mlp"}
+# Names of a router and its experts.
+_ROUTES = (("gate", "switch_mlp"), ("router", "experts"))
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
 # Names of a layer's MLP.
 _MLPS = ("mlp", "block_sparse_moe")
@@ -88,6 +91,7 @@ class Routes:
     down: nn.Module
     chosen: int
     normalised: bool
+    activation: Activation
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -96,24 +100,23 @@ class Routes:
     @staticmethod
     def of(mlp: nn.Module) -> Routes | None:
         """None for one of another kind."""
-        if _parts(mlp) != _ROUTES or _parts(mlp.switch_mlp) != _EXPERTS:
+        named = next((names for names in _ROUTES if _parts(mlp) == set(names)), None)
+        if named is None or _parts(mlp[named[1]]) != _EXPERTS:
             return None
-        experts = mlp.switch_mlp
+        router, experts = (mlp[name] for name in named)
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
         chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
-        plain = not any("bias" in layer for layer in (mlp.gate, *layers))
-        known = type(mlp.gate) in (nn.Linear, nn.QuantizedLinear) and all(
+        known = type(router) in (nn.Linear, nn.QuantizedLinear) and all(
             type(layer) in (SwitchLinear, QuantizedSwitchLinear)
             and layer.get("global_scale") is None
             for layer in layers
         )
-        alike = len(set(map(_stored, layers))) == 1
-        if not (plain and known and alike and isinstance(chosen, int)):
-            return None
-        if type(experts.activation) is not SwiGLU:
+        alike = len(set(map(_stored, layers))) == len({"bias" in layer for layer in layers}) == 1
+        activation = _activation(experts.activation)
+        if not (known and alike and isinstance(chosen, int)) or activation is None:
             return None
         normalised = bool(getattr(mlp, "norm_topk_prob", True))
-        return Routes(mlp.gate, layers[:2], layers[2], chosen, normalised)
+        return Routes(router, layers[:2], layers[2], chosen, normalised, activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ class Anatomy:
     scale: float
     softcap: float | None
     window: int | None
+    sinks: mx.array | None
 
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
@@ -151,7 +155,7 @@ class Anatomy:
         dtype = attention_norms.before.weight.dtype
         clipped = isinstance(block, _CLIPPED) and dtype == mx.float16
         _expect(not clipped, "sums that are clipped to what float16 has")
-        heads, kv_heads = (_first_of(attention, names) for names in (_HEADS, _KV_HEADS))
+        heads, kv_heads = (int(_first_of(attention, names)) for names in (_HEADS, _KV_HEADS))
         rows = sum(linear.weight.shape[0] for linear in qkv)
         dim = rows // (heads + 2 * kv_heads)
         if head_norms is not None:
@@ -175,9 +179,10 @@ class Anatomy:
             rope=attention.rope,
             rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None),
             shape=AttentionShape(heads, kv_heads, dim, page_size, dtype),
-            scale=attention.scale,
+            scale=_first_of(attention, _SCALES),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=window,
+            sinks=attention.get("sinks"),
         )
 
     @property
@@ -411,11 +416,22 @@ def _stored(layer: nn.Module) -> tuple[Any, ...]:
     return (type(layer), *((layer.group_size, layer.bits, layer.mode) if is_packed else ()))
 
 
-def _first_of(attention: nn.Module, names: tuple[str, ...]) -> int:
-    """How many heads there are, as one family or the other says it."""
+def _first_of(attention: nn.Module, names: tuple[str, ...]) -> float:
+    """A number, as one family or the other calls it."""
     found = [getattr(attention, name) for name in names if hasattr(attention, name)]
     _expect(bool(found), f"attention without {' or '.join(names)}")
-    return int(found[0])
+    number: float = found[0]
+    return number
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    """Of experts; None for another one."""
+    match module:
+        case SwiGLU():
+            return Activation.SILU
+        case SwigluOAI(_alpha=1.702, _limit=7.0):
+            return Activation.CLAMPED_SILU
+    return None
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import kept_in
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step
+from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 # Numbers of rows that differ in how they are computed: as they are, and padded.
@@ -54,7 +55,8 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
     pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
     pools = _filled(caches, pages, page_size)
     yield from computed([array for pool in pools for array in pool])
-    worst, noise = 0.0, 0.0
+    distances, noise = [], 0.0
+    strays = may_stray(model, prompts[0])
     for i in range(2):
         tokens = [text[n + i] for text, n in zip(texts, lengths, strict=True)]
         seen = [n + i + 1 for n in lengths]
@@ -62,22 +64,16 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
         for token, cache, prompt, n in zip(tokens, caches, prompts, seen, strict=True):
             logits = yield from _passed(model, [token], cache)
             own.append(logits[-1])
-            noise = max(noise, _distance(prompt[n - 1], logits[-1]))
+            noise = max(noise, distance(prompt[n - 1], logits[-1]))
         for rows in CHECKED_ROWS:
             step = _Sample(tokens, seen, pages, pools).padded(decoder, rows)
             if i == 0:
                 yield from one_by_one(decoder.launches(step))
             out, _ = decoder.run(step)
             yield from computed([out])
-            for logits, mine in zip(own, out, strict=False):
-                worst = max(worst, _distance(mine, logits))
-    allowed = max(2e-3, 3 * noise)
-    if worst <= allowed:
-        return None
-    return (
-        f"its logits differ from the module's by {worst:.2g}, and the module's from its own by "
-        f"{noise:.2g} (relative; allowed {allowed:.2g})"
-    )
+            distances += [distance(mine, logits) for logits, mine in zip(own, out, strict=False)]
+    wrong = difference(distances, max(2e-3, MARGIN * noise), strays=strays)
+    return wrong and f"its logits differ from the module's {wrong}, whose own do by {noise:.2g}"
 
 
 def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> Steps[mx.array]:
@@ -131,10 +127,3 @@ def _filled(
             pair.append(pool)
         pools.append((pair[0], pair[1]))
     return pools
-
-
-def _distance(a: mx.array, b: mx.array) -> float:
-    wide = b.astype(mx.float32)
-    ratio = mx.linalg.norm(a.astype(mx.float32) - wide) / mx.linalg.norm(wide)
-    off = float(np.array(ratio))
-    return float("inf") if np.isnan(off) else off

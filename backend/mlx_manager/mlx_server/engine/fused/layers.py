@@ -254,10 +254,16 @@ class Part:
     scale: float
     softcap: float | None
     window: int | None
+    sinks: mx.array | None
 
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
         """block: of the same layer, joined. kernels: for its shape."""
+        sinks = anatomy.sinks
+        if sinks is not None:
+            # As the kernels take it, or it would be converted in each step.
+            sinks = sinks.astype(mx.float32)
+            mx.eval(sinks)
         return Part(
             block=block,
             head_norms=anatomy.head_weights,
@@ -266,6 +272,7 @@ class Part:
             scale=anatomy.scale,
             softcap=anatomy.softcap,
             window=anatomy.window,
+            sinks=sinks,
         )
 
     @property
@@ -299,7 +306,7 @@ class Part:
             plan.numbers.array,
             rotary=self.rotary,
         )
-        attended = attend(queries, store, plan, self.scale, self.window, softcap=self.softcap)
+        attended = attend(queries, store, plan, self.scale, self.window, self.sinks, self.softcap)
         return block.after(hidden, attended.reshape(hidden.shape[0], -1))
 
 
@@ -328,14 +335,15 @@ class Layer:
             splits=step.splits[part.window],
             window=part.window,
             softcap=part.softcap,
+            sinks=part.sinks,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers whose launches are of the same kernels."""
         part = self.part
-        attention = (part.kernels.shape, part.window, part.scale, part.softcap, part.rotary)
-        return (*attention, *self.joint.kind)
+        scores = (part.scale, part.softcap, part.sinks is not None)
+        return (part.kernels.shape, part.window, *scores, part.rotary, *self.joint.kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,12 +151,20 @@ def mlp_of(
     stored = [stored_in(layer) for layer in anatomy.gate_up]
     parts = [mx.stack(list(pair)) for pair in zip(*map(arrays_of, stored), strict=True)]
     router = stored_in(anatomy.router)
+    dtype = norm.weight.dtype
+    biases = [layer.bias for layer in (*anatomy.gate_up, anatomy.down) if "bias" in layer]
+    if biases:
+        *of_gates, of_down = (bias.astype(dtype).reshape(-1) for bias in biases)
+        biases = [mx.concatenate(of_gates), of_down]
     experts = Experts(
-        (router.dense if isinstance(router, Packed) else router).astype(norm.weight.dtype),
+        (router.dense if isinstance(router, Packed) else router).astype(dtype),
         flat(made_of(stored[0], parts)),
         flat(stored_in(anatomy.down)),
         anatomy.chosen,
         anatomy.normalised,
+        anatomy.activation,
+        anatomy.router.bias.astype(dtype) if "bias" in anatomy.router else None,
+        (biases[0], biases[1]) if biases else None,
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")

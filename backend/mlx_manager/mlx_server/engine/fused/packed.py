@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common, Gates, NotFusable, Routes
 from mlx_manager.mlx_server.engine.fused.mlps import flat, stored_in
@@ -11,15 +12,17 @@ from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, cuda_device
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
+from mlx_manager.mlx_server.engine.products.forms import knows
 
+_PACKED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # Of pages; the answer does not depend on it.
 _PAGE_SIZE = 16
 
 
 def multiplies_packed(model: nn.Module) -> bool:
-    """Whether the default device has kernels for few rows and all of `model`'s packed weights, if
-    they are all packed alike: of a common decoder that is stored so."""
-    packed = any(type(module) is nn.QuantizedLinear for _, module in model.named_modules())
+    """Whether the default device has kernels for few rows and `model`'s weights as they are packed,
+    as far as they are: of a common decoder that is stored so."""
+    packed = any(isinstance(module, _PACKED) for _, module in model.named_modules())
     # The device is asked first: to take a decoder to pieces computes a little.
     if not packed or isinstance(cuda_device(), Unsupported):
         return False
@@ -27,28 +30,29 @@ def multiplies_packed(model: nn.Module) -> bool:
         common = Common.of(model, _PAGE_SIZE)
     except NotFusable:
         return False
-    return common.layers[0].shape.dtype in TYPES and are_packed_alike(common)
+    return common.layers[0].shape.dtype in TYPES and are_served(common)
 
 
-def are_packed_alike(common: Common) -> bool:
-    """Whether there are kernels for all of a decoder's layers and its head, and of one kind."""
-    head = _packed(common.head)
-    found: list[Weight | None] = []
+def are_served(common: Common) -> bool:
+    """Whether there are kernels for all of a decoder's layers and its head as they are packed.
+
+    Where there are experts, some may be packed and others not, and each in its own way. A layer
+    without is multiplied in one launch if all are packed alike, and is worth it then.
+    """
+    found: list[Weight | None] = [_packed(common.head)]
+    experts: list[Weight] = []
     for anatomy in common.layers:
         found += [_packed(layer) for layer in (*anatomy.qkv, anatomy.output)]
         match anatomy.mlp:
             case Gates(gate_up=gate_up, down=down):
                 found += [_packed(layer) for layer in (*gate_up, down)]
             case Routes(gate_up=gate_up, down=down):
-                found += [flat(stored_in(layer)) for layer in (*gate_up, down)]
-    weights = [weight for weight in (head, *found) if isinstance(weight, Packed)]
+                experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
+    weights = [weight for weight in found if isinstance(weight, Packed)]
+    if not (all(map(ProductKernels.serves, weights)) and all(map(knows, experts))):
+        return False
     kinds = {(weight.bits, weight.group_size) for weight in weights}
-    return (
-        len(weights) == 1 + len(found)
-        and len(kinds) == 1
-        and ProductKernels.serves(weights[0], last=True)
-        and all(map(ProductKernels.serves, weights[1:]))
-    )
+    return bool(experts) or (len(weights) == len(found) and len(kinds) == 1)
 
 
 def _packed(layer: nn.Module) -> Packed | None:

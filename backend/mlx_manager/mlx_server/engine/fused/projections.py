@@ -12,7 +12,7 @@ from typing import Self
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models.activations import swiglu
+from mlx_lm.models.activations import swiglu, swiglu_oai
 
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, gelu_gated_by, pays
 from mlx_manager.mlx_server.engine.products import ProductKernels
@@ -125,7 +125,7 @@ class FewOrMany(ABC):
         few, bias = self.few, self.bias
         if few is None or x.shape[0] > few.most_rows(self.factor):
             return Sum.alone(self._sum(residual, x))
-        if following is None:
+        if following is None or not few.serves_ahead(self.factor):
             return Sum.alone(few.multiply(x, self.factor, bias=bias, residual=residual))
         return Sum(*few.multiply_ahead(x, self.factor, following, bias=bias, residual=residual))
 
@@ -153,12 +153,9 @@ class Dense(FewOrMany):
     few: ProductKernels | None
 
     @staticmethod
-    def of(
-        weight: mx.array, bias: mx.array | None, few: ProductKernels | None, *, last: bool = False
-    ) -> Dense:
-        """few: what multiplies few rows, if anything does, and if it serves `weight`. last: no
-        product takes the result."""
-        return Dense(weight, weight.T, bias, _if_served(few, weight, last))
+    def of(weight: mx.array, bias: mx.array | None, few: ProductKernels | None) -> Dense:
+        """few: what multiplies few rows, if anything does, and if it serves `weight`."""
+        return Dense(weight, weight.T, bias, _if_served(few, weight))
 
     @property
     def factor(self) -> mx.array:
@@ -187,12 +184,9 @@ class Quantized(FewOrMany):
     few: ProductKernels | None
 
     @staticmethod
-    def of(
-        packed: Packed, bias: mx.array | None, few: ProductKernels | None, *, last: bool = False
-    ) -> Quantized:
-        """few: what multiplies few rows, if anything does, and if it serves `packed`. last: no
-        product takes the result."""
-        return Quantized(packed, bias, _if_served(few, packed, last))
+    def of(packed: Packed, bias: mx.array | None, few: ProductKernels | None) -> Quantized:
+        """few: what multiplies few rows, if anything does, and if it serves `packed`."""
+        return Quantized(packed, bias, _if_served(few, packed))
 
     @property
     def weight(self) -> mx.array:
@@ -343,8 +337,8 @@ Head = Dense | Quantized | Twofold
 Projection = Head | OfItsOwn
 
 
-def _if_served(few: ProductKernels | None, weight: Weight, last: bool) -> ProductKernels | None:
-    return few if few is not None and few.serves(weight, last=last) else None
+def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | None:
+    return few if few is not None and few.serves(weight) else None
 
 
 def norm_of(norm: nn.RMSNorm) -> Norm:
@@ -372,6 +366,8 @@ def _gate(both: mx.array, activation: Activation) -> mx.array:
             gated = gated_by(gate, up) if by_powers else swiglu(gate, up)
         case Activation.GELU:
             gated = gelu_gated_by(gate, up) if by_powers else _geglu(gate, up)
+        case Activation.CLAMPED_SILU:
+            gated = swiglu_oai(gate, up)
     return gated
 
 
@@ -431,20 +427,18 @@ def head(layer: nn.Module, dtype: mx.Dtype, few: ProductKernels | None) -> Head 
     """The product with the vocabulary, if it is a plain one of `dtype`, or a quantised one. layer:
     what has the weight, perhaps the embedding."""
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        return Quantized.of(packing_of(layer), layer.get("bias"), few, last=True)
+        return Quantized.of(packing_of(layer), layer.get("bias"), few)
     if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
-        return _dense(layer, few, last=True)
+        return _dense(layer, few)
     return None
 
 
-def _dense(
-    layer: nn.Linear | nn.Embedding, few: ProductKernels | None, *, last: bool = False
-) -> Dense | Twofold:
+def _dense(layer: nn.Linear | nn.Embedding, few: ProductKernels | None) -> Dense | Twofold:
     bias = layer.get("bias")
-    dense = Dense.of(layer.weight, bias, few, last=last)
+    dense = Dense.of(layer.weight, bias, few)
     if "packed" not in layer:
         return dense
-    packed = Quantized.of(_kept(layer), bias, few, last=last)
+    packed = Quantized.of(_kept(layer), bias, few)
     return dense if packed.few is None else Twofold(packed, dense)
 
 

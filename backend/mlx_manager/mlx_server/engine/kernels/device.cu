@@ -152,6 +152,7 @@ __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu
 __device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
 __device__ __forceinline__ uint4 read_shared_result(const uint4* p) { return __ldcg(p); }
+__device__ __forceinline__ float read_shared_result(const float* p) { return __ldcg(p); }
 
 // Counts one more, after all that the block has written before its last barrier; returns how many
 // there were.
@@ -197,6 +198,14 @@ struct Gelu {
     constexpr float kTwice = 2.f * 0.7978845608f * kLog2e;
     const float u = gate * fmaf(gate * gate, 0.044715f, 1.f);
     return gate / (1.f + power_of_two(-u * kTwice)) * up;
+  }
+};
+
+// That of GPT-OSS, for its constants.
+struct ClampedSilu {
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    const float most = 7.f, of = fminf(gate, most);
+    return of / (1.f + power_of_two(-1.702f * of * kLog2e)) * (fminf(fmaxf(up, -most), most) + 1.f);
   }
 };
 

@@ -132,9 +132,14 @@ class ProductKernels:
         mx.eval(self._counters)
 
     @staticmethod
-    def serves(weight: Weight, *, last: bool = False) -> bool:
-        """last: whether no product takes what `multiply` gives, as with a vocabulary."""
-        return weight.shape[0] % (64 if last else 128) == 0 and knows(weight)
+    def serves(weight: Weight) -> bool:
+        floats = isinstance(weight, Packed) and weight.mode != "affine"
+        return weight.shape[0] % 64 == 0 and knows(weight) and not floats
+
+    @staticmethod
+    def serves_ahead(weight: Weight) -> bool:
+        """Whether `multiply_ahead` takes what is served, too: an even number of blocks gives it."""
+        return weight.shape[0] % 128 == 0
 
     @staticmethod
     def most_rows(weight: Weight) -> int:
@@ -143,7 +148,7 @@ class ProductKernels:
 
     def most_gated_rows(self, weight: Weight) -> int:
         """How many `gated` takes."""
-        if self._device.multiplies_in_groups and not isinstance(weight, Packed):
+        if GroupForm.serves(weight, self._device):
             return GroupForm.most_rows
         return self.most_rows(weight)
 
@@ -323,7 +328,7 @@ def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
     if rows <= WarpForm.most_rows:
         by_warps = WarpForm.choose(outputs, rows, device, gated=True)
         all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors
-        if rows < FEWEST_IN_GROUPS or all_at_once or not device.multiplies_in_groups:
+        if rows < FEWEST_IN_GROUPS or all_at_once or not GroupForm.serves(weight, device):
             return by_warps
     return GroupForm.choose(outputs, rows, device)
 

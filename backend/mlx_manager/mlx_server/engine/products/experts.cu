@@ -12,10 +12,13 @@ struct Listed {
   __device__ __forceinline__ int operator()(int row) const { return of[row]; }
 };
 
-// gated[place] of an errand's pairs, for their rows of `x`. `width` gates of each expert.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename W>
+// gated[place] of an errand's pairs, for their rows of `x`. `width` gates of each expert. BIAS: a
+// number of each line of the weight is added.
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename ACTIVATION, bool BIAS,
+          typename W>
 __device__ __forceinline__ void gate_errand(const T* x, const int* order, const int* errands,
-                                            W weight, T* out, int inputs, int width, int experts) {
+                                            W weight, const T* bias, T* out, int inputs, int width,
+                                            int experts) {
   constexpr int EACH = TILES * 8;
   const int parts = width / EACH, first = blockIdx.x % parts * EACH;
   const Errand errand = Errand::at(errands, blockIdx.x / parts);
@@ -30,22 +33,27 @@ __device__ __forceinline__ void gate_errand(const T* x, const int* order, const 
   product.lines = {line, (long)experts * width + line};
   const float* merged = product.run(Awaited(), [] {});
   constexpr int N = product.AT_ONCE, PIECES = EACH / N;
+  using Values = Neighbours<T, N>;
   for (int i = threadIdx.x; i < errand.rows * PIECES; i += WARPS * 32) {
     const int row = i / PIECES, at = i % PIECES * N;
     float gate[N], up[N];
     product.total(gate, merged, row, at, 1.f);
     product.total(up, merged, row, EACH + at, 1.f);
-    Neighbours<T, N> result;
+    if (BIAS) {
+      add(gate, Values::at(bias + product.lines.first + at));
+      add(up, Values::at(bias + product.lines.second + at));
+    }
+    Values result;
 #pragma unroll
-    for (int e = 0; e < N; e++) result.of[e] = T(Silu::gated(gate[e], up[e]));
+    for (int e = 0; e < N; e++) result.of[e] = T(ACTIVATION::gated(gate[e], up[e]));
     result.put(out + (long)(errand.first + row) * width + first + at);
   }
 }
 
-// given[place] of an errand's pairs, for their `gated`. `outputs` of each expert.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename W>
-__device__ __forceinline__ void lower_errand(const T* gated, const int* errands, W weight, T* out,
-                                             int inputs, int outputs) {
+// given[place] of an errand's pairs, for their `gated`. `outputs` of each expert. BIAS: as above.
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, bool BIAS, typename W>
+__device__ __forceinline__ void lower_errand(const T* gated, const int* errands, W weight,
+                                             const T* bias, T* out, int inputs, int outputs) {
   Product<T, W, TILES, HELD, WARPS, STAGES, kNoNorm> product;
   const int parts = outputs / product.OUTPUTS, first = blockIdx.x % parts * product.OUTPUTS;
   const Errand errand = Errand::at(errands, blockIdx.x / parts);
@@ -58,11 +66,13 @@ __device__ __forceinline__ void lower_errand(const T* gated, const int* errands,
   product.lines = {line, line + product.OUTPUTS / 2};
   const float* merged = product.run(Awaited(), [] {});
   constexpr int N = product.AT_ONCE, PIECES = product.OUTPUTS / N;
+  using Values = Neighbours<T, N>;
   for (int i = threadIdx.x; i < errand.rows * PIECES; i += WARPS * 32) {
     const int row = i / PIECES, at = i % PIECES * N;
     float y[N];
     product.total(y, merged, row, at, 1.f);
-    Neighbours<T, N> result;
+    if (BIAS) add(y, Values::at(bias + line + at));
+    Values result;
 #pragma unroll
     for (int e = 0; e < N; e++) result.of[e] = T(y[e]);
     result.put(out + (long)(errand.first + row) * outputs + first + at);

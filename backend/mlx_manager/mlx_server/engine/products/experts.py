@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -18,16 +19,24 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     real,
     source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Experts, Norm, Weight, arrays_of
+from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
+    Experts,
+    Norm,
+    Weight,
+    arrays_of,
+)
 from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
+C = TypeVar("C", bound=Hashable)
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
 _ERRAND = 4
-# From so many rows on a block of the router has several, which share the reading of its weights.
-FEWEST_TOGETHER = 128
-_TOGETHER = 8
+# Rows and experts of a router's block, if there is more than one row.
+_ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
+# Of a router's blocks: rows of a launch are at most 8 times as many.
+_MOST_GROUPS = 8192
 _MIX_THREADS = 256
 _PIECE = 8
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
@@ -44,6 +53,7 @@ class RouterForm:
     experts: int
     chosen: int
     normalised: bool
+    bias: bool
     width: int
     epsilon: float
 
@@ -53,13 +63,40 @@ class RouterForm:
 
     @property
     def shared_memory(self) -> int:
-        rows = self.each * (2 * self.width + 4 * self.experts)
-        return max(rows, 4 * (3 * self.experts + 1))
+        merged = _ROUTER_WARPS * _ROUTER_TILE * 8 * 4
+        return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 1))
+
+    def groups(self, rows: int) -> int:
+        """Of rows that a block has."""
+        return -(-rows // self.each)
+
+    def blocks(self, rows: int) -> int:
+        return self.groups(rows) * -(-self.experts // _ROUTER_TILE)
 
     def most_errands(self, rows: int) -> int:
         """How many there may be."""
         pairs = rows * self.chosen
         return min(pairs, self.experts + pairs // self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrandVariant:
+    """Constants of a product's kernel. `activation`: of gates and ups; None for the way down."""
+
+    form: WarpForm
+    experts: int
+    activation: Activation | None
+    bias: bool
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of what says the rows."""
+        return ("gated", "errands") if self.activation is None else ("x", "order", "errands")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the kernel's inputs."""
+        return (*self.rows, *self.form.weight_parts, *(("bias",) if self.bias else ()))
 
 
 class ExpertKernels:
@@ -69,8 +106,8 @@ class ExpertKernels:
         self._dtype = dtype
         self._device = device
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        # Of a router's blocks; its launches follow each other, and leave 0.
-        self._done = mx.zeros((1,), mx.int32)
+        # Of a router's blocks; its launches follow each other, and leave zeros.
+        self._done = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
         mx.eval(self._done)
 
     def serves(self, experts: Experts) -> bool:
@@ -79,11 +116,10 @@ class ExpertKernels:
         return (
             all(map(knows, weights))
             and len({Packing.of(weight) is None for weight in weights}) == 1
-            and experts.width % 128 == 0
+            and experts.width % 64 == 0
             and experts.inner % 64 == 0
             and experts.chosen <= min(MOST_CHOSEN, experts.count)
-            and self._router_form(experts, FEWEST_TOGETHER, 0.0).shared_memory
-            <= self._device.block_memory
+            and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
         )
 
     def __call__(self, hidden: mx.array, norm: Norm, experts: Experts) -> list[mx.array]:
@@ -91,13 +127,22 @@ class ExpertKernels:
         that."""
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
-        normed, _, scores, places, order, errands = routed
+        normed, _, _, scores, places, order, errands = routed
         pairs = hidden.shape[0] * experts.chosen
+        of_gates, of_down = experts.biases or (None, None)
         gated = self._multiply(
-            gate_source, [normed, order, errands], experts.gate_up, (pairs, experts.inner), form
+            [normed, order, errands],
+            experts.gate_up,
+            of_gates,
+            (pairs, experts.inner),
+            self._variant(experts, form, experts.gate_up, experts.activation),
         )
         given = self._multiply(
-            lower_source, [gated, errands], experts.down, (pairs, experts.width), form
+            [gated, errands],
+            experts.down,
+            of_down,
+            (pairs, experts.width),
+            self._variant(experts, form, experts.down),
         )
         return [*routed, gated, given, self._mix(hidden, given, places, scores)]
 
@@ -105,38 +150,57 @@ class ExpertKernels:
         # As few of an expert's rows at once as most experts have.
         mean = rows * experts.chosen / experts.count
         held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
-        each = _TOGETHER if rows >= FEWEST_TOGETHER else 1
-        of = (experts.count, experts.chosen, experts.normalised, experts.width)
+        each = 1 if rows == 1 else _ROUTED
+        bias = experts.router_bias is not None
+        of = (experts.count, experts.chosen, experts.normalised, bias, experts.width)
         return RouterForm(each, held, *of, epsilon)
+
+    def _variant(
+        self,
+        experts: Experts,
+        router: RouterForm,
+        weight: Weight,
+        activation: Activation | None = None,
+    ) -> ErrandVariant:
+        form = errand_form(weight, router.held, self._device)
+        return ErrandVariant(form, experts.count, activation, experts.biases is not None)
 
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         rows, width = hidden.shape
+        if form.groups(rows) > _MOST_GROUPS:
+            raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
         pairs = rows * form.chosen
         of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
+        bias = [] if experts.router_bias is None else [experts.router_bias]
         kernel = self._kernel(route_source, form)
         return kernel(
-            inputs=[hidden, norm.weight, experts.router, self._done],
-            grid=(-(-rows // form.each) * form.threads, 1, 1),
+            inputs=[hidden, norm.weight, experts.router, *bias, self._done],
+            grid=(form.blocks(rows) * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
-            output_shapes=[(rows, width), *of_pairs, (form.most_errands(rows), _ERRAND)],
-            output_dtypes=[self._dtype, mx.int32, mx.float32, mx.int32, mx.int32, mx.int32],
+            output_shapes=[
+                (rows, width),
+                (rows, form.experts),
+                *of_pairs,
+                (form.most_errands(rows), _ERRAND),
+            ],
+            output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
         )
 
     def _multiply(
         self,
-        text: Callable[..., KernelSource],
         given: list[mx.array],
         weight: Weight,
+        bias: mx.array | None,
         shape: tuple[int, int],
-        router: RouterForm,
+        variant: ErrandVariant,
     ) -> mx.array:
         """given: the errands are the last of it. shape: of the result."""
-        form = errand_form(weight, router.held, self._device)
-        parts = weight.shape[0] // router.experts // form.outputs
-        (out,) = self._kernel(text, form, router.experts)(
-            inputs=[*given, *arrays_of(weight)],
+        form = variant.form
+        parts = weight.shape[0] // variant.experts // form.outputs
+        (out,) = self._kernel(errand_source, variant)(
+            inputs=[*given, *arrays_of(weight), *([] if bias is None else [bias])],
             grid=(given[-1].shape[0] * parts * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=[shape],
@@ -160,10 +224,10 @@ class ExpertKernels:
         )
         return out
 
-    def _kernel(self, text: Callable[..., KernelSource], *constants: object) -> Kernel:
+    def _kernel(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> Kernel:
         key = (text, constants)
         if key not in self._kernels:
-            self._kernels[key] = compiled_for_cuda(text(self._dtype, *constants))
+            self._kernels[key] = compiled_for_cuda(text(self._dtype, constants))
         return self._kernels[key]
 
 
@@ -184,8 +248,9 @@ def errand_form(weight: Weight, held: int, device: CudaDevice) -> WarpForm:
 
 def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}"
-    constants = f"{TYPES[dtype]}, {numbers}, {flag(form.normalised)}, {form.held}"
-    rows = "x_shape[0]"
+    flags = f"{flag(form.normalised)}, {flag(form.bias)}"
+    constants = f"{TYPES[dtype]}, {numbers}, {flags}, {form.held}"
+    rows, bias = "x_shape[0]", "bias" if form.bias else "nullptr"
     pairs = f"{rows} * {form.chosen}"
     bound = f"{form.experts} + {pairs} / {form.held}"
     return KernelSource(
@@ -193,38 +258,35 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
         body=(
             f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
-            f"kernels::route_rows<{constants}>(x, norm, router, done, normed, chosen, scores, "
-            f"places, order, errands, {rows}, x_shape[1], {real(form.epsilon)}, most);"
+            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, done, normed, "
+            f"logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
+            f"{real(form.epsilon)}, most);"
         ),
-        inputs=("x", "norm", "router", "done"),
-        outputs=("normed", "chosen", "scores", "places", "order", "errands"),
+        inputs=("x", "norm", "router", *(("bias",) if form.bias else ()), "done"),
+        outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
         shared_memory=form.shared_memory,
     )
 
 
-def gate_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
-    return _errands_source(dtype, form, "gate", ("x", "order"), 2 * experts, f", {experts}")
-
-
-def lower_source(dtype: mx.Dtype, form: WarpForm, experts: int) -> KernelSource:
-    return _errands_source(dtype, form, "lower", ("gated",), experts)
-
-
-def _errands_source(  # noqa: PLR0917
-    dtype: mx.Dtype, form: WarpForm, does: str, rows: Sequence[str], parts: int, more: str = ""
-) -> KernelSource:
-    """parts: of equal size that the weight is made of. more: what the kernel takes at the end."""
-    element = TYPES[dtype]
+def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
+    element, form, activation = TYPES[dtype], variant.form, variant.activation
     lines, inputs = form.size_of("weight")
-    given = (*rows, "errands")
+    bias = flag(variant.bias)
+    if activation is None:
+        name, constants = "lower", bias
+        sizes = f"{inputs}, {lines} / {variant.experts}"
+    else:
+        name, constants = "gate", f"kernels::{activation.value}, {bias}"
+        sizes = f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
     return KernelSource(
-        name=f"{does}_experts",
+        name=f"{name}_experts",
         header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
         body=(
-            f"kernels::{does}_errand<{element}, {form.constants}>({', '.join(given)}, "
-            f"{form.weight(element)}, out, {inputs}, {lines} / {parts}{more});"
+            f"kernels::{name}_errand<{element}, {form.constants}, {constants}>("
+            f"{', '.join(variant.rows)}, {form.weight(element)}, "
+            f"{'bias' if variant.bias else 'nullptr'}, out, {sizes});"
         ),
-        inputs=(*given, *form.weight_parts),
+        inputs=variant.inputs,
         outputs=("out",),
         shared_memory=form.shared_memory,
     )

@@ -9,13 +9,15 @@ import mlx.core as mx
 
 
 class Activation(Enum):
-    """What an MLP makes of a gate and an up; the values name device.cu's types.
+    """What an MLP makes of a gate and an up; the value is its name in device.cu.
 
-    GELU is the approximation by a tanh, times the up.
+    GELU is the approximation by a tanh, times the up. CLAMPED_SILU is that of GPT-OSS:
+    `mlx_lm.models.activations.swiglu_oai`.
     """
 
     SILU = "Silu"
     GELU = "Gelu"
+    CLAMPED_SILU = "ClampedSilu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Experts:
     router: (experts, width). gate_up: (2 * experts * inner, width), the gates of all experts and
         then the ups. down: (experts * width, inner). normalised: what a row's experts give is
         weighted by the softmax of their logits alone; otherwise by that of all experts'.
+    router_bias: (experts,). biases: of `gate_up` and of `down`, a number for each of their lines.
     """
 
     router: mx.array
@@ -107,6 +110,9 @@ class Experts:
     down: Weight
     chosen: int
     normalised: bool
+    activation: Activation = Activation.SILU
+    router_bias: mx.array | None = None
+    biases: tuple[mx.array, mx.array] | None = None
 
     @property
     def count(self) -> int:

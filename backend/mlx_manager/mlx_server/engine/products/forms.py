@@ -35,7 +35,7 @@ _ROW_WARPS, _ROW_STAGES = 8, 2
 _ROW_WARPS_AT_ONCE = 8
 
 PARTS = ("weight", "scales", "biases")
-"""Of a weight that is packed; others have the first alone."""
+"""Of a weight that is packed, if as floats the first two; others have the first alone."""
 
 _WARPS_SOURCE = Path(__file__).with_name("products.cu")
 _PLAIN_SOURCE = Path(__file__).with_name("plain.cu")
@@ -46,12 +46,13 @@ _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How weights are packed: integers of so many bits, groups of so many that share a scale, and
-    how many a stage of the kernel holds of each row."""
+    """How weights are packed: numbers of so many bits, groups of so many that share a scale, and
+    how many a stage of the kernel holds of each row. `floats`: they are mxfp4, and not integers."""
 
     bits: int
     group: int
     width: int
+    floats: bool = False
 
     @staticmethod
     def of(weight: Weight) -> Packing | None:
@@ -64,7 +65,8 @@ class Packing:
             return None
         found = Packing._found(weight)
         if found is None:
-            raise ValueError(f"{weight.bits} bits in groups of {weight.group_size} are not served")
+            kind = f"{weight.mode}, {weight.bits} bits in groups of {weight.group_size}"
+            raise ValueError(f"{kind}: not served")
         return found
 
     @staticmethod
@@ -75,18 +77,24 @@ class Packing:
     @staticmethod
     def _found(weight: Packed) -> Packing | None:
         bits, group, inputs = weight.bits, weight.group_size, weight.shape[1]
-        if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
+        integers = weight.mode == "affine" and bits in (4, 8) and group in (32, 64, 128)
+        floats = weight.mode == "mxfp4"
+        if not integers and not floats:
             return None
-        # 128 bytes of a row, or 64.
-        widths = (1024 // bits, 512 // bits)
-        fitting = (width for width in widths if inputs % width == 0 and width >= group)
-        width = next(fitting, None)
-        return None if width is None else Packing(bits, group, width)
+        # 128 bytes of a row, or 64, or 32.
+        widths = (1024 // bits, 512 // bits, 256 // bits)
+        packings = (Packing(bits, group, width, floats) for width in widths if inputs % width == 0)
+        return next((packing for packing in packings if packing.is_whole), None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a stage has whole groups, and as many columns as lanes read of the rows."""
+        return self.width >= max(self.group, WIDTH)
 
     def narrower(self) -> Packing:
-        """With half as much of each row in a stage, where that is a whole group."""
-        half = self.width // 2
-        return replace(self, width=half) if half >= self.group else self
+        """With half as much of each row in a stage, where that is whole."""
+        half = replace(self, width=self.width // 2)
+        return half if half.is_whole else self
 
     def for_one_row(self, inputs: int) -> Packing:
         """With more of each row of weights in a stage: 256 bytes, and as many scales as are copied
@@ -97,7 +105,7 @@ class Packing:
     @property
     def row_bytes(self) -> int:
         """Of a stage, for each row of weights."""
-        return self.width * self.bits // 8 + 2 * _TERMS
+        return self.width * self.bits // 8 + (1 if self.floats else 2) * _TERMS
 
 
 def knows(weight: Weight) -> bool:
@@ -172,13 +180,17 @@ class ByWarps(ABC):
         """Of CUDA. element: the rows' type."""
         if self.packing is None:
             return f"kernels::Plain<{element}>"
+        if self.packing.floats:
+            return f"kernels::Microscaled<{element}, {self.packing.width}>"
         of = f"{self.packing.bits}, {self.packing.group}, {self.packing.width}"
         return f"kernels::Packed<{element}, {of}>"
 
     @property
     def weight_parts(self) -> tuple[str, ...]:
         """Names of a weight's arrays, in the order of `arrays_of`."""
-        return PARTS[:1] if self.packing is None else PARTS
+        if self.packing is None:
+            return PARTS[:1]
+        return PARTS[:2] if self.packing.floats else PARTS
 
     def header(self, *more: Path) -> str:
         """more: sources after the product's own."""
@@ -400,6 +412,12 @@ class GroupForm:
         return source(DEVICE_SOURCE) + product + source(HOPPER_SOURCE, _GROUPS_SOURCE)
 
     @staticmethod
+    def serves(weight: Weight, device: CudaDevice) -> bool:
+        """Whether there are such for gates and ups that `weight` stands for."""
+        whole = not isinstance(weight, Packed) and weight.shape[0] % 128 == 0
+        return whole and device.multiplies_in_groups
+
+    @staticmethod
     def choose(outputs: int, rows: int, device: CudaDevice) -> GroupForm:
         """As measured on an H200: with many rows more groups share the reading of the rows, unless
         too few blocks would be left."""
@@ -420,11 +438,12 @@ def size_of(weight: Weight) -> tuple[int, int]:
 
 def _split(outputs: int, device: CudaDevice) -> int:
     wanted = _ROW_WARPS_AT_ONCE * device.multiprocessors
-    for split in (1, 2, 4):
-        whole = outputs % (16 * _ROW_WARPS // split) == 0
-        if whole and outputs // 16 * split >= wanted:
-            return split
-    return _ROW_WARPS
+    splits = (
+        split
+        for split in (1, 2, 4)
+        if outputs // 16 * split >= wanted and outputs * split % (16 * _ROW_WARPS) == 0
+    )
+    return next(splits, _ROW_WARPS)
 
 
 def _shared_out(outputs: int, tiles: int, device: CudaDevice, *, gated: bool) -> bool:

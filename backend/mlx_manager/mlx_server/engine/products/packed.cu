@@ -1,14 +1,20 @@
-// Weights as MLX packs them, for products.cu and row.cu: unsigned integers of 4 or 8 bits, (outputs,
-// inputs), the first lowest in its word, and a scale and a bias for each GROUP of a row's inputs:
-// weight = scale * integer + bias.
+// Weights as MLX packs them, for products.cu and row.cu: of 4 or 8 bits, (outputs, inputs), the first
+// lowest in its word, and for each GROUP of a row's inputs what they are multiplied with.
 //
-// Integers are unpacked by putting 4 bits into a number's lowest: 128 + q is bfloat16 0x4300 | q, and
-// 1024 + q is float16 0x6400 | q, exactly; the upper 4 of 8 bits likewise, where a last bit is worth
-// 16. These are multiplied with the rows, a group at a time, and scale and bias are applied to the
-// group's float32 sum: what was added to every q is taken away there, with the sum of the rows'
-// elements, which is a product with ones. So weights are rounded nowhere. Integers 4 apart (of 8
-// bits: 2) are unpacked at once, and the rows' elements are paired like that, too. The 4 lanes of an
-// mma's row have neighbouring columns of one group.
+// Unsigned integers have a scale and a bias: weight = scale * integer + bias. They are unpacked by
+// putting 4 bits into a number's lowest: 128 + q is bfloat16 0x4300 | q, and 1024 + q is float16
+// 0x6400 | q, exactly; the upper 4 of 8 bits likewise, where a last bit is worth 16. These are
+// multiplied with the rows, a group at a time, and scale and bias are applied to the group's float32
+// sum: what was added to every q is taken away there, with the sum of the rows' elements, which is a
+// product with ones. So weights are rounded nowhere. Integers 4 apart (of 8 bits: 2) are unpacked at
+// once, and the rows' elements are paired like that, too. The 4 lanes of an mma's row have
+// neighbouring columns of one group.
+//
+// Floats of 4 bits (mxfp4: a sign, two bits of exponent, one of mantissa; Open Compute Project,
+// Microscaling Formats, version 1.0) have a power of two, a byte. Moved to where a wider number has
+// its sign, and the ends of its exponent and the beginning of its mantissa, they are themselves times
+// a power of two, subnormal ones as well; that is made good in the group's sum, and for bfloat16, where
+// it is 2^-126, half of it in the rows, so that no product falls out of float32's range.
 
 namespace kernels {
 
@@ -92,8 +98,9 @@ __device__ __forceinline__ void multiply_integers(float (&sums)[COLUMNS][4], con
   }
 }
 
-template <typename T, int BITS, int GROUP, int COLUMNS_OF_STAGE>
-struct Packed {
+// What weights of all kinds have in common: how a stage holds them.
+template <int BITS, int GROUP, int COLUMNS_OF_STAGE>
+struct PackedRows {
   static constexpr int WIDTH = COLUMNS_OF_STAGE, OF_GROUP = GROUP;
   // Bytes of a row in a stage, its 16-byte pieces, its groups.
   static constexpr int ROW = WIDTH * BITS / 8, PIECES = ROW / 16, GROUPS = WIDTH / GROUP;
@@ -101,19 +108,10 @@ struct Packed {
   static constexpr int UNIT = GROUP < 64 ? 32 : 64, OCTETS = UNIT / 32, UNITS = GROUP / UNIT;
   static constexpr int WORDS = OCTETS * BITS / 4;
   static constexpr int SWAP = OCTETS == 2 ? 1 : 4;
-  // Bytes of a row's scales, or biases, that are copied at once, and how many those are.
-  static constexpr int TERMS = 16, IN_TERMS = TERMS / int(sizeof(T));
-
-  static_assert(GROUPS <= IN_TERMS);
+  // Bytes of a row's scales, or biases, that are copied at once.
+  static constexpr int TERMS = 16;
 
   const unsigned* words;
-  const T* scales;
-  const T* biases;
-
-  template <int OUTPUTS>
-  __host__ __device__ static constexpr int stage() {
-    return OUTPUTS * (ROW + 2 * TERMS);
-  }
 
   // Where 16-byte piece `piece` of row `row` lies in a stage: rows that lanes read at once fall into
   // different banks.
@@ -122,12 +120,10 @@ struct Packed {
     return row * ROW + (piece ^ (row / LINES % AT_ONCE * WORDS)) * 16;
   }
 
-  // Behind the weights of a stage lie the rows' scales, and then their biases: of each the 16 bytes
-  // where they are, as fewer can't be copied past the first-level cache.
   template <int OUTPUTS>
-  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
-                                        int lane) const {
-    constexpr int EACH = 32 / PIECES;
+  __device__ __forceinline__ void fetch_words(unsigned char* stage, Lines lines, int inputs, int k,
+                                              int lane) const {
+    constexpr int EACH = 32 / PIECES, HALF = OUTPUTS / 2;
     const int row = lane / PIECES, piece = lane % PIECES;
     const unsigned line = unsigned(inputs) * BITS / 8;
     const unsigned offset = row * line + unsigned(k) * BITS / 8 + piece * 16;
@@ -135,10 +131,51 @@ struct Packed {
     const unsigned char* halves[2] = {of + lines.first * line, of + lines.second * line};
 #pragma unroll
     for (int j = 0; j < OUTPUTS / EACH; j++) {
-      const int below = j * EACH % (OUTPUTS / 2);
-      copy_async(stage + place(j * EACH + row, piece),
-                 halves[j * EACH / (OUTPUTS / 2)] + below * line, 16);
+      const unsigned char* from;
+      if constexpr (EACH <= HALF)
+        from = halves[j * EACH / HALF] + j * EACH % HALF * line;
+      else
+        from = row < HALF ? halves[0] : halves[1] - HALF * line;
+      copy_async(stage + place(j * EACH + row, piece), from, 16);
     }
+  }
+
+  // What a lane has of a row's weights.
+  struct alignas(WORDS * 4) Own {
+    unsigned of[WORDS];
+  };
+
+  __device__ __forceinline__ static Own read(const unsigned char* stage, int row, int unit,
+                                             int lane) {
+    const int at = (unit * 4 + lane % 4) * WORDS * 4;
+    return *reinterpret_cast<const Own*>(stage + place(row, at / 16) + at % 16);
+  }
+};
+
+template <typename T, int BITS, int GROUP, int COLUMNS_OF_STAGE>
+struct Packed : PackedRows<BITS, GROUP, COLUMNS_OF_STAGE> {
+  using Rows = PackedRows<BITS, GROUP, COLUMNS_OF_STAGE>;
+  using Rows::GROUPS, Rows::OCTETS, Rows::ROW, Rows::TERMS, Rows::UNITS;
+  using typename Rows::Own;
+  // Scales, or biases, that are copied at once.
+  static constexpr int IN_TERMS = TERMS / int(sizeof(T));
+
+  static_assert(GROUPS <= IN_TERMS);
+
+  const T* scales;
+  const T* biases;
+
+  template <int OUTPUTS>
+  __host__ __device__ static constexpr int stage() {
+    return OUTPUTS * (ROW + 2 * TERMS);
+  }
+
+  // Behind the weights of a stage lie the rows' scales, and then their biases: of each the 16 bytes
+  // where they are, as fewer can't be copied past the first-level cache.
+  template <int OUTPUTS>
+  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
+                                        int lane) const {
+    this->template fetch_words<OUTPUTS>(stage, lines, inputs, k, lane);
     unsigned char* to = stage + OUTPUTS * ROW + lane / 16 * OUTPUTS * TERMS;
     const unsigned groups = inputs / GROUP;
     const T* own = lane < 16 ? scales : biases;
@@ -160,20 +197,10 @@ struct Packed {
   // 8 neighbouring elements of a row as they are multiplied.
   __device__ __forceinline__ static uint4 arranged(uint4 x) { return paired<BITS>(x); }
 
-  // What a lane has of a row's integers.
-  struct alignas(WORDS * 4) Own {
-    unsigned of[WORDS];
-  };
   // A row's scales, or its biases.
-  struct alignas(GROUPS * sizeof(T)) Terms {
+  struct alignas(Rows::GROUPS * sizeof(T)) Terms {
     T of[GROUPS];
   };
-
-  __device__ __forceinline__ static Own read(const unsigned char* stage, int row, int unit,
-                                             int lane) {
-    const int at = (unit * 4 + lane % 4) * WORDS * 4;
-    return *reinterpret_cast<const Own*>(stage + place(row, at / 16) + at % 16);
-  }
 
   // Adds a stage's share; `rows` gives 8 columns of the rows, or of a single row that is arranged
   // already, and then the sums of its groups, too.
@@ -226,8 +253,8 @@ struct Packed {
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
           const int unit = group * UNITS + u;
-          const Own upper = read(stage, t * 16 + lane / 4, unit, lane);
-          const Own lower = read(stage, t * 16 + 8 + lane / 4, unit, lane);
+          const Own upper = Rows::read(stage, t * 16 + lane / 4, unit, lane);
+          const Own lower = Rows::read(stage, t * 16 + 8 + lane / 4, unit, lane);
 #pragma unroll
           for (int o = 0; o < OCTETS; o++)
             multiply_integers<BITS>(sums, upper.of + o * (BITS / 4), lower.of + o * (BITS / 4), mask,
@@ -248,6 +275,101 @@ struct Packed {
           for (int e = 0; e < 4; e += READER::ARRANGED ? 2 : 1)
             output[t][n][e] = fmaf(plus[e / 2], totals[n][e % 2],
                                    fmaf(by[e / 2], sums[n][e], output[t][n][e]));
+      }
+    }
+  }
+};
+
+// The pair of floats of 4 bits at bits AT and 16 + AT, of which AT is 0 or 4: themselves times 2^-126,
+// or 2^-14. One product moves the sign, and three bits, to where they belong; what it moves elsewhere
+// is none of both. Where a number has more exponent they would meet, and two shifts move them.
+template <int AT>
+__device__ __forceinline__ unsigned float_pair(unsigned q, const __nv_bfloat16*) {
+  return (q & 0x000f000fu << AT) * (0x1040u >> AT) & 0x81c081c0u;
+}
+template <int AT>
+__device__ __forceinline__ unsigned float_pair(unsigned q, const __half*) {
+  return (q << (9 - AT) & 0x0e000e00u) | (q << (12 - AT) & 0x80008000u);
+}
+// 8 neighbouring elements of a row, raised by as much as sums are by less than that.
+__device__ __forceinline__ uint4 raised(uint4 x, const __nv_bfloat16* type) {
+  constexpr unsigned by = 0x5f805f80u;  // 2^64
+  return make_uint4(multiply_pair(x.x, by, type), multiply_pair(x.y, by, type),
+                    multiply_pair(x.z, by, type), multiply_pair(x.w, by, type));
+}
+__device__ __forceinline__ uint4 raised(uint4 x, const __half*) { return x; }
+// What sums are then to be multiplied with for a scale of 2^0, as its exponent; scales are no more
+// than 2^65.
+__device__ __forceinline__ constexpr unsigned raised_by(const __nv_bfloat16*) { return 62; }
+__device__ __forceinline__ constexpr unsigned raised_by(const __half*) { return 14; }
+
+// Floats of 4 bits in groups of 32.
+template <typename T, int COLUMNS_OF_STAGE>
+struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
+  using Rows = PackedRows<4, 32, COLUMNS_OF_STAGE>;
+  using Rows::GROUPS, Rows::ROW, Rows::TERMS;
+
+  // Rows 8 apart have their scales at the same place in 16 bytes.
+  static_assert(GROUPS % 2 == 0 && GROUPS <= TERMS);
+
+  const unsigned char* scales;
+
+  template <int OUTPUTS>
+  __host__ __device__ static constexpr int stage() {
+    return OUTPUTS * (ROW + TERMS);
+  }
+
+  // Behind the weights of a stage lie the rows' scales, the 16 bytes where they are.
+  template <int OUTPUTS>
+  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
+                                        int lane) const {
+    this->template fetch_words<OUTPUTS>(stage, lines, inputs, k, lane);
+    const unsigned groups = inputs / 32;
+#pragma unroll
+    for (int row = lane; row < OUTPUTS; row += 32) {
+      const long line = (row < OUTPUTS / 2 ? lines.first : lines.second) + row % (OUTPUTS / 2);
+      const long at = (line * groups + k / 32) / TERMS * TERMS;
+      copy_async(stage + OUTPUTS * ROW + row * TERMS, scales + at, TERMS);
+    }
+  }
+
+  // Adds a stage's share; `rows` gives 8 columns of the rows.
+  template <int TILES, int COLUMNS, typename READER>
+  __device__ __forceinline__ void take(float (&output)[TILES][COLUMNS][4],
+                                       const unsigned char* stage, int inputs, int k, int lane,
+                                       READER rows) const {
+    static_assert(!READER::ARRANGED);
+    const T* type = nullptr;
+    const int first = (lane / 4 * (inputs / 32) + k / 32) % TERMS;
+    const unsigned char* exponents = stage + TILES * 16 * ROW + first;
+    const auto scale = [&](int row, int group) {
+      return __uint_as_float((exponents[row * TERMS + group] + raised_by(type)) << 23);
+    };
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      uint4 b[COLUMNS];
+      rows(b, group * 4 + lane % 4);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) b[n] = paired<4>(raised(b[n], type));
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const int upper = t * 16 + lane / 4, lower = upper + 8;
+        const unsigned above = Rows::read(stage, upper, group, lane).of[0];
+        const unsigned below = Rows::read(stage, lower, group, lane).of[0];
+        float sums[COLUMNS][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const unsigned a = i ? above >> 8 : above, c = i ? below >> 8 : below;
+          const unsigned of[4] = {float_pair<0>(a, type), float_pair<0>(c, type),
+                                  float_pair<4>(a, type), float_pair<4>(c, type)};
+          multiply_all(sums, of, b, i == 1, i == 0, type);
+        }
+        const float by[2] = {scale(upper, group), scale(lower, group)};
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            output[t][n][e] = fmaf(by[e / 2], sums[n][e], output[t][n][e]);
       }
     }
   }

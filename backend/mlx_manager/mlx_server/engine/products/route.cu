@@ -1,9 +1,11 @@
 // Experts: of a layer's many MLPs each row goes through the few that its router gives it.
 //
 //   normed = norm(x), logits = normed @ router^T, whose CHOSEN largest are a row's experts
-//   gated = silu(gate) * up, of a row's expert
+//   gated = silu(gate) * up, or another activation, of a row's expert
 //   given = down(gated)
 //   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
+//
+// with biases behind the router, and behind gate, up and down, where there are any.
 //
 // Four launches, of which the first and the last are here, and the products in experts.cu. What a
 // row and an expert have in common is a pair. Pairs are put in order by expert, so that an expert's
@@ -57,17 +59,43 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
   return x;
 }
 
-// A block has EACH rows. NORMALISED: a row's weights add up to 1; otherwise they are those of a
-// softmax over all experts.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED>
+// Whether the block is the last of `blocks` to get here; it sees what the others had written. `counter`
+// counts them, and is 0 again then. `shared`: a number of the block's own.
+__device__ __forceinline__ bool is_last(int* counter, int blocks, int* shared) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *shared = count_after_writes(counter) == blocks - 1;
+    if (*shared) {
+      await_count(counter, blocks);
+      *counter = 0;
+    }
+  }
+  __syncthreads();
+  const bool last = *shared;
+  __syncthreads();
+  return last;
+}
+
+// A block has EACH rows, up to 8, and 16 experts. NORMALISED: a row's weights add up to 1; otherwise
+// they are those of a softmax over all experts. BIAS: a number of each expert is added to its logits.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS>
 struct Router {
-  static constexpr int SHARES = WARPS / EACH, AT_ONCE = 4, OF_LANE = (EXPERTS + 31) / 32;
+  static constexpr int SHARES = WARPS / EACH, OF_LANE = (EXPERTS + 31) / 32;
+  static constexpr int TILE = 16, TILES = (EXPERTS + TILE - 1) / TILE, COLUMNS = 8;
+  // Pieces of 16 bytes that 4 lanes take of a row, and how often a warp asks for weights before the
+  // rows are normed.
+  static constexpr int PIECES = 4, EARLY = 4;
 
   int inputs, rows, warp, lane;
   uint4* normed;
-  float* logits;
+  float* merged;
 
-  // As MLX computes it: rounded before the weights, and after them.
+  // Where a piece of a row lies: the two rows that 8 lanes read at once fall into different banks.
+  __device__ __forceinline__ int place(int row, int piece) const {
+    return row * (inputs / 8) + (piece ^ (row % 2 * PIECES));
+  }
+
+  // As MLX computes it: rounded before the weights, and after them. `out`: for one block of the rows.
   __device__ __forceinline__ void norm_rows(const T* x, const T* norm, T* out, float epsilon) {
     const T* type = nullptr;
     const int row = warp / SHARES, pieces = inputs / 8;
@@ -89,59 +117,70 @@ struct Router {
         const uint4 of = from[piece], weights = reinterpret_cast<const uint4*>(norm)[piece];
         const uint4 result = make_uint4(pair(of.x, weights.x), pair(of.y, weights.y),
                                         pair(of.z, weights.z), pair(of.w, weights.w));
-        normed[row * pieces + piece] = result;
-        to[piece] = result;
+        normed[place(row, piece)] = result;
+        if (out != nullptr) to[piece] = result;
       }
     }
     __syncthreads();
   }
 
-  __device__ __forceinline__ void multiply(const T* router) {
+  // Weights of the two experts that a lane has, and the same of 4 lanes' next pieces.
+  struct Weights {
+    uint4 upper, lower;
+  };
+
+  __device__ __forceinline__ Weights weights_at(const T* router, int first, int turn) const {
+    const int pieces = inputs / 8, piece = (turn * WARPS + warp) * PIECES;
+    const int upper = first + lane / 4, lower = upper + 8, last = EXPERTS - 1;
+    if (piece >= pieces) return {};
+    const uint4* of = reinterpret_cast<const uint4*>(router) + piece + lane % 4;
+    return {of[(upper < last ? upper : last) * pieces], of[(lower < last ? lower : last) * pieces]};
+  }
+
+  // Leaves the logits of experts from `first` on; those of a row are EXPERTS.
+  __device__ __forceinline__ void multiply(const T* router, const T* bias, int first,
+                                           const Weights (&early)[EARLY], float* logits) {
     const T* type = nullptr;
-    const int pieces = inputs / 8;
-    for (int first = warp * AT_ONCE; first < EXPERTS; first += WARPS * AT_ONCE) {
-      float sums[AT_ONCE][EACH];
+    const int pieces = inputs / 8, row = lane / 4;
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};
+    const auto take = [&](int turn, const Weights& of) {
+      const int piece = (turn * WARPS + warp) * PIECES + lane % 4;
+      const uint4 x = row < rows ? normed[place(row, piece)] : make_uint4(0, 0, 0, 0);
+      const unsigned a[4] = {of.upper.x, of.lower.x, of.upper.y, of.lower.y};
+      const unsigned b[4] = {of.upper.z, of.lower.z, of.upper.w, of.lower.w};
+      kernels::multiply(sums, a, x.x, x.y, type);
+      kernels::multiply(sums, b, x.z, x.w, type);
+    };
+    const int turns = (pieces / PIECES - warp + WARPS - 1) / WARPS;
 #pragma unroll
-      for (int a = 0; a < AT_ONCE; a++)
-#pragma unroll
-        for (int e = 0; e < EACH; e++) sums[a][e] = 0.f;
+    for (int turn = 0; turn < EARLY; turn++)
+      if (turn < turns) take(turn, early[turn]);
 #pragma unroll 2
-      for (int piece = lane; piece < pieces; piece += 32) {
-        uint4 weights[AT_ONCE];
+    for (int turn = EARLY; turn < turns; turn++) take(turn, weights_at(router, first, turn));
+    float* own = merged + (warp * TILE + row) * COLUMNS + lane % 4 * 2;
 #pragma unroll
-        for (int a = 0; a < AT_ONCE; a++) {
-          const int expert = first + a < EXPERTS ? first + a : EXPERTS - 1;
-          weights[a] = reinterpret_cast<const uint4*>(router)[expert * pieces + piece];
-        }
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          const uint4 of = normed[e * pieces + piece];
-#pragma unroll
-          for (int a = 0; a < AT_ONCE; a++)
-            sums[a][e] = product_of(weights[a], of, sums[a][e], type);
-        }
-      }
-#pragma unroll
-      for (int a = 0; a < AT_ONCE; a++)
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          const float sum = sum_of_lanes(sums[a][e]);
-          if (lane == 0 && first + a < EXPERTS) logits[e * EXPERTS + first + a] = float(T(sum));
-        }
-    }
+    for (int e = 0; e < 4; e++) own[e / 2 * 8 * COLUMNS + e % 2] = sums[e];
     __syncthreads();
+    const int expert = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS;
+    if (expert < TILE && first + expert < EXPERTS && column < rows) {
+      float sum = BIAS ? float(bias[first + expert]) : 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += merged[w * TILE * COLUMNS + threadIdx.x];
+      logits[column * EXPERTS + first + expert] = float(T(sum));
+    }
   }
 
   // Of equal logits the first is the larger.
-  __device__ __forceinline__ void choose(int* chosen, float* scores) {
+  __device__ __forceinline__ void choose(const float* logits, int* chosen, float* scores) {
     const int row = warp;
-    if (row >= EACH || row >= rows) return;
+    if (row >= rows) return;
     float own[OF_LANE], all = 0.f, top = 0.f, total = 0.f, score = 0.f;
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < OF_LANE; i++) {
       const int expert = i * 32 + lane;
-      own[i] = expert < EXPERTS ? logits[row * EXPERTS + expert] : minus_infinity();
+      own[i] = expert < EXPERTS ? read_shared_result(logits + row * EXPERTS + expert)
+                                : minus_infinity();
     }
 #pragma unroll
     for (int k = 0; k < CHOSEN; k++) {
@@ -229,42 +268,52 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
   }
 }
 
-// The last block to end puts the pairs in order. `done` counts them, and is 0 again at the end.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, int HELD>
+// The last block of those that have the same rows chooses, and the last of all puts the pairs in
+// order. `done` counts them: all, and then those of the same rows.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS,
+          int HELD>
 __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
-                                           const int* done, T* normed, int* chosen, float* scores,
-                                           int* places, int* order, int* errands, int rows,
-                                           int inputs, float epsilon, int most_errands) {
+                                           const T* bias, const int* done, T* normed,
+                                           float* logits, int* chosen, float* scores, int* places,
+                                           int* order, int* errands, int rows, int inputs,
+                                           float epsilon, int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
-  static_assert(WARPS % EACH == 0 && CHOSEN <= 32);
-  const int first = blockIdx.x * EACH, left = rows - first;
-  Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED> own;
+  static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
+  using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED, BIAS>;
+  const int group = blockIdx.x / Own::TILES, tile = blockIdx.x % Own::TILES;
+  const int first = group * EACH, left = rows - first;
+  Own own;
   own.inputs = inputs;
   own.rows = left < EACH ? left : EACH;
   own.warp = threadIdx.x / 32;
   own.lane = threadIdx.x % 32;
   own.normed = reinterpret_cast<uint4*>(shared);
-  own.logits = reinterpret_cast<float*>(shared + EACH * inputs * sizeof(T));
-  own.norm_rows(x + (long)first * inputs, norm, normed + (long)first * inputs, epsilon);
-  own.multiply(router);
-  own.choose(chosen + first * CHOSEN, scores + first * CHOSEN);
-  __syncthreads();
+  own.merged = reinterpret_cast<float*>(shared + EACH * inputs * sizeof(T));
+  typename Own::Weights early[Own::EARLY];
+#pragma unroll
+  for (int turn = 0; turn < Own::EARLY; turn++)
+    early[turn] = own.weights_at(router, tile * Own::TILE, turn);
+  own.norm_rows(x + (long)first * inputs, norm,
+                tile == 0 ? normed + (long)first * inputs : nullptr, epsilon);
+  own.multiply(router, bias, tile * Own::TILE, early, logits + (long)first * EXPERTS);
   int* numbers = reinterpret_cast<int*>(shared);
-  int* counter = const_cast<int*>(done);
-  if (threadIdx.x == 0) {
-    const int blocks = gridDim.x;
-    numbers[0] = count_after_writes(counter) == blocks - 1;
-    if (numbers[0]) {
-      await_count(counter, blocks);
-      *counter = 0;
+  int* counters = const_cast<int*>(done);
+  if (!is_last(counters + 1 + group, Own::TILES, numbers)) return;
+  own.choose(logits + (long)first * EXPERTS, chosen + first * CHOSEN, scores + first * CHOSEN);
+  if constexpr (EACH == 1) {
+    // The only row: its pairs are in order as they are.
+    const int i = threadIdx.x;
+    if (i < CHOSEN) {
+      places[i] = i;
+      order[i] = 0;
+      put_errand(errands, i, chosen[i], i, 1);
     }
+  } else {
+    const int groups = (rows + EACH - 1) / EACH;
+    if (is_last(counters, groups, numbers))
+      order_pairs<EXPERTS, CHOSEN, HELD, WARPS * 32>(chosen, places, order, errands, most_errands,
+                                                     rows * CHOSEN, numbers);
   }
-  __syncthreads();
-  const bool is_last = numbers[0];
-  __syncthreads();
-  if (is_last)
-    order_pairs<EXPERTS, CHOSEN, HELD, WARPS * 32>(chosen, places, order, errands, most_errands,
-                                                   rows * CHOSEN, numbers);
 }
 
 // 8 neighbours of a row.

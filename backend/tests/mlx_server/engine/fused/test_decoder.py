@@ -10,6 +10,7 @@ import pytest
 from engine.common_decoders import EXPERTS, MODELS, make
 from engine.portable import Portable, plainly
 from mlx import nn
+from mlx_lm.models.activations import swiglu_oai
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, RaggedStep
@@ -22,10 +23,19 @@ from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.engine.products.factors import Activation, Packed, Scaled, arrays_of
+from mlx_manager.mlx_server.engine.products.factors import (
+    Activation,
+    Packed,
+    Scaled,
+    arrays_of,
+)
 from mlx_manager.mlx_server.models.weights import convert, forms_of
 
 PAGE = 16
+ACTIVATIONS = {
+    Activation.SILU: lambda gate, up: nn.silu(gate) * up,
+    Activation.CLAMPED_SILU: swiglu_oai,
+}
 
 
 class PortableProducts:
@@ -43,8 +53,11 @@ class PortableProducts:
         self.experts = PortableExperts()
         self.sums = PortableSums()
 
-    def serves(self, weight, *, last=False) -> bool:
+    def serves(self, weight) -> bool:
         return not isinstance(weight, Packed) or weight.mode == "affine"
+
+    def serves_ahead(self, weight) -> bool:
+        return True
 
     def most_rows(self, weight) -> int:
         return 48 if isinstance(weight, Packed) else 32
@@ -115,6 +128,8 @@ class PortableExperts:
         self.rows.add(hidden.shape[0])
         normed = mx.fast.rms_norm(hidden, norm.weight, norm.epsilon)
         logits = normed @ experts.router.T
+        if experts.router_bias is not None:
+            logits = logits + experts.router_bias
         chosen = mx.argpartition(-logits, experts.chosen - 1, axis=-1)[:, : experts.chosen]
         if experts.normalised:
             scores = mx.softmax(mx.take_along_axis(logits, chosen, 1), axis=-1)
@@ -124,19 +139,21 @@ class PortableExperts:
         gates, ups = plain(experts.gate_up).reshape(2, *of)
         downs = plain(experts.down).reshape(of[0], of[2], of[1])
         x = mx.expand_dims(normed, (-2, -3))
+        of_gates, of_down = experts.biases or (mx.zeros(2 * of[0] * of[1]), mx.zeros(of[0]))
+        of_gates = of_gates.reshape(2, *of[:2])
 
-        def product(x, weights):
-            return mx.gather_mm(x, weights.swapaxes(-1, -2), rhs_indices=chosen)
+        def product(x, weights, biases):
+            y = mx.gather_mm(x, weights.swapaxes(-1, -2), rhs_indices=chosen)
+            return y + biases[chosen][:, :, None]
 
-        gated = nn.silu(product(x, gates)) * product(x, ups)
-        given = product(gated, downs).squeeze(-2)
+        gate, up = product(x, gates, of_gates[0]), product(x, ups, of_gates[1])
+        gated = ACTIVATIONS[experts.activation](gate, up)
+        given = product(gated, downs, of_down.reshape(of[0], -1)).squeeze(-2)
         return [gated, given, hidden + (given * scores[..., None]).sum(1)]
 
 
 def plain(weight):
-    if not isinstance(weight, Packed):
-        return weight
-    return mx.dequantize(*arrays_of(weight), weight.group_size, weight.bits)
+    return weight.dense if isinstance(weight, Packed) else weight
 
 
 class PortableChain:
@@ -401,18 +418,18 @@ def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_wer
     nn.quantize(model, group_size=32, bits=4)
     (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
     convert(model, form)
-    monkeypatch.setattr(of, "serves", lambda weight, last: not isinstance(weight, Packed))
+    monkeypatch.setattr(of, "serves", lambda weight: not isinstance(weight, Packed))
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert check(decoder, model, PAGE) is None
     assert not of.packed
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("mode", [None, "affine", "mxfp4"])
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_multiplied_by_kernels_of_their_own(family, bits):
+def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
     model, of = make(family, EXPERTS[family]), PortableProducts()
-    if bits:
-        nn.quantize(model, group_size=32, bits=bits)
+    if mode:
+        nn.quantize(model, group_size=32, bits=4, mode=mode)
     decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None

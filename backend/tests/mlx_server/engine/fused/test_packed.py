@@ -7,7 +7,7 @@ from engine.common_decoders import EXPERTS, make
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common
-from mlx_manager.mlx_server.engine.fused.packed import are_packed_alike, multiplies_packed
+from mlx_manager.mlx_server.engine.fused.packed import are_served, multiplies_packed
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 384, "num_attention_heads": 2}
 
@@ -24,32 +24,45 @@ def packed(changes, different=lambda name: {}, **quantization):
     return model
 
 
-def alike(model):
-    return are_packed_alike(Common.of(model, 16))
+def served(model):
+    return are_served(Common.of(model, 16))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tied", [False, True])
 def test_4_and_8_bits_are(bits, tied):
-    assert alike(packed({"tie_word_embeddings": tied}, group_size=64, bits=bits))
+    assert served(packed({"tie_word_embeddings": tied}, group_size=64, bits=bits))
 
 
 def test_a_vocabulary_of_half_blocks_is():
-    assert alike(packed({"vocab_size": 448}, group_size=64, bits=4))
+    assert served(packed({"vocab_size": 448}, group_size=64, bits=4))
 
 
-@pytest.mark.parametrize("experts_bits", [4, 8])
-def test_experts_are_if_they_are_packed_as_the_rest_is_whatever_their_router(experts_bits):
+EIGHT, FOUR = {"group_size": 64, "bits": 8}, {"group_size": 64, "bits": 4}
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+
+
+@pytest.mark.parametrize("rest", [FOUR, EIGHT, None])
+@pytest.mark.parametrize("experts", [FOUR, EIGHT, MXFP4])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_layers_with_experts_are_however_each_is_packed(family, experts, rest):
     wide = {"hidden_size": 256, "vocab_size": 384, "moe_intermediate_size": 256}
     wide |= {"intermediate_size": 512, "mlp_only_layers": [], "head_dim": 64}
-    model = make("qwen3_moe", EXPERTS["qwen3_moe"] | wide)
+    model = make(family, EXPERTS[family] | wide)
 
     def chosen(name, layer):
-        bits = experts_bits if "switch_mlp" in name else 8 if name.endswith("mlp.gate") else 4
-        return hasattr(layer, "to_quantized") and {"group_size": 64, "bits": bits}
+        of_experts = "switch_mlp" in name or "experts" in name
+        own = experts if of_experts else EIGHT if name.endswith("mlp.gate") else rest
+        return hasattr(layer, "to_quantized") and own is not None and own
 
     nn.quantize(model, class_predicate=chosen)
-    assert alike(model) == (experts_bits == 4)
+    assert served(model)
+
+
+def test_experts_whose_packing_no_kernel_knows_are_not():
+    model = make("mixtral", EXPERTS["mixtral"] | WIDE)
+    nn.quantize(model, group_size=64, bits=6)
+    assert not served(model)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +78,7 @@ def test_experts_are_if_they_are_packed_as_the_rest_is_whatever_their_router(exp
     ids=["dense", "6-bits", "mxfp4", "odd-vocabulary", "dense-head", "mixed"],
 )
 def test_others_are_not(model):
-    assert not alike(model())
+    assert not served(model())
 
 
 def test_no_model_is_where_there_are_no_kernels_or_another_decoder():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -10,53 +10,81 @@ import pytest
 from engine.products.halves import bits, in_packs, rounded
 
 from mlx_manager.mlx_server.engine.products.experts import (
+    ErrandVariant,
     RouterForm,
-    gate_source,
-    lower_source,
+    errand_source,
     mix_source,
     route_source,
 )
+from mlx_manager.mlx_server.engine.products.factors import Activation
 from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
 EPSILON = 1e-5
 
 
+def silu_times(gate: np.ndarray, up: np.ndarray, steepness: float = 1.0) -> np.ndarray:
+    return gate / (1 + np.exp(-steepness * gate)) * up
+
+
+def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return silu_times(np.minimum(gate, 7), np.clip(up, -7, 7) + 1, 1.702)
+
+
+ACTIVATIONS = {Activation.SILU: silu_times, Activation.CLAMPED_SILU: clamped}
+
+
 @dataclass(frozen=True)
 class Case:
-    """each: rows of a router's block. held: pairs of an errand."""
+    """held: pairs of an errand."""
 
     name: str
     rows: int
     experts: int
     chosen: int
-    each: int = 1
     held: int = 8
     normalised: bool = True
     width: int = 256
     inner: int = 64
     packing: Packing | None = None
+    activation: Activation = Activation.SILU
+    bias: bool = False
     dtype: mx.Dtype = BF16
 
     @property
     def router(self) -> RouterForm:
-        of = (self.experts, self.chosen, self.normalised, self.width)
-        return RouterForm(self.each, self.held, *of, EPSILON)
+        of = (self.experts, self.chosen, self.normalised, self.bias, self.width)
+        return RouterForm(1 if self.rows == 1 else 8, self.held, *of, EPSILON)
 
     @property
     def form(self) -> WarpForm:
         return WarpForm(2, self.held, 2, 2, self.packing)
 
+    @property
+    def gates(self) -> ErrandVariant:
+        return ErrandVariant(self.form, self.experts, self.activation, self.bias)
 
+    @property
+    def down(self) -> ErrandVariant:
+        return ErrandVariant(self.form, self.experts, None, self.bias)
+
+
+FLOATS = Packing(4, 32, 64, floats=True)
 CASES = [
     Case("one-row", 1, 16, 4),
     Case("few-rows", 5, 40, 8, normalised=False),
     Case("few-experts", 13, 8, 2, inner=128),
-    Case("many-rows", 37, 64, 6, each=8, held=16, dtype=F16),
-    Case("more-than-an-errand", 75, 8, 3, each=8, held=32),
+    Case("many-rows", 37, 64, 6, held=16, dtype=F16),
+    Case("more-than-an-errand", 75, 8, 3, held=32),
     Case("all-experts", 9, 4, 4),
     Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
     Case("packed-8-bits", 21, 8, 3, packing=Packing(8, 64, 64), held=16, dtype=F16),
+    Case("packed-narrowly", 7, 8, 3, packing=Packing(4, 64, 64), width=192, bias=True),
+    Case("clamped", 6, 8, 3, width=320, activation=Activation.CLAMPED_SILU, bias=True),
+    Case("floats", 5, 8, 2, packing=FLOATS, width=192, activation=Activation.CLAMPED_SILU),
+    Case("floats-bias", 21, 8, 3, packing=FLOATS, held=16, bias=True, dtype=F16),
+    Case("floats-wide", 4, 6, 3, packing=Packing(4, 32, 256, floats=True), inner=256),
+    Case("floats-of-many-rows", 30, 4, 3, packing=replace(FLOATS, width=128), held=32, inner=128),
 ]
 
 
@@ -92,8 +120,9 @@ def _of(packed: bool) -> list[Case]:
 def routing_entries(case: Case) -> list[tuple]:
     """What routes, and what mixes."""
     of, route = case.dtype, route_source(case.dtype, case.router)
+    bias = [of] if case.bias else []
     return [
-        (route, (of, of, of, I32), (of, I32, F32, I32, I32, I32)),
+        (route, (of, of, of, *bias, I32), (of, F32, I32, F32, I32, I32, I32)),
         (mix_source(of, case.chosen), (of, of, I32, F32), (of,)),
     ]
 
@@ -101,10 +130,13 @@ def routing_entries(case: Case) -> list[tuple]:
 def product_entries(case: Case) -> list[tuple]:
     """Gates and ups, and the way down."""
     of = case.dtype
-    weight = [of] if case.packing is None else [mx.uint32, of, of]
+    weight = [of]
+    if case.packing is not None:
+        weight = [mx.uint32, mx.uint8] if case.packing.floats else [mx.uint32, of, of]
+    weight += [of] if case.bias else []
     return [
-        (gate_source(of, case.form, case.experts), (of, I32, I32, *weight), (of,)),
-        (lower_source(of, case.form, case.experts), (of, I32, *weight), (of,)),
+        (errand_source(of, case.gates), (of, I32, I32, *weight), (of,)),
+        (errand_source(of, case.down), (of, I32, *weight), (of,)),
     ]
 
 
@@ -118,6 +150,12 @@ class Problem:
         self.router = self.draw(case.experts, case.width, scale=case.width**-0.5)
         self.gate_up, self.gate_up_arrays = self.weight(2 * case.experts * case.inner, case.width)
         self.down, self.down_arrays = self.weight(case.experts * case.width, case.inner)
+        sizes = (case.experts, 2 * case.experts * case.inner, case.experts * case.width)
+        self.biases = [self.draw(size) if case.bias else np.zeros(size) for size in sizes]
+
+    def bias(self, number: int) -> list[np.ndarray]:
+        """Of the router, of gates and ups, or of the way down, if there are any."""
+        return [bits(self.biases[number].astype(np.float32), self.case.dtype)][: self.case.bias]
 
     def draw(self, *size: int, scale: float = 1.0) -> np.ndarray:
         return rounded(self.rng.normal(size=size) * scale, self.case.dtype)
@@ -135,8 +173,11 @@ class Problem:
         by = 1 / np.sqrt((self.x**2).mean(1, keepdims=True) + EPSILON)
         return rounded(rounded(self.x * by, of) * self.norm, of)
 
+    def logits(self, normed: np.ndarray) -> np.ndarray:
+        return rounded(normed @ self.router.T + self.biases[0], self.case.dtype)
+
     def scores(self, chosen: np.ndarray, normed: np.ndarray) -> np.ndarray:
-        logits = rounded(normed @ self.router.T, self.case.dtype)
+        logits = self.logits(normed)
         weights = np.exp(logits - logits.max(1, keepdims=True))
         own = np.take_along_axis(weights, chosen, 1)
         return own / (own if self.case.normalised else weights).sum(1, keepdims=True)
@@ -145,12 +186,15 @@ class Problem:
         of = self.case
         gates, ups = self.gate_up.reshape(2, of.experts, of.inner, of.width)
         downs = self.down.reshape(of.experts, of.width, of.inner)
+        of_gates, of_ups = self.biases[1].reshape(2, of.experts, of.inner)
+        of_downs = self.biases[2].reshape(of.experts, of.width)
         out = self.x.copy()
         for row in range(of.rows):
             for expert, score in zip(chosen[row], scores[row], strict=True):
-                gate, up = gates[expert] @ normed[row], ups[expert] @ normed[row]
-                inner = rounded(gate / (1 + np.exp(-gate)) * up, of.dtype)
-                out[row] += score * (downs[expert] @ inner)
+                gate = gates[expert] @ normed[row] + of_gates[expert]
+                up = ups[expert] @ normed[row] + of_ups[expert]
+                inner = rounded(ACTIVATIONS[of.activation](gate, up), of.dtype)
+                out[row] += score * (downs[expert] @ inner + of_downs[expert])
         return out
 
 
@@ -164,9 +208,10 @@ def floats(array: np.ndarray, dtype) -> np.ndarray:
 
 def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
     case, of = problem.case, problem.case.dtype
-    pairs, done = case.rows * case.chosen, np.zeros(1, np.int32)
+    pairs, done = case.rows * case.chosen, np.zeros(1 + case.router.groups(case.rows), np.int32)
     out = [
         unset(case.rows, case.width, dtype=of),
+        np.full((case.rows, case.experts), np.nan, np.float32),
         np.full((case.rows, case.chosen), -1, np.int32),
         np.full((case.rows, case.chosen), np.nan, np.float32),
         np.full(pairs, -1, np.int32),
@@ -174,21 +219,22 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
         np.full((case.router.most_errands(case.rows), 4), -1, np.int32),
     ]
     given = [bits(array, of) for array in (problem.x, problem.norm, problem.router)]
+    given += problem.bias(0)
     threads = case.router.threads
-    grid = (-(-case.rows // case.each) * threads, 1, 1)
+    grid = (case.router.blocks(case.rows) * threads, 1, 1)
     library, number = kernels.routing
     library.call(number, [*given, done], out, grid, (threads, 1, 1))
-    assert done[0] == 0
+    assert not done.any()
     return out
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
     problem = Problem(case, seed=7)
-    normed, chosen, scores, places, order, errands = routed(problem, kernels(case))
+    normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
     np.testing.assert_allclose(floats(normed, case.dtype), problem.normed, rtol=1e-2, atol=1e-6)
     exact = floats(normed, case.dtype)
-    logits = rounded(exact @ problem.router.T, case.dtype)
+    logits = problem.logits(exact)
     kept = np.sort(np.take_along_axis(logits, chosen, 1), 1)
     np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -case.chosen :], rtol=1e-2, atol=1e-3)
     assert all(len(set(row)) == case.chosen for row in chosen)
@@ -198,7 +244,7 @@ def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
     assert np.array_equal(order[places], np.repeat(np.arange(case.rows), case.chosen))
     experts = np.empty(places.size, int)
     experts[places] = chosen.ravel()
-    assert np.array_equal(experts, np.sort(experts))
+    assert np.count_nonzero(np.diff(experts)) == len(set(experts)) - 1
     there = errands[errands[:, 2] > 0]
     assert there[:, 2].max() <= case.held
     assert np.array_equal(np.repeat(there[:, 0], there[:, 2]), experts)
@@ -210,16 +256,16 @@ def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     of, problem = case.dtype, Problem(case, seed=CASES.index(case))
-    normed, chosen, scores, places, order, errands = routed(problem, kernels(case))
+    normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
     library, number = kernels(case).products
     threads = (case.form.threads, 1, 1)
     gated = unset(order.size, case.inner, dtype=of)
     blocks = len(errands) * case.inner // (case.form.outputs // 2)
-    arrays = [normed, order, errands, *problem.gate_up_arrays]
+    arrays = [normed, order, errands, *problem.gate_up_arrays, *problem.bias(1)]
     library.call(number, arrays, [gated], (blocks * threads[0], 1, 1), threads)
     given = unset(order.size, case.width, dtype=of)
     blocks = len(errands) * case.width // case.form.outputs
-    arrays = [gated, errands, *problem.down_arrays]
+    arrays = [gated, errands, *problem.down_arrays, *problem.bias(2)]
     library.call(number + 1, arrays, [given], (blocks * threads[0], 1, 1), threads)
     out = unset(case.rows, case.width, dtype=of)
     pieces = case.rows * case.width // 8
@@ -231,7 +277,7 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     assert error <= 1e-2
 
 
-@pytest.mark.parametrize("name", ["one-row", "many-rows", "packed"])
+@pytest.mark.parametrize("name", ["one-row", "many-rows", "packed", "floats-bias"])
 def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):
     (case,) = (case for case in CASES if case.name == name)
     nvidia_accepts([*routing_entries(case), *product_entries(case)])

@@ -28,11 +28,15 @@ EPSILON = 1e-5
 ROWS = (1, 3, 8, 13, 32, 75)
 
 
-def weight(outputs: int, inputs: int, bits: int | None) -> tuple[Weight, np.ndarray]:
+def weight(outputs: int, inputs: int, bits: int | str | None) -> tuple[Weight, np.ndarray]:
     """And what it stands for."""
     dense = (mx.random.normal((outputs, inputs)) * inputs**-0.5).astype(BF16)
     if bits is None:
         return dense, np.array(dense.astype(mx.float32))
+    if isinstance(bits, str):
+        words, scales = mx.quantize(dense, mode=bits)
+        packed = Packed(words, scales, None, 32, 4, bits)
+        return packed, np.array(packed.dense.astype(mx.float32))
     words, scales, biases = mx.quantize(dense, 64, bits)
     wide = scales.astype(mx.float32), biases.astype(mx.float32)
     stands_for = np.array(mx.dequantize(words, *wide, 64, bits))
@@ -77,7 +81,7 @@ def test_packed_products_are_the_reference(kernels, rows, bits):
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_a_vocabulary_of_half_blocks_is_multiplied_by(kernels, rows, bits):
     (x, exact), (of, stands_for) = random(rows, 768), weight(65 * 64, 768, bits)
-    assert kernels.serves(of, last=True)
+    assert kernels.serves(of)
     ones = Norm(mx.ones((768,), BF16), EPSILON)
     assert_close(kernels.multiply(x, of, norm=ones), normed(exact) @ stands_for.T)
 
@@ -141,24 +145,55 @@ def test_a_chain_is_the_reference(kernels, rows, bits):
             assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("is_gpt_oss", [False, True])
+@pytest.mark.parametrize("bits", [None, 4, 8, "mxfp4"])
 @pytest.mark.parametrize("rows", [*ROWS, 130, 700])
-def test_experts_are_the_reference(kernels, rows, bits):
-    count, chosen, width, inner = 12, 3, 512, 256
+def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
+    count, chosen, width, inner = 12, 3, 576 if is_gpt_oss else 512, 320 if is_gpt_oss else 256
     x, exact = random(rows, width)
     router, _ = random(count, width)
     gate_up, both = weight(2 * count * inner, width, bits)
     down, lower = weight(count * width, inner, bits)
-    experts = Experts(router * width**-0.5, gate_up, down, chosen, normalised=True)
+    drawn = [random(size) for size in (2 * count * inner, count * width, count)]
+    of_gates, of_down, of_router = (each if is_gpt_oss else (None, 0 * each[1]) for each in drawn)
+    experts = Experts(
+        router * width**-0.5,
+        gate_up,
+        down,
+        chosen,
+        normalised=True,
+        activation=Activation.CLAMPED_SILU if is_gpt_oss else Activation.SILU,
+        router_bias=of_router[0],
+        biases=(of_gates[0], of_down[0]) if is_gpt_oss else None,
+    )
     assert kernels.experts.serves(experts)
     norm = Norm(mx.ones((width,), BF16), EPSILON)
     made = kernels.experts(x, norm, experts)
-    of_rows, scores = np.array(made[1]), np.array(made[2])
+    of_rows, scores = np.array(made[2]), np.array(made[3])
     gates, ups = both.reshape(2, count, inner, width)
+    gate_biases, up_biases = of_gates[1].reshape(2, count, inner)
     wanted = exact.copy()
     for row, own in enumerate(normed(exact)):
         for expert, score in zip(of_rows[row], scores[row], strict=True):
-            both = np.concatenate([gates[expert] @ own, ups[expert] @ own])[None]
-            between = gated(both, Activation.SILU)[0]
-            wanted[row] += score * (lower.reshape(count, width, inner)[expert] @ between)
+            gate = gates[expert] @ own + gate_biases[expert]
+            up = ups[expert] @ own + up_biases[expert]
+            how = Activation.CLAMPED_SILU if is_gpt_oss else Activation.SILU
+            between = gated(np.concatenate([gate, up])[None], how)[0]
+            bias = of_down[1].reshape(count, width)[expert]
+            below = lower.reshape(count, width, inner)[expert] @ between + bias
+            wanted[row] += score * below
     assert_close(made[-1], wanted)
+
+
+def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
+    count, chosen, width, inner = 32, 4, 576, 320
+    (x, exact), (router, _) = random(40, width), random(count, width)
+    router = router * width**-0.5
+    bias, added = random(count)
+    gate_up, _ = weight(2 * count * inner, width, None)
+    down, _ = weight(count * width, inner, None)
+    experts = Experts(router, gate_up, down, chosen, normalised=True, router_bias=bias)
+    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    logits = normed(exact) @ np.array(router.astype(mx.float32)).T + added
+    kept = np.sort(np.take_along_axis(logits, np.array(made[2]), 1), 1)
+    np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -chosen:], rtol=2e-2, atol=2e-2)

@@ -86,6 +86,8 @@ PACKED_CASES = [
     Case("packed-8-bits-by-128", WarpForm(2, 8, 2, 2, Packing(8, 128, 128)), 5, inputs=384),
     Case("packed-odd-groups", WarpForm(4, 16, 2, 2, Packing(4, 128, 128)), 12, inputs=640),
     Case("packed-8-bits-by-32", WarpForm(1, 16, 4, 3, Packing(8, 32, 64)), 9, inputs=192),
+    Case("packed-in-short-stages", WarpForm(1, 8, 2, 3, Packing(4, 64, 64)), 3, inputs=320),
+    Case("packed-by-32-in-short-stages", WarpForm(2, 16, 2, 3, Packing(4, 32, 64)), 9, inputs=192),
 ]
 ROW_CASES = [
     Case("row", RowForm(8, 8, 2, FOUR, (32, 4096)), 1, inputs=4096, outputs=32),
@@ -126,6 +128,13 @@ ROW_CASES = [
         1,
         inputs=192,
         gated=True,
+    ),
+    Case(
+        "row-in-short-stages",
+        RowForm(2, 8, 2, Packing(4, 64, 64), (64, 320)),
+        1,
+        inputs=320,
+        outputs=64,
     ),
     Case("row-without-inputs", RowForm(8, 8, 2, FOUR, (128, 256)), 1, residual=True, dtype=F16),
 ]
@@ -348,11 +357,21 @@ def test_gates_and_ups_are_shared_out_evenly(rows, outputs):
     assert isinstance(form, WarpForm) or form.rows >= rows
 
 
+@pytest.mark.parametrize("rows", [1, 9, 17, 32])
+def test_gates_that_groups_can_t_share_are_multiplied_by_warps(rows):
+    weight = mx.zeros((43200, 256))
+    form = gated_form(weight, rows, H200)
+    assert isinstance(form, WarpForm)
+    assert weight.shape[0] % form.outputs == 0
+    assert GroupForm.serves(mx.zeros((43264, 256)), H200)
+    assert not GroupForm.serves(weight, H200)
+
+
 def test_matrices_of_odd_sizes_are_not_served():
     assert ProductKernels.serves(mx.zeros((256, 896)))
-    assert not ProductKernels.serves(mx.zeros((192, 896)))
-    assert ProductKernels.serves(mx.zeros((192, 896)), last=True)
-    assert not ProductKernels.serves(mx.zeros((200, 896)), last=True)
+    assert ProductKernels.serves(mx.zeros((320, 896)))
+    assert not ProductKernels.serves_ahead(mx.zeros((320, 896)))
+    assert not ProductKernels.serves(mx.zeros((200, 896)))
     assert not ProductKernels.serves(mx.zeros((256, 900)))
 
 
@@ -364,12 +383,12 @@ def packed(outputs, inputs, group, bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("inputs", [896, 1536, 2048, 3584])
+@pytest.mark.parametrize("inputs", [896, 1536, 2048, 2880, 3584])
 def test_packed_matrices_that_are_served_are_cut_into_whole_stages(bits, group, inputs):
     weight = packed(256, inputs, group, bits)
     assert weight.shape == (256, inputs)
     served = ProductKernels.serves(weight)
-    assert served == (bits in (4, 8) and group > 16)
+    assert served == (bits in (4, 8) and group > 16 and inputs % max(group, 64) == 0)
     if served:
         packing = Packing.of(weight)
         assert inputs % packing.width == 0
@@ -392,6 +411,7 @@ def test_packed_matrices_that_are_served_are_cut_into_whole_stages(bits, group, 
         [(896, 896), (9728, 896), (896, 4864)],
         [(128256, 2048)],
         [(262208, 2560)],
+        [(960, 1024), (5184, 1024), (2880, 2560), (64, 1024)],
     ],
 )
 def test_one_row_is_shared_out_among_warps_that_all_have_weights(bits, group, device, sizes):
