@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.engine.kernels.hopper import (
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.engine.kernels.kernel import source
+from mlx_manager.mlx_server.engine.kernels.kernel import flag, source
 from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
 
 WIDTH = 64
@@ -47,12 +47,13 @@ _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 @dataclass(frozen=True, slots=True)
 class Packing:
     """How weights are packed: numbers of so many bits, groups of so many that share a scale, and
-    how many a stage of the kernel holds of each row. `floats`: they are mxfp4, and not integers."""
+    how many a stage of the kernel holds of each row. `floats`: of mxfp4, how many a row has, as a
+    block has the scales of its whole rows; 0 for integers."""
 
     bits: int
     group: int
     width: int
-    floats: bool = False
+    floats: int = 0
 
     @staticmethod
     def of(weight: Weight) -> Packing | None:
@@ -77,13 +78,13 @@ class Packing:
     @staticmethod
     def _found(weight: Packed) -> Packing | None:
         bits, group, inputs = weight.bits, weight.group_size, weight.shape[1]
-        integers = weight.mode == "affine" and bits in (4, 8) and group in (32, 64, 128)
-        floats = weight.mode == "mxfp4"
-        if not integers and not floats:
+        if weight.mode == "mxfp4":
+            return Packing(bits, group, 128, inputs) if inputs % WIDTH == 0 else None
+        if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
             return None
         # 128 bytes of a row, or 64, or 32.
         widths = (1024 // bits, 512 // bits, 256 // bits)
-        packings = (Packing(bits, group, width, floats) for width in widths if inputs % width == 0)
+        packings = (Packing(bits, group, width) for width in widths if inputs % width == 0)
         return next((packing for packing in packings if packing.is_whole), None)
 
     @property
@@ -105,7 +106,12 @@ class Packing:
     @property
     def row_bytes(self) -> int:
         """Of a stage, for each row of weights."""
-        return self.width * self.bits // 8 + (1 if self.floats else 2) * _TERMS
+        return self.width * self.bits // 8 + (0 if self.floats else 2 * _TERMS)
+
+    @property
+    def scales(self) -> int:
+        """Bytes of each row's that a block has all the time."""
+        return self.floats // self.group
 
 
 def knows(weight: Weight) -> bool:
@@ -181,7 +187,8 @@ class ByWarps(ABC):
         if self.packing is None:
             return f"kernels::Plain<{element}>"
         if self.packing.floats:
-            return f"kernels::Microscaled<{element}, {self.packing.width}>"
+            tail = flag(self.packing.floats % self.packing.width > 0)
+            return f"kernels::Microscaled<{element}, {self.packing.width}, {tail}>"
         of = f"{self.packing.bits}, {self.packing.group}, {self.packing.width}"
         return f"kernels::Packed<{element}, {of}>"
 
@@ -226,8 +233,9 @@ class WarpForm(ByWarps):
     @property
     def shared_memory(self) -> int:
         stages = self.warps * self.stages * self._stage_bytes(self.tiles, self.rows, self.packing)
+        scales = 0 if self.packing is None else self.outputs * self.packing.scales
         merged = self.warps * self.rows * (self.outputs + 5) * 4
-        return max(stages, merged)
+        return max(stages + scales, merged)
 
     @property
     def sources(self) -> tuple[Path, ...]:

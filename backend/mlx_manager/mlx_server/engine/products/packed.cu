@@ -98,9 +98,11 @@ __device__ __forceinline__ void multiply_integers(float (&sums)[COLUMNS][4], con
   }
 }
 
-// What weights of all kinds have in common: how a stage holds them.
-template <int BITS, int GROUP, int COLUMNS_OF_STAGE>
+// What weights of all kinds have in common: how a stage holds them. ENDS: some may have fewer
+// columns than others.
+template <int BITS, int GROUP, int COLUMNS_OF_STAGE, bool ENDS = false>
 struct PackedRows {
+  static constexpr bool kEnds = ENDS;
   static constexpr int WIDTH = COLUMNS_OF_STAGE, OF_GROUP = GROUP;
   // Bytes of a row in a stage, its 16-byte pieces, its groups.
   static constexpr int ROW = WIDTH * BITS / 8, PIECES = ROW / 16, GROUPS = WIDTH / GROUP;
@@ -125,6 +127,7 @@ struct PackedRows {
                                               int lane) const {
     constexpr int EACH = 32 / PIECES, HALF = OUTPUTS / 2;
     const int row = lane / PIECES, piece = lane % PIECES;
+    if (ENDS && k + piece * 128 / BITS >= inputs) return;
     const unsigned line = unsigned(inputs) * BITS / 8;
     const unsigned offset = row * line + unsigned(k) * BITS / 8 + piece * 16;
     const unsigned char* of = reinterpret_cast<const unsigned char*>(words) + offset;
@@ -157,6 +160,7 @@ struct Packed : PackedRows<BITS, GROUP, COLUMNS_OF_STAGE> {
   using Rows = PackedRows<BITS, GROUP, COLUMNS_OF_STAGE>;
   using Rows::GROUPS, Rows::OCTETS, Rows::ROW, Rows::TERMS, Rows::UNITS;
   using typename Rows::Own;
+  static constexpr bool kBegins = false;
   // Scales, or biases, that are copied at once.
   static constexpr int IN_TERMS = TERMS / int(sizeof(T));
 
@@ -303,34 +307,38 @@ __device__ __forceinline__ uint4 raised(uint4 x, const __half*) { return x; }
 __device__ __forceinline__ constexpr unsigned raised_by(const __nv_bfloat16*) { return 62; }
 __device__ __forceinline__ constexpr unsigned raised_by(const __half*) { return 14; }
 
-// Floats of 4 bits in groups of 32.
-template <typename T, int COLUMNS_OF_STAGE>
-struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
-  using Rows = PackedRows<4, 32, COLUMNS_OF_STAGE>;
-  using Rows::GROUPS, Rows::ROW, Rows::TERMS;
-
-  // Rows 8 apart have their scales at the same place in 16 bytes.
-  static_assert(GROUPS % 2 == 0 && GROUPS <= TERMS);
+// Floats of 4 bits in groups of 32. TAIL: the last stage of a row has fewer columns.
+template <typename T, int COLUMNS_OF_STAGE, bool TAIL>
+struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE, TAIL> {
+  using Rows = PackedRows<4, 32, COLUMNS_OF_STAGE, TAIL>;
+  using Rows::GROUPS, Rows::ROW;
+  static constexpr bool kBegins = true;
 
   const unsigned char* scales;
+  // Those of the block's rows, a row after the other.
+  const unsigned char* own;
 
   template <int OUTPUTS>
   __host__ __device__ static constexpr int stage() {
-    return OUTPUTS * (ROW + TERMS);
+    return OUTPUTS * ROW;
   }
 
-  // Behind the weights of a stage lie the rows' scales, the 16 bytes where they are.
+  // Copies the scales of all of a block's rows, which lie together: a stage's would be a byte or two
+  // of each row. Rows are 8 or more, and have an even number of groups.
+  template <int OUTPUTS, int THREADS>
+  __device__ __forceinline__ void begin(unsigned char* to, Lines lines, int inputs) {
+    own = to;
+    const int groups = inputs / 32, pieces = OUTPUTS * groups / 16;
+    const unsigned char* first = scales + lines.first * groups;
+    const unsigned char* second = scales + (lines.second - OUTPUTS / 2) * groups;
+    for (int i = threadIdx.x; i < pieces; i += THREADS)
+      copy_async(to + i * 16, (i < pieces / 2 ? first : second) + i * 16, 16);
+  }
+
   template <int OUTPUTS>
   __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
                                         int lane) const {
     this->template fetch_words<OUTPUTS>(stage, lines, inputs, k, lane);
-    const unsigned groups = inputs / 32;
-#pragma unroll
-    for (int row = lane; row < OUTPUTS; row += 32) {
-      const long line = (row < OUTPUTS / 2 ? lines.first : lines.second) + row % (OUTPUTS / 2);
-      const long at = (line * groups + k / 32) / TERMS * TERMS;
-      copy_async(stage + OUTPUTS * ROW + row * TERMS, scales + at, TERMS);
-    }
   }
 
   // Adds a stage's share; `rows` gives 8 columns of the rows.
@@ -340,13 +348,14 @@ struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
                                        READER rows) const {
     static_assert(!READER::ARRANGED);
     const T* type = nullptr;
-    const int first = (lane / 4 * (inputs / 32) + k / 32) % TERMS;
-    const unsigned char* exponents = stage + TILES * 16 * ROW + first;
+    const int groups = inputs / 32;
+    const unsigned char* exponents = own + k / 32;
     const auto scale = [&](int row, int group) {
-      return __uint_as_float((exponents[row * TERMS + group] + raised_by(type)) << 23);
+      return __uint_as_float((exponents[row * groups + group] + raised_by(type)) << 23);
     };
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
+      if (TAIL && k + group * 32 >= inputs) break;
       uint4 b[COLUMNS];
       rows(b, group * 4 + lane % 4);
 #pragma unroll

@@ -8,6 +8,7 @@ namespace kernels {
 template <typename T>
 struct Plain {
   static constexpr int WIDTH = 64, SWAP = 4;
+  static constexpr bool kBegins = false, kEnds = false;
 
   const T* of;
 

@@ -57,6 +57,10 @@ struct Product {
   Lines lines;
   AT at;
   unsigned char* stages;
+  // Of a stage's copies of rows: rows that a warp copies at once, and, unless they are in order,
+  // where those of this lane begin. They are looked up once.
+  static constexpr int EACH = 32 / PIECES, LOOKED_UP = AT::kInOrder ? 1 : (HELD + EACH - 1) / EACH;
+  unsigned starts[LOOKED_UP];
 
   float output[TILES][COLUMNS][4];
   float squares[COLUMNS][SUMS];
@@ -90,10 +94,17 @@ struct Product {
       copy_async(norm_of(stage(i)) + lane * 8, norm + k + lane * 8, 16);
   }
 
+  __device__ __forceinline__ void look_up() {
+#pragma unroll
+    for (int j = 0; j < LOOKED_UP; j++) {
+      const int row = lane / PIECES + j * EACH;
+      starts[j] = row < rows ? unsigned(at(row)) * inputs : 0;
+    }
+  }
+
   __device__ __forceinline__ void fetch_rows(int i) {
-    if (i < count) {
-      constexpr int EACH = 32 / PIECES;
-      const int row = lane / PIECES, piece = lane % PIECES, left = rows - row;
+    const int row = lane / PIECES, piece = lane % PIECES, left = rows - row;
+    if (i < count && !(W::kEnds && column(i) + piece * 8 >= inputs)) {
       T* to = rows_of(stage(i));
       // Where rows lie whose places differ by more than their number.
       T* by_turns[2] = {to + place(row, piece), to + place(row + EACH, piece) - EACH * WIDTH};
@@ -105,10 +116,9 @@ struct Product {
       } else {
         const T* from = x + (column(i) + piece * 8);
 #pragma unroll
-        for (int j = 0; j < (HELD + EACH - 1) / EACH; j++)
+        for (int j = 0; j < LOOKED_UP; j++)
           if (j * EACH < left)
-            copy_async(by_turns[j % 2] + j * EACH * WIDTH,
-                       from + (long)at(row + j * EACH) * inputs, 16);
+            copy_async(by_turns[j % 2] + j * EACH * WIDTH, from + starts[j], 16);
       }
     }
     commit_copies();
@@ -172,7 +182,8 @@ struct Product {
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
     stages = shared + warp * STAGES * STAGE;
-    count = (inputs / WIDTH - warp + WARPS - 1) / WARPS;
+    const int all = W::kEnds ? (inputs + WIDTH - 1) / WIDTH : inputs / WIDTH;
+    count = (all - warp + WARPS - 1) / WARPS;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
@@ -182,6 +193,8 @@ struct Product {
 #pragma unroll
         for (int e = 0; e < 4; e++) output[t][n][e] = 0.f;
     }
+    if constexpr (W::kBegins)
+      weight.template begin<OUTPUTS, WARPS * 32>(shared + WARPS * STAGES * STAGE, lines, inputs);
     if constexpr (AWAIT::kNeeded) {
 #pragma unroll
       for (int i = 0; i < STAGES - 1; i++) fetch_weights(i);
@@ -192,8 +205,21 @@ struct Product {
     } else {
       summed.ask(made, rows);
       ask();
+      if constexpr (AT::kInOrder) {
 #pragma unroll
-      for (int i = 0; i < STAGES - 1; i++) fetch(i);
+        for (int i = 0; i < STAGES - 1; i++) fetch(i);
+      } else {
+        // Weights are under way while rows are looked up.
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) fetch_weights(i);
+        look_up();
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) fetch_rows(i);
+      }
+    }
+    if constexpr (W::kBegins) {
+      wait_copies<STAGES - 2>();
+      __syncthreads();
     }
     for (int i = 0; i < count; i++) {
       wait_copies<STAGES - 2>();
