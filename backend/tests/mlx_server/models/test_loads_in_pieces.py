@@ -90,7 +90,8 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
         await pool.get_model("b")
         engines = pool.figures()["engines"]
         assert engines["b"]["forward"] == "fused"
-    places = [" > ".join(pause.split(" > ")[4:]) for pause in watch.pauses if "_fused" in pause]
+    parts = [pause.partition(" > _fused > ") for pause in watch.pauses]
+    places = [place for _, of_fused, place in parts if of_fused]
     # A step's launches by themselves for five numbers of rows; when warming, two times for each of
     # three loads.
     tried = places.count("checking > one_by_one > computed > beside")

@@ -135,14 +135,14 @@ class ExpertKernels:
             experts.gate_up,
             of_gates,
             (pairs, experts.inner),
-            self._variant(experts, form, experts.gate_up, experts.activation),
+            self._variant(experts, form, pairs, experts.activation),
         )
         given = self._multiply(
             [gated, errands],
             experts.down,
             of_down,
             (pairs, experts.width),
-            self._variant(experts, form, experts.down),
+            self._variant(experts, form, pairs),
         )
         return [*routed, gated, given, self._mix(hidden, given, places, scores)]
 
@@ -156,13 +156,10 @@ class ExpertKernels:
         return RouterForm(each, held, *of, epsilon)
 
     def _variant(
-        self,
-        experts: Experts,
-        router: RouterForm,
-        weight: Weight,
-        activation: Activation | None = None,
+        self, experts: Experts, router: RouterForm, pairs: int, activation: Activation | None = None
     ) -> ErrandVariant:
-        form = errand_form(weight, router.held, self._device)
+        weight = experts.down if activation is None else experts.gate_up
+        form = errand_form(weight, router.held, self._device, few=pairs < experts.count)
         return ErrandVariant(form, experts.count, activation, experts.biases is not None)
 
     def _route(
@@ -231,17 +228,23 @@ class ExpertKernels:
         return self._kernels[key]
 
 
-def errand_form(weight: Weight, held: int, device: CudaDevice) -> WarpForm:
-    """For up to `held` pairs of an expert."""
+def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = False) -> WarpForm:
+    """For up to `held` pairs of an expert; few: most experts have none. As measured on an H200: of
+    packed weights 64 bytes of a row at once and two stages, so that many blocks fit, and unless
+    pairs are few more tiles share the reading of rows; of floats there is too much to do for that.
+    """
     packing = Packing.of(weight)
-    if packing is not None and weight.shape[1] < 4 * packing.width:
-        # Or warps of a block would have nothing to do.
-        packing = packing.narrower()
-    forms = [
-        WarpForm(2, held, warps, stages, packing)
-        for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2))
-    ]
-    most = device.multiprocessor_memory // 2 - 1024
+    if packing is None:
+        forms = [
+            WarpForm(2, held, warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2))
+        ]
+        most = device.multiprocessor_memory // 2 - 1024
+    else:
+        most_tiles = 2 if few or packing.floats else 4
+        sizes = [(tiles, 4) for tiles in (4, 2) if tiles <= most_tiles] + [(2, 2), (2, 1)]
+        narrow = packing.narrower()
+        forms = [WarpForm(tiles, held, warps, 2, narrow) for tiles, warps in sizes]
+        most = device.block_memory
     fitting = (form for form in forms if form.shared_memory <= most)
     return next(fitting, forms[-1])
 

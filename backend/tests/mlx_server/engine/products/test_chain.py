@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.products.devices import H200
 from engine.products.halves import bits, gated, in_packs, rounded
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import (
     PRODUCTS,
@@ -26,7 +26,6 @@ WIDTH, ATTENDED, INNER, HEADS = 256, 128, 384, 512
 FOUR, EIGHT = Packing(4, 64, 128), Packing(8, 64, 128)
 SIZES = [(WIDTH, ATTENDED), (2 * INNER, WIDTH), (WIDTH, INNER), (HEADS, WIDTH)]
 EPSILON = 1e-5
-H200 = CudaDevice(132, 227 * 1024, 228 * 1024)
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
     )
     down = Link(mx.zeros((WIDTH, INNER)))
     qkv = Link(mx.zeros((HEADS, WIDTH)), mx.zeros((HEADS,)), norms[1])
-    kernels = ProductKernels(BF16, CudaDevice(132, 227 * 1024, 228 * 1024))
+    kernels = ProductKernels(BF16, H200)
     links = [output, gate_up, down, qkv]
     attended, residual = mx.zeros((3, ATTENDED), BF16), mx.zeros((3, WIDTH), BF16)
     for chain in (kernels.chain(links), kernels.chain(links), kernels.chain(links[:3])):

@@ -7,31 +7,22 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.products.halves import bits, in_packs, rounded
+from engine.products.devices import H200, RTX4090
+from engine.products.halves import bits, gated, in_packs, rounded
 
 from mlx_manager.mlx_server.engine.products.experts import (
     ErrandVariant,
     RouterForm,
+    errand_form,
     errand_source,
     mix_source,
     route_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Activation
-from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm
+from mlx_manager.mlx_server.engine.products.factors import Activation, Packed
+from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
 EPSILON = 1e-5
-
-
-def silu_times(gate: np.ndarray, up: np.ndarray, steepness: float = 1.0) -> np.ndarray:
-    return gate / (1 + np.exp(-steepness * gate)) * up
-
-
-def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    return silu_times(np.minimum(gate, 7), np.clip(up, -7, 7) + 1, 1.702)
-
-
-ACTIVATIONS = {Activation.SILU: silu_times, Activation.CLAMPED_SILU: clamped}
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,8 @@ class Problem:
             for expert, score in zip(chosen[row], scores[row], strict=True):
                 gate = gates[expert] @ normed[row] + of_gates[expert]
                 up = ups[expert] @ normed[row] + of_ups[expert]
-                inner = rounded(ACTIVATIONS[of.activation](gate, up), of.dtype)
+                both = np.concatenate([gate, up])[None]
+                inner = rounded(gated(both, of.activation)[0], of.dtype)
                 out[row] += score * (downs[expert] @ inner + of_downs[expert])
         return out
 
@@ -261,13 +253,13 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
     library, number = kernels(case).products
     threads = (case.gates.form.threads, 1, 1)
-    gated = unset(order.size, case.inner, dtype=of)
+    between = unset(order.size, case.inner, dtype=of)
     blocks = len(errands) * case.inner // (case.gates.form.outputs // 2)
     arrays = [normed, order, errands, *problem.gate_up_arrays, *problem.bias(1)]
-    library.call(number, arrays, [gated], (blocks * threads[0], 1, 1), threads)
+    library.call(number, arrays, [between], (blocks * threads[0], 1, 1), threads)
     given = unset(order.size, case.width, dtype=of)
     blocks = len(errands) * case.width // case.gates.form.outputs
-    arrays = [gated, errands, *problem.down_arrays, *problem.bias(2)]
+    arrays = [between, errands, *problem.down_arrays, *problem.bias(2)]
     library.call(number + 1, arrays, [given], (blocks * threads[0], 1, 1), threads)
     out = unset(case.rows, case.width, dtype=of)
     pieces = case.rows * case.width // 8
@@ -277,6 +269,26 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     wanted = problem.result(chosen, scores, floats(normed, of))
     error = np.linalg.norm(floats(out, of) - wanted) / np.linalg.norm(wanted)
     assert error <= 1e-2
+
+
+KINDS = {"affine-4": (64, 4, "affine"), "affine-8": (32, 8, "affine"), "mxfp4": (32, 4, "mxfp4")}
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("held", [8, 16, 32])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("inputs", [704, 2048, 2880, 4096])
+@pytest.mark.parametrize("device", [H200, RTX4090], ids=["H200", "RTX4090"])
+def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few):
+    weight = mx.zeros((128, inputs))
+    if kind is not None:
+        group, each, mode = KINDS[kind]
+        weight = Packed(*mx.quantize(weight, group, each, mode=mode)[:2], None, group, each, mode)
+    assert knows(weight)
+    form = errand_form(weight, held, device, few=few)
+    assert form.rows == held
+    assert form.shared_memory <= device.block_memory
+    assert 128 % form.outputs == 0
 
 
 @pytest.mark.parametrize("name", ["one-row", "many-rows", "packed", "floats-bias"])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.products.devices import H200, RTX4090
 from engine.products.halves import bits, gated, in_packs, rounded
 from mlx import nn
 
 from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.products import ProductKernels, Variant, gated_form
 from mlx_manager.mlx_server.engine.products.factors import Activation, Packed
 from mlx_manager.mlx_server.engine.products.forms import Form, GroupForm, Packing, RowForm, WarpForm
@@ -22,8 +22,6 @@ NAMES = (
     *("x", "norm", "squares", "weight", "scales", "biases", "bias", "residual", "next_norm"),
     *("out", "scaled_out", "squares_out"),
 )
-H200 = CudaDevice(132, 227 * 1024, 228 * 1024, multiplies_in_groups=True)
-RTX4090 = CudaDevice(128, 99 * 1024, 100 * 1024)
 
 
 @dataclass(frozen=True)
