@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -37,8 +37,12 @@ _ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
 # Of a router's blocks: rows of a launch are at most 8 times as many.
 _MOST_GROUPS = 8192
+# Rows that are mixed by who comes last to the way down, of whose parts there are at most so many.
+# Of more rows few blocks would have too much to do.
+_MOST_MIXED, _MOST_PARTS = 64, 1024
 _MIX_THREADS = 256
 _PIECE = 8
+_MIXED = ("done", "residual", "places", "scores")
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
 _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
 
@@ -81,12 +85,14 @@ class RouterForm:
 
 @dataclass(frozen=True, slots=True)
 class ErrandVariant:
-    """Constants of a product's kernel. `activation`: of gates and ups; None for the way down."""
+    """Constants of a product's kernel. `activation`: of gates and ups; None for the way down.
+    `mixes`: experts of a row, if what they give is mixed there, or 0."""
 
     form: WarpForm
     experts: int
     activation: Activation | None
     bias: bool
+    mixes: int = 0
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -96,7 +102,13 @@ class ErrandVariant:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the kernel's inputs."""
-        return (*self.rows, *self.form.weight_parts, *(("bias",) if self.bias else ()))
+        bias = ("bias",) if self.bias else ()
+        mixed = _MIXED if self.mixes else ()
+        return (*self.rows, *self.form.weight_parts, *bias, *mixed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("out", "mixed") if self.mixes else ("out",)
 
 
 class ExpertKernels:
@@ -106,9 +118,11 @@ class ExpertKernels:
         self._dtype = dtype
         self._device = device
         self._kernels: dict[tuple[object, ...], Kernel] = {}
-        # Of a router's blocks; its launches follow each other, and leave zeros.
-        self._done = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
-        mx.eval(self._done)
+        # Of a router's blocks, and of those of the way down; launches follow each other, and leave
+        # zeros.
+        self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
+        self._lowered = mx.zeros((_MOST_PARTS,), mx.int32)
+        mx.eval(self._routed, self._lowered)
 
     def serves(self, experts: Experts) -> bool:
         """Whether the kernels do."""
@@ -117,6 +131,7 @@ class ExpertKernels:
             all(map(knows, weights))
             and len({Packing.of(weight) is None for weight in weights}) == 1
             and experts.width % 64 == 0
+            and experts.width // 32 <= _MOST_PARTS
             and experts.inner % 64 == 0
             and experts.chosen <= min(MOST_CHOSEN, experts.count)
             and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
@@ -130,21 +145,22 @@ class ExpertKernels:
         normed, _, _, scores, places, order, errands = routed
         pairs = hidden.shape[0] * experts.chosen
         of_gates, of_down = experts.biases or (None, None)
-        gated = self._multiply(
+        (gated,) = self._multiply(
             [normed, order, errands],
             experts.gate_up,
             of_gates,
-            (pairs, experts.inner),
             self._variant(experts, form, pairs, experts.activation),
+            [(pairs, experts.inner)],
         )
-        given = self._multiply(
-            [gated, errands],
-            experts.down,
-            of_down,
-            (pairs, experts.width),
-            self._variant(experts, form, pairs),
+        variant = self._variant(experts, form, pairs)
+        shapes, mixed = [(pairs, experts.width)], [hidden, places, scores]
+        if variant.mixes:
+            shapes.append((hidden.shape[0], experts.width))
+        given, *mixed_there = self._multiply(
+            [gated, errands], experts.down, of_down, variant, shapes, [self._lowered, *mixed]
         )
-        return [*routed, gated, given, self._mix(hidden, given, places, scores)]
+        out = mixed_there or [self._mix(hidden, given, places, scores)]
+        return [*routed, gated, given, *out]
 
     def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
         # As few of an expert's rows at once as most experts have.
@@ -160,7 +176,14 @@ class ExpertKernels:
     ) -> ErrandVariant:
         weight = experts.down if activation is None else experts.gate_up
         form = errand_form(weight, router.held, self._device, few=pairs < experts.count)
-        return ErrandVariant(form, experts.count, activation, experts.biases is not None)
+        mixes = activation is None and pairs <= _MOST_MIXED * experts.chosen
+        return ErrandVariant(
+            form,
+            experts.count,
+            activation,
+            experts.biases is not None,
+            experts.chosen if mixes else 0,
+        )
 
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
@@ -173,7 +196,7 @@ class ExpertKernels:
         bias = [] if experts.router_bias is None else [experts.router_bias]
         kernel = self._kernel(route_source, form)
         return kernel(
-            inputs=[hidden, norm.weight, experts.router, *bias, self._done],
+            inputs=[hidden, norm.weight, experts.router, *bias, self._routed],
             grid=(form.blocks(rows) * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=[
@@ -185,25 +208,26 @@ class ExpertKernels:
             output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
         )
 
-    def _multiply(
+    def _multiply(  # noqa: PLR0917
         self,
         given: list[mx.array],
         weight: Weight,
         bias: mx.array | None,
-        shape: tuple[int, int],
         variant: ErrandVariant,
-    ) -> mx.array:
-        """given: the errands are the last of it. shape: of the result."""
+        shapes: list[tuple[int, int]],
+        mixed: Sequence[mx.array] = (),
+    ) -> list[mx.array]:
+        """given: the errands are the last of it. shapes: of the results. mixed: what that takes."""
         form = variant.form
         parts = weight.shape[0] // variant.experts // form.outputs
-        (out,) = self._kernel(errand_source, variant)(
-            inputs=[*given, *arrays_of(weight), *([] if bias is None else [bias])],
+        may_be = [*([] if bias is None else [bias]), *(mixed if variant.mixes else ())]
+        return self._kernel(errand_source, variant)(
+            inputs=[*given, *arrays_of(weight), *may_be],
             grid=(given[-1].shape[0] * parts * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
-            output_shapes=[shape],
-            output_dtypes=[self._dtype],
+            output_shapes=shapes,
+            output_dtypes=[self._dtype] * len(shapes),
         )
-        return out
 
     def _mix(
         self, residual: mx.array, given: mx.array, places: mx.array, scores: mx.array
@@ -276,8 +300,9 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
     lines, inputs = form.size_of("weight")
     bias = flag(variant.bias)
     if activation is None:
-        name, constants = "lower", bias
-        sizes = f"{inputs}, {lines} / {variant.experts}"
+        name, constants = "lower", f"{bias}, {variant.mixes}"
+        mixed = f"{', '.join(_MIXED)}, mixed, residual_shape[0]" if variant.mixes else ""
+        sizes = f"{inputs}, {lines} / {variant.experts}, {{{mixed}}}"
     else:
         name, constants = "gate", f"kernels::{activation.value}, {bias}"
         sizes = f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
@@ -290,7 +315,7 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
             f"{'bias' if variant.bias else 'nullptr'}, out, {sizes});"
         ),
         inputs=variant.inputs,
-        outputs=("out",),
+        outputs=variant.outputs,
         shared_memory=form.shared_memory,
     )
 

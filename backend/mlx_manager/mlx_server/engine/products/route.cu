@@ -7,8 +7,9 @@
 //
 // with biases behind the router, and behind gate, up and down, where there are any.
 //
-// Four launches, of which the first and the last are here, and the products in experts.cu. What a
-// row and an expert have in common is a pair. Pairs are put in order by expert, so that an expert's
+// Four launches, of which the first and the last are here, and the products in experts.cu; with few
+// rows three, since the last blocks of the way down do what the fourth would. What a row and an
+// expert have in common is a pair. Pairs are put in order by expert, so that an expert's
 // weights are read once for up to HELD of its rows: an errand.
 
 namespace kernels {
@@ -323,16 +324,27 @@ __device__ __forceinline__ void mix_rows(const T* residual, const T* given, cons
   const int pieces = width / 8, row = at / pieces, piece = at % pieces;
   if (row >= rows) return;
   using Values = Neighbours<T, 8>;
-  float sum[8];
+  const T* type = nullptr;
   Values result = Values::at(residual + (long)row * width + piece * 8);
+  uint4 of[CHOSEN];
+#pragma unroll
+  for (int k = 0; k < CHOSEN; k++) {
+    const T* from = given + (long)places[row * CHOSEN + k] * width + piece * 8;
+    of[k] = read_shared_result(reinterpret_cast<const uint4*>(from));
+  }
+  float sum[8];
 #pragma unroll
   for (int e = 0; e < 8; e++) sum[e] = float(result.of[e]);
 #pragma unroll
   for (int k = 0; k < CHOSEN; k++) {
     const float by = scores[row * CHOSEN + k];
-    const Values of = Values::at(given + (long)places[row * CHOSEN + k] * width + piece * 8);
+    const unsigned pairs[4] = {of[k].x, of[k].y, of[k].z, of[k].w};
 #pragma unroll
-    for (int e = 0; e < 8; e++) sum[e] = fmaf(by, float(of.of[e]), sum[e]);
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = unpack(pairs[i], type);
+      sum[2 * i] = fmaf(by, pair.x, sum[2 * i]);
+      sum[2 * i + 1] = fmaf(by, pair.y, sum[2 * i + 1]);
+    }
   }
 #pragma unroll
   for (int e = 0; e < 8; e++) result.of[e] = T(sum[e]);

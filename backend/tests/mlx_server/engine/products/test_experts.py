@@ -59,7 +59,8 @@ class Case:
 
     @property
     def down(self) -> ErrandVariant:
-        return ErrandVariant(self.form(self.inner), self.experts, None, self.bias)
+        mixes = self.chosen if self.rows <= 64 else 0
+        return ErrandVariant(self.form(self.inner), self.experts, None, self.bias, mixes)
 
 
 FLOATS = Packing(4, 32, 128, floats=1)
@@ -127,9 +128,10 @@ def product_entries(case: Case) -> list[tuple]:
     if case.packing is not None:
         weight = [mx.uint32, mx.uint8] if case.packing.floats else [mx.uint32, of, of]
     weight += [of] if case.bias else []
+    mixed = [I32, of, I32, F32] if case.down.mixes else []
     return [
         (errand_source(of, case.gates), (of, I32, I32, *weight), (of,)),
-        (errand_source(of, case.down), (of, I32, *weight), (of,)),
+        (errand_source(of, case.down), (of, I32, *weight, *mixed), [of] * len(case.down.outputs)),
     ]
 
 
@@ -257,15 +259,22 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     blocks = len(errands) * case.inner // (case.gates.form.outputs // 2)
     arrays = [normed, order, errands, *problem.gate_up_arrays, *problem.bias(1)]
     library.call(number, arrays, [between], (blocks * threads[0], 1, 1), threads)
-    given = unset(order.size, case.width, dtype=of)
-    blocks = len(errands) * case.width // case.gates.form.outputs
+    given, out = unset(order.size, case.width, dtype=of), unset(case.rows, case.width, dtype=of)
+    parts = case.width // case.down.form.outputs
     arrays = [between, errands, *problem.down_arrays, *problem.bias(2)]
-    library.call(number + 1, arrays, [given], (blocks * threads[0], 1, 1), threads)
-    out = unset(case.rows, case.width, dtype=of)
-    pieces = case.rows * case.width // 8
-    arrays = [bits(problem.x, of), given, places, scores]
-    library, number = kernels(case).routing
-    library.call(number + 1, arrays, [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1))
+    results = [given]
+    if case.down.mixes:
+        done = np.zeros(parts, np.int32)
+        arrays += [done, bits(problem.x, of), places, scores]
+        results.append(out)
+    library.call(number + 1, arrays, results, (len(errands) * parts * threads[0], 1, 1), threads)
+    if case.down.mixes:
+        assert not done.any()
+    else:
+        pieces = case.rows * case.width // 8
+        arrays = [bits(problem.x, of), given, places, scores]
+        library, number = kernels(case).routing
+        library.call(number + 1, arrays, [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1))
     wanted = problem.result(chosen, scores, floats(normed, of))
     error = np.linalg.norm(floats(out, of) - wanted) / np.linalg.norm(wanted)
     assert error <= 1e-2
