@@ -22,7 +22,7 @@ from datetime import date
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,7 +131,9 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument(
-        "--model", default=model, help="demo, demo-f32, demo-4bit, f32, bf16, 4bit or a folder"
+        "--model",
+        default=model,
+        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts or a folder",
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
@@ -224,27 +226,62 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.context,
     }
-    write_random_llama(partial, form, sizes)
+    write_random_model(partial, form, sizes)
     return partial.rename(target)
 
 
-def write_random_llama(target: Path, form: str, sizes: Mapping[str, int]) -> None:
-    """The embedded model's folder with random weights. `sizes`: what config.json says of them."""
+def synthetic_experts(folder: Path) -> Path:
+    """A Qwen 3 with experts, 64 of 512 and 8 a row in each of 4 layers: 420 million parameters in
+    float32, of which a row goes through 60. Written once."""
+    target = folder / "experts-4x1024"
+    if target.exists():
+        return target
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    sizes = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "intermediate_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "max_position_embeddings": LlamaShape().context,
+    }
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    write_random_model(partial, "f32", sizes | kind)
+    return partial.rename(target)
+
+
+def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> None:
+    """The embedded model's folder with random weights. `sizes`: what config.json says of them, and
+    of another family."""
     import json
+    from importlib import import_module
 
     import mlx.core as mx
     from mlx import nn
     from mlx.utils import tree_flatten
-    from mlx_lm.models.llama import Model, ModelArgs
 
     shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
     config = json.loads((DEMO / "config.json").read_text()) | {
         **sizes,
         "tie_word_embeddings": True,
     }
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
-    model = Model(ModelArgs.from_dict(config))
+    model = family.Model(family.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32 if form == "f32" else mx.bfloat16)
+    if "num_experts" in config:
+        # So that tokens decide which experts a row gets, and not what random layers make alike of
+        # all: of trained models all experts have rows.
+        embedding = model.model.embed_tokens
+        embedding.weight = embedding.weight * 30
     if form == "4bit":
         config["quantization"] = {"group_size": 64, "bits": 4}
         nn.quantize(model, group_size=64, bits=4)
@@ -255,7 +292,7 @@ def write_random_llama(target: Path, form: str, sizes: Mapping[str, int]) -> Non
 
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
-    f32, bf16 and 4bit are synthetic; anything else is a path."""
+    f32, bf16, 4bit and experts are synthetic; anything else is a path."""
     match name:
         case "demo":
             return endless_demo(folder)
@@ -263,5 +300,7 @@ def find_model(name: str, folder: Path) -> Path:
             return endless_demo(folder, name.removeprefix("demo-"))
         case "f32" | "bf16" | "4bit":
             return synthetic_llama(folder, name)
+        case "experts":
+            return synthetic_experts(folder)
         case _:
             return Path(name)

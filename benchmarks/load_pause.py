@@ -41,7 +41,7 @@ from folders import written
 from synthetic import SHAPES
 
 from checks import check_engine
-from harness import apart, find_model, parser, percentile, print_report, ratio, write_random_llama
+from harness import apart, find_model, parser, percentile, print_report, ratio, write_random_model
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import (
     GenerationRequest,
@@ -131,7 +131,7 @@ def arriving_model(folder: Path, form: str, parameters: float, vocabulary: int) 
         "head_dim": 64,
         "vocab_size": vocabulary,
     }
-    write_random_llama(target, form, sizes)
+    write_random_model(target, form, sizes)
     write_tokenizer(target / "tokenizer.json", vocabulary)
     return target
 

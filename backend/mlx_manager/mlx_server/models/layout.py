@@ -1,5 +1,6 @@
 """How the float32 weights of a CPU's products lie in memory: by rows, as stored, by columns, or in
-blocks. Products with a layer of each shape are timed, and the fastest is taken.
+blocks. Products with a layer of each shape are timed, and the fastest is taken; of experts as they
+are stored, and in blocks.
 
 By rows or by columns a BLAS packs the weight for every product, and with few rows the packing
 takes the time. It crawls where the stride is a large power of two, which for one layout is the
@@ -16,9 +17,15 @@ from math import prod
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_manager.mlx_server.models.blocked import BlockedLinear, can_be_blocked
-from mlx_manager.mlx_server.models.timing import ROWS, part_of, seconds
+from mlx_manager.mlx_server.models.blocked import (
+    BlockedExperts,
+    BlockedLinear,
+    can_be_blocked,
+    experts_can_be_blocked,
+)
+from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, part_of, seconds
 from mlx_manager.mlx_server.utils.steps import Steps
 
 SMALLEST = 2**16
@@ -26,6 +33,9 @@ SMALLEST = 2**16
 COLD = 2**22
 """Bytes of weights that are multiplied in turn, more than a core's caches keep: in a step no layer
 finds its weight there."""
+COLD_EXPERTS = 2**26
+"""The same of experts, more than cores keep that share their caches: a step goes through so many
+that in the next none is found there."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 
@@ -33,6 +43,8 @@ MANY_ROWS = 64
 """Of a prompt. A BLAS may have several threads for them, and for blocks it has one."""
 MOST_OUTPUTS = 65 * 64
 """Of a layer that is multiplied by so many, since running streams wait for it."""
+FEW_EXPERTS = 4
+"""Of a layer, that a prompt's rows are shared out among when it is timed."""
 LOSS = 1.1
 """Of a prompt's time, that blocks may bring it to."""
 
@@ -69,6 +81,15 @@ def lay_out(model: nn.Module) -> Steps[None]:
         turned = [layer for layer in turned if id(layer) not in in_blocks]
     for layer in turned:
         layer.weight = by_columns(layer).weight
+    for alike in experts_alike(model):
+        first = next(iter(alike.values()))
+        stored = yield from times_of_experts(first, lambda experts: experts)
+        times = yield from times_of_experts(first, BlockedExperts)
+        if are_better([times], [stored]):
+            model.update_modules(
+                tree_unflatten([(name, BlockedExperts(layer)) for name, layer in alike.items()])
+            )
+        yield None
 
 
 def are_better(with_blocks: Sequence[Times], without: Sequence[Times]) -> bool:
@@ -130,4 +151,33 @@ def times_of(layers: Sequence[nn.Linear], laid: Callable[[nn.Linear], nn.Linear]
     whole = max(1.0, outputs / MOST_OUTPUTS)
     first = part_of(layers[0], (slice(MOST_OUTPUTS),))
     times.append(whole * (yield from seconds([laid(first)], MANY_ROWS, mx.float32)))
+    return times
+
+
+def experts_alike(model: nn.Module) -> list[dict[str, SwitchLinear]]:
+    """The float32 experts that can be in blocks, by name, grouped by shape."""
+    groups: dict[tuple[int, ...], dict[str, SwitchLinear]] = {}
+    for name, module in model.named_modules():
+        if type(module) is SwitchLinear and module.weight.dtype == mx.float32:
+            groups.setdefault(module.weight.shape, {})[name] = module
+    return [
+        alike for alike in groups.values() if experts_can_be_blocked(next(iter(alike.values())))
+    ]
+
+
+def times_of_experts(
+    experts: SwitchLinear, laid: Callable[[SwitchLinear], SwitchLinear]
+) -> Steps[Times]:
+    """Of a product with `experts` in that layout: a row has other ones than the row before, and of
+    a prompt's rows each expert has many."""
+    count, outputs, inputs = experts.weight.shape
+    times = []
+    for rows in ROWS:
+        together = min(rows * CHOSEN, count)
+        parts = min(count // together, -(-COLD_EXPERTS // (4 * together * outputs * inputs)))
+        starts = [number * together for number in range(parts)]
+        sample = [laid(part_of(experts, (slice(start, start + together),))) for start in starts]
+        times.append((yield from seconds(sample, rows, mx.float32)) / parts)
+    few = laid(part_of(experts, (slice(FEW_EXPERTS), slice(MOST_OUTPUTS))))
+    times.append((yield from seconds([few], MANY_ROWS, mx.float32)))
     return times

@@ -25,6 +25,11 @@ from mlx_manager.mlx_server.utils.steps import TURN, Steps
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)
 """A conversation alone, and a batch."""
+CHOSEN = 8
+"""Experts of a row."""
+SORTED, SORTED_ONES = 64, "sorted_indices"
+"""What rows and experts have in common mlx-lm puts in order by expert where there is so much of it,
+and says so."""
 SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
@@ -112,16 +117,22 @@ def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[fl
     # A decode step's shape: the CUDA kernel for quantised weights takes each row alone there.
     x = mx.random.normal((rows, 1, inputs), key=mx.random.key(0)).astype(dtype)
     arguments: tuple[mx.array, ...] = (x,)
+    how: dict[str, bool] = {}
     if isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
-        experts = mx.arange(rows)[:, None] % layer.weight.shape[0]
+        count = layer.weight.shape[0]
+        chosen = min(CHOSEN, count)
+        experts = mx.arange(rows * chosen, dtype=mx.uint32).reshape(rows, chosen) % count
         arguments = (x.reshape(rows, 1, 1, inputs), experts)
+        if experts.size >= SORTED:
+            order = mx.argsort(experts.flatten())
+            arguments, how = (x[order // chosen], experts.flatten()[order]), {SORTED_ONES: True}
     weights = [array for layer in layers for array in layer.parameters().values()]
     yield from computed([*arguments, *weights])
     # The first is not counted: it may compile a kernel, or wake threads.
-    yield from computed([layer(*arguments) for layer in layers])
+    yield from computed([layer(*arguments, **how) for layer in layers])
 
     def products(times: int) -> None:
-        mx.eval([layer(*arguments) for _ in range(times) for layer in layers])
+        mx.eval([layer(*arguments, **how) for _ in range(times) for layer in layers])
 
     alone = yield from least_seconds(partial(products, 1))
     times = int(AT_ONCE / alone)

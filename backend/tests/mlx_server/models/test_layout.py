@@ -5,19 +5,21 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.models.blocked import BlockedLinear
+from mlx_manager.mlx_server.models.blocked import BlockedExperts, BlockedLinear
 from mlx_manager.mlx_server.models.layout import (
     are_better,
     blockable_layers,
     by_columns,
+    experts_alike,
     gains,
     lay_out,
     layers_alike,
     times_of,
+    times_of_experts,
 )
 from mlx_manager.mlx_server.models.weights import default_device, evaluated
 from mlx_manager.mlx_server.utils.steps import finish
@@ -54,6 +56,39 @@ def test_a_model_that_is_laid_out_computes_the_same_in_the_same_bytes(tmp_path: 
     finish(evaluated(model))
     assert mx.allclose(model(TOKENS), rows, atol=1e-4)
     assert nbytes(model) == stored
+
+
+EXPERTS = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8}
+
+
+def test_a_model_whose_experts_are_in_blocks_computes_the_same_in_the_same_bytes(tmp_path: Path):
+    make_tiny_model(tmp_path / "m", "qwen3_moe", dtype=mx.float32, **EXPERTS)
+    model = load_model(tmp_path / "m", lazy=True)[0]
+    many = mx.arange(300)[None] % 250
+    rows, prompt, stored = model(TOKENS), model(many), nbytes(model)
+    (up, down) = experts_alike(model)
+    layers = up | down
+    assert len(layers) == 3 * len(model.layers)
+    blocked = [(name, BlockedExperts(layer)) for name, layer in layers.items()]
+    model.update_modules(tree_unflatten(blocked))
+    finish(evaluated(model))
+    assert mx.allclose(model(TOKENS), rows, atol=1e-4)
+    assert mx.allclose(model(many), prompt, atol=1e-4)
+    assert nbytes(model) == stored
+    assert experts_alike(model) == []
+
+
+def test_experts_are_timed_in_both_layouts(tmp_path: Path):
+    make_tiny_model(tmp_path / "m", "qwen3_moe", dtype=mx.float32, **EXPERTS)
+    model = load_model(tmp_path / "m", lazy=True)[0]
+    rows = model(TOKENS)
+    first = next(iter(experts_alike(model)[0].values()))
+    for laid in (lambda experts: experts, BlockedExperts):
+        times = finish(times_of_experts(first, laid))
+        assert len(times) == 3
+        assert all(seconds > 0 for seconds in times)
+    finish(lay_out(model))
+    assert mx.allclose(model(TOKENS), rows, atol=1e-4)
 
 
 def test_layout_is_tried_for_large_float32_layers_of_each_shape():
