@@ -20,6 +20,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_manager.mlx_server.models.blocked import (
+    OUTPUTS,
     BlockedExperts,
     BlockedLinear,
     can_be_blocked,
@@ -35,7 +36,7 @@ COLD = 2**22
 finds its weight there."""
 COLD_EXPERTS = 2**26
 """The same of experts, more than cores keep that share their caches: a step goes through so many
-that in the next none is found there."""
+that in the next none is found there. Of each no more outputs are taken than that has room for."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 
@@ -174,9 +175,12 @@ def times_of_experts(
     times = []
     for rows in ROWS:
         together = min(rows * CHOSEN, count)
-        parts = min(count // together, -(-COLD_EXPERTS // (4 * together * outputs * inputs)))
+        fitting = COLD_EXPERTS // (4 * together * inputs)
+        most = min(outputs, max(fitting // OUTPUTS, 1) * OUTPUTS)
+        parts = min(count // together, -(-fitting // most))
         starts = [number * together for number in range(parts)]
-        sample = [laid(part_of(experts, (slice(start, start + together),))) for start in starts]
+        cuts = [(slice(start, start + together), slice(most)) for start in starts]
+        sample = [laid(part_of(experts, cut)) for cut in cuts]
         times.append((yield from seconds(sample, rows, mx.float32)) / parts)
     few = laid(part_of(experts, (slice(FEW_EXPERTS), slice(MOST_OUTPUTS))))
     times.append((yield from seconds([few], MANY_ROWS, mx.float32)))
