@@ -27,9 +27,8 @@ ROWS = (1, 16)
 """A conversation alone, and a batch."""
 CHOSEN = 8
 """Experts of a row."""
-SORTED, SORTED_ONES = 64, "sorted_indices"
-"""What rows and experts have in common mlx-lm puts in order by expert where there is so much of it,
-and says so."""
+SORTED = 64
+"""Pairs of a row and an expert from which on mlx-lm puts them in order by expert, and says so."""
 SAMPLE_ELEMENTS = 2**20
 """Of a weight, on a CPU, where a product with a whole layer may take a second."""
 HOPELESS = 8.0
@@ -125,7 +124,8 @@ def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[fl
         arguments = (x.reshape(rows, 1, 1, inputs), experts)
         if experts.size >= SORTED:
             order = mx.argsort(experts.flatten())
-            arguments, how = (x[order // chosen], experts.flatten()[order]), {SORTED_ONES: True}
+            arguments = (x[order // chosen], experts.flatten()[order])
+            how["sorted_indices"] = True
     weights = [array for layer in layers for array in layer.parameters().values()]
     yield from computed([*arguments, *weights])
     # The first is not counted: it may compile a kernel, or wake threads.

@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.engine.kernels.hopper import (
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.engine.kernels.kernel import flag, source
+from mlx_manager.mlx_server.engine.kernels.kernel import source
 from mlx_manager.mlx_server.engine.products.factors import Packed, Weight
 
 WIDTH = 64
@@ -79,7 +79,7 @@ class Packing:
     def _found(weight: Packed) -> Packing | None:
         bits, group, inputs = weight.bits, weight.group_size, weight.shape[1]
         if weight.mode == "mxfp4":
-            return Packing(bits, group, 128, inputs) if inputs % WIDTH == 0 else None
+            return Packing(bits, group, WIDTH, inputs) if inputs % WIDTH == 0 else None
         if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
             return None
         # 128 bytes of a row, or 64, or 32.
@@ -187,8 +187,7 @@ class ByWarps(ABC):
         if self.packing is None:
             return f"kernels::Plain<{element}>"
         if self.packing.floats:
-            tail = flag(self.packing.floats % self.packing.width > 0)
-            return f"kernels::Microscaled<{element}, {self.packing.width}, {tail}>"
+            return f"kernels::Microscaled<{element}, {self.packing.width}>"
         of = f"{self.packing.bits}, {self.packing.group}, {self.packing.width}"
         return f"kernels::Packed<{element}, {of}>"
 

@@ -98,11 +98,9 @@ __device__ __forceinline__ void multiply_integers(float (&sums)[COLUMNS][4], con
   }
 }
 
-// What weights of all kinds have in common: how a stage holds them. ENDS: some may have fewer
-// columns than others.
-template <int BITS, int GROUP, int COLUMNS_OF_STAGE, bool ENDS = false>
+// What weights of all kinds have in common: how a stage holds them.
+template <int BITS, int GROUP, int COLUMNS_OF_STAGE>
 struct PackedRows {
-  static constexpr bool kEnds = ENDS;
   static constexpr int WIDTH = COLUMNS_OF_STAGE, OF_GROUP = GROUP;
   // Bytes of a row in a stage, its 16-byte pieces, its groups.
   static constexpr int ROW = WIDTH * BITS / 8, PIECES = ROW / 16, GROUPS = WIDTH / GROUP;
@@ -127,7 +125,6 @@ struct PackedRows {
                                               int lane) const {
     constexpr int EACH = 32 / PIECES, HALF = OUTPUTS / 2;
     const int row = lane / PIECES, piece = lane % PIECES;
-    if (ENDS && k + piece * 128 / BITS >= inputs) return;
     const unsigned line = unsigned(inputs) * BITS / 8;
     const unsigned offset = row * line + unsigned(k) * BITS / 8 + piece * 16;
     const unsigned char* of = reinterpret_cast<const unsigned char*>(words) + offset;
@@ -307,10 +304,10 @@ __device__ __forceinline__ uint4 raised(uint4 x, const __half*) { return x; }
 __device__ __forceinline__ constexpr unsigned raised_by(const __nv_bfloat16*) { return 62; }
 __device__ __forceinline__ constexpr unsigned raised_by(const __half*) { return 14; }
 
-// Floats of 4 bits in groups of 32. TAIL: the last stage of a row has fewer columns.
-template <typename T, int COLUMNS_OF_STAGE, bool TAIL>
-struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE, TAIL> {
-  using Rows = PackedRows<4, 32, COLUMNS_OF_STAGE, TAIL>;
+// Floats of 4 bits in groups of 32.
+template <typename T, int COLUMNS_OF_STAGE>
+struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
+  using Rows = PackedRows<4, 32, COLUMNS_OF_STAGE>;
   using Rows::GROUPS, Rows::ROW;
   static constexpr bool kBegins = true;
 
@@ -355,7 +352,6 @@ struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE, TAIL> {
     };
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-      if (TAIL && k + group * 32 >= inputs) break;
       uint4 b[COLUMNS];
       rows(b, group * 4 + lane % 4);
 #pragma unroll

@@ -8,7 +8,7 @@ namespace kernels {
 template <typename T>
 struct Plain {
   static constexpr int WIDTH = 64, SWAP = 4;
-  static constexpr bool kBegins = false, kEnds = false;
+  static constexpr bool kBegins = false;
 
   const T* of;
 

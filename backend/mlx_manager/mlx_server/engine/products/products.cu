@@ -48,6 +48,8 @@ struct Product {
   // cores have time then.
   static constexpr bool DIAGONAL = COLUMNS == 1;
   static constexpr int SUMS = DIAGONAL ? 4 : 1;
+  // Rows that a warp copies at once, and how often it does for a stage.
+  static constexpr int EACH = 32 / PIECES, LOOKED_UP = AT::kInOrder ? 1 : (HELD + EACH - 1) / EACH;
 
   W weight;
   const T* x;
@@ -57,9 +59,7 @@ struct Product {
   Lines lines;
   AT at;
   unsigned char* stages;
-  // Of a stage's copies of rows: rows that a warp copies at once, and, unless they are in order,
-  // where those of this lane begin. They are looked up once.
-  static constexpr int EACH = 32 / PIECES, LOOKED_UP = AT::kInOrder ? 1 : (HELD + EACH - 1) / EACH;
+  // Where the rows begin that this lane copies, unless they are in order: looked up once.
   unsigned starts[LOOKED_UP];
 
   float output[TILES][COLUMNS][4];
@@ -104,7 +104,7 @@ struct Product {
 
   __device__ __forceinline__ void fetch_rows(int i) {
     const int row = lane / PIECES, piece = lane % PIECES, left = rows - row;
-    if (i < count && !(W::kEnds && column(i) + piece * 8 >= inputs)) {
+    if (i < count) {
       T* to = rows_of(stage(i));
       // Where rows lie whose places differ by more than their number.
       T* by_turns[2] = {to + place(row, piece), to + place(row + EACH, piece) - EACH * WIDTH};
@@ -182,8 +182,7 @@ struct Product {
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
     stages = shared + warp * STAGES * STAGE;
-    const int all = W::kEnds ? (inputs + WIDTH - 1) / WIDTH : inputs / WIDTH;
-    count = (all - warp + WARPS - 1) / WARPS;
+    count = (inputs / WIDTH - warp + WARPS - 1) / WARPS;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll

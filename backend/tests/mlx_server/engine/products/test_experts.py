@@ -63,7 +63,7 @@ class Case:
         return ErrandVariant(self.form(self.inner), self.experts, None, self.bias, mixes)
 
 
-FLOATS = Packing(4, 32, 128, floats=1)
+FLOATS = Packing(4, 32, 64, floats=1)
 CASES = [
     Case("one-row", 1, 16, 4),
     Case("few-rows", 5, 40, 8, normalised=False),
@@ -77,7 +77,7 @@ CASES = [
     Case("clamped", 6, 8, 3, width=320, activation=Activation.CLAMPED_SILU, bias=True),
     Case("floats", 5, 8, 2, packing=FLOATS, width=192, activation=Activation.CLAMPED_SILU),
     Case("floats-bias", 21, 8, 3, packing=FLOATS, held=16, bias=True, dtype=F16),
-    Case("floats-wide", 4, 6, 3, packing=replace(FLOATS, width=256), inner=320),
+    Case("floats-wide", 4, 6, 3, packing=replace(FLOATS, width=128), inner=384),
     Case("floats-of-many-rows", 30, 4, 3, packing=FLOATS, held=32, inner=192),
 ]
 
