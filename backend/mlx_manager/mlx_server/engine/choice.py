@@ -46,14 +46,18 @@ Choice = Callable[[nn.Module, int], Steps[Forward]]
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reference:
-    """Two sequences, each with the length of its prompt, and the model's own logits for them."""
+    """Two sequences, each with the length of its prompt, and the model's own logits for them.
+
+    noise: how far the model is from itself, once that has been asked.
+    """
 
     model: nn.Module
     page_size: int
     texts: list[tuple[list[int], int]]
     logits: list[list[mx.array]]
+    noise: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module, page_size: int) -> Steps[Reference]:
@@ -79,13 +83,18 @@ class Reference:
         allowed = 2e-3 if first.dtype == mx.float32 else 5e-2
         strays = may_stray(self.model, first)
         if strays and max(distances) > allowed:
-            # By a token at a time.
-            again = []
-            for text, n in self.texts:
-                again.append((yield from _alone(self.model, text, 1))[n - 1 :])
-            allowed = max(allowed, MARGIN * max(self._distances(again)))
+            if self.noise is None:
+                self.noise = yield from self._from_itself()
+            allowed = max(allowed, MARGIN * self.noise)
         wrong = difference(distances, allowed, strays=strays)
         return wrong and f"its logits differ from the model's own {wrong}"
+
+    def _from_itself(self) -> Steps[float]:
+        """How far the model is from its logits when it reads a token at a time."""
+        again = []
+        for text, n in self.texts:
+            again.append((yield from _alone(self.model, text, 1))[n - 1 :])
+        return max(self._distances(again))
 
     def _distances(self, got: list[list[mx.array]]) -> list[float]:
         both = zip(got, self.logits, strict=True)
@@ -137,9 +146,8 @@ def _first_right(
     if mx.default_device() == mx.gpu:
         # Others would only be built when a pass through the model asks for them, in one go.
         yield from built.building(attention_shapes(model, page_size))
-    ways: list[Steps[Forward]] = [
+    others: list[Steps[Forward]] = [
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
-        _fused_alone(model, built, compile, reference),
         joining(model, page_size),
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
         _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
@@ -147,27 +155,25 @@ def _first_right(
         _at_once(lambda: SeparateForward(model, page_size, Reading.GATHERED)),
         _at_once(lambda: SeparateForward(model, page_size, Reading.GROUPED)),
     ]
-    reasons = []
-    for way in ways:
+    name, reasons = type(model).__module__, []
+    for way in (
+        _fused(model, built, compile, reference),
+        *(_compared(way, reference) for way in others),
+    ):
         try:
             forward = yield from way
-            disagreement = yield from reference.disagreement(forward)
         except (NotApplicable, *WRONG) as error:
-            log.debug("%s: %s", type(model).__module__, error)
+            log.debug("%s: %s", name, error)
             reasons.append(str(error))
             continue
-        if disagreement is None:
-            if isinstance(forward, RaggedForward) and forward.looks_ahead:
-                forward = yield from _or_fused(forward, model, built, compile, reference)
-            for store in forward.stores:
-                store.resize(0)
-            return forward
-        level = logging.WARNING if forward.kind == "fused" else logging.DEBUG
-        log.log(level, "%s: not %s: %s", type(model).__module__, forward.kind, disagreement)
-        reasons.append(disagreement)
+        if isinstance(forward, RaggedForward) and forward.looks_ahead:
+            log.info("%s: steps are not fused: %s", name, reasons[0])
+        for store in forward.stores:
+            store.resize(0)
+        return forward
     log.warning(
         "%s cannot be batched: its rows are computed one at a time (%s)",
-        type(model).__module__,
+        name,
         "; ".join(dict.fromkeys(reasons)),
     )
     return AloneForward(model)
@@ -179,44 +185,35 @@ def _at_once(make: Callable[[], Forward]) -> Steps[Forward]:
     return forward
 
 
-def _or_fused(
-    ragged: RaggedForward,
-    model: nn.Module,
-    kernels: KernelSet,
-    compile: Compile,
-    reference: Reference,
-) -> Steps[Forward]:
-    """The fused decoder in place of `ragged`, if it is right."""
-    fused = yield from _fused(model, kernels, compile, reference)
-    if not isinstance(fused, Unsupported):
-        return fused
-    log.info("%s: steps are not fused: %s", type(model).__module__, fused.reason)
-    return ragged
-
-
-def _fused_alone(
-    model: nn.Module, kernels: KernelSet, compile: Compile, reference: Reference
-) -> Steps[Forward]:
-    """The fused decoder of a module that attends by itself, and so does not run over kernels."""
-    fused = yield from _fused(model, kernels, compile, reference)
-    if isinstance(fused, Unsupported):
-        raise NotApplicable(fused.reason)
-    return fused
+def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
+    """
+    Raises:
+        NotApplicable: its logits are others.
+    """
+    forward = yield from way
+    disagreement = yield from reference.disagreement(forward)
+    if disagreement is None:
+        return forward
+    if forward.kind == "fused":
+        log.warning("%s: not fused: %s", type(reference.model).__module__, disagreement)
+    raise NotApplicable(f"not {forward.kind}: {disagreement}")
 
 
 def _fused(
     model: nn.Module, kernels: KernelSet, compile: Compile, reference: Reference
-) -> Steps[FusedForward | Unsupported]:
-    """The fused decoder, if there is one and it is right."""
-    decoder = yield from FusedDecoder.building(
-        model, reference.page_size, kernels.find, compile=compile
-    )
-    if isinstance(decoder, Unsupported):
-        return decoder
+) -> Steps[Forward]:
+    """The fused decoder over a GPU's kernels.
+
+    Raises:
+        NotApplicable: there is none, or it is not right.
+    """
     size = reference.page_size
+    decoder = yield from FusedDecoder.building(model, size, kernels.find, compile=compile)
+    if isinstance(decoder, Unsupported):
+        raise NotApplicable(decoder.reason)
     fused = FusedForward(decoder.stores(size, kernels), decoder, size)
     try:
-        wrong = yield from checking(decoder, model, reference.page_size)
+        wrong = yield from checking(decoder, model, size)
         if wrong is None:
             wrong = yield from reference.disagreement(fused)
         if wrong is None:
@@ -224,9 +221,8 @@ def _fused(
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
-        name = type(model).__module__
-        log.warning("%s: the fused decoder is not used: %s", name, wrong)
-        return Unsupported(wrong)
+        log.warning("%s: the fused decoder is not used: %s", type(model).__module__, wrong)
+        raise NotApplicable(wrong)
     return fused
 
 

@@ -197,7 +197,8 @@ class JoinedForward(OnPages):
         self._embed = common.embedded
         self._norm = MeanByProduct(common.norm)
         self._vocabulary = common.vocabulary
-        self.stores = [LayerStore(_stored(layer), page_size) for layer in layers]
+        shapes = [LayerShape.of(layer.shape, layer.window) for layer in layers]
+        self.stores = [LayerStore(shape, page_size) for shape in shapes]
         self._serves = False
 
     def serve(self) -> None:
@@ -250,8 +251,3 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
 
 def _whole(compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
     return compute(*arrays)
-
-
-def _stored(layer: JoinedLayer) -> LayerShape:
-    of = layer.shape
-    return LayerShape(of.kv_heads, of.head_dim, of.head_dim, of.dtype, layer.window)

@@ -184,15 +184,8 @@ class FusedDecoder:
     def stores(self, page_size: int, kernels: KernelSet) -> list[LayerStore]:
         """Pages for its layers, none as yet, that `kernels` read."""
         parts = [layer.part for layer in self._layers]
-        return [
-            LayerStore(
-                LayerShape(of.kv_heads, of.head_dim, of.head_dim, of.dtype, part.window),
-                page_size,
-                kernels,
-            )
-            for part in parts
-            for of in (part.kernels.shape,)
-        ]
+        shapes = [LayerShape.of(part.kernels.shape, part.window) for part in parts]
+        return [LayerStore(shape, page_size, kernels) for shape in shapes]
 
     def prepare(self, plan: StepPlan, stores: Sequence[LayerStore]) -> None:
         """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""

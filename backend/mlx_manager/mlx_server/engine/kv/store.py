@@ -27,6 +27,12 @@ class LayerShape:
     dtype: mx.Dtype
     window: int | None = None
 
+    @staticmethod
+    def of(shape: AttentionShape, window: int | None) -> LayerShape:
+        """Of a layer that attends so."""
+        dim = shape.head_dim
+        return LayerShape(shape.kv_heads, dim, dim, shape.dtype, window)
+
     @property
     def token_bytes(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
