@@ -182,7 +182,8 @@ class Anatomy:
             scale=_first_of(attention, _SCALES),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=window,
-            sinks=attention.get("sinks"),
+            # As the kernels take it.
+            sinks=attention.sinks.astype(mx.float32) if "sinks" in attention else None,
         )
 
     @property
@@ -191,9 +192,14 @@ class Anatomy:
         return self.head_norms and (self.head_norms[0].weight, self.head_norms[1].weight)
 
     def weights(self) -> list[mx.array]:
-        """Of the projections."""
+        """Of the projections, and what is made of the rest: to be computed before steps are
+        compiled, or each kind of step would make it anew."""
         layers = (*self.qkv, self.output, *self.mlp.layers)
-        return [array for layer in layers for _, array in tree_flatten(layer.parameters())]
+        pairs = (self.attention_norms, self.mlp_norms)
+        norms = [norm for pair in pairs for norm in (pair.before, pair.behind) if norm is not None]
+        parts = (*layers, *norms, *(self.head_norms or ()))
+        weights = [array for part in parts for _, array in tree_flatten(part.parameters())]
+        return weights if self.sinks is None else [*weights, self.sinks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,14 +357,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _norm(module: nn.Module) -> nn.RMSNorm:
-    """`module` as one of MLX's own, with the weight that it multiplies by."""
+    """`module` as one of MLX's own, with the weight that it multiplies by; not evaluated."""
     _expect(_is_norm(module), "norms of another kind")
     if type(module) is nn.RMSNorm:
         return module
     norm = nn.RMSNorm(module.weight.size, module.eps)
     norm.weight = 1.0 + module.weight
-    # Here, and not again in each kind of step that is compiled.
-    mx.eval(norm.weight)
     return norm
 
 

@@ -328,7 +328,7 @@ def _building(  # noqa: PLR0917
     for anatomy in common.layers:
         blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
-        yield from computed([*anatomy.weights(), *arrays_of(blocks[-1])])
+        yield from computed([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
         Layer(Part.of(anatomy, joint.block, served[anatomy.shape]), joint, kind)

@@ -259,11 +259,6 @@ class Part:
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
         """block: of the same layer, joined. kernels: for its shape."""
-        sinks = anatomy.sinks
-        if sinks is not None:
-            # As the kernels take it, or it would be converted in each step.
-            sinks = sinks.astype(mx.float32)
-            mx.eval(sinks)
         return Part(
             block=block,
             head_norms=anatomy.head_weights,
@@ -272,7 +267,7 @@ class Part:
             scale=anatomy.scale,
             softcap=anatomy.softcap,
             window=anatomy.window,
-            sinks=sinks,
+            sinks=anatomy.sinks,
         )
 
     @property
