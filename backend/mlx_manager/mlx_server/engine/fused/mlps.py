@@ -152,10 +152,6 @@ def mlp_of(
     parts = [mx.stack(list(pair)) for pair in zip(*map(arrays_of, stored), strict=True)]
     router = stored_in(anatomy.router)
     dtype = norm.weight.dtype
-    biases = [layer.bias for layer in (*anatomy.gate_up, anatomy.down) if "bias" in layer]
-    if biases:
-        *of_gates, of_down = (bias.astype(dtype).reshape(-1) for bias in biases)
-        biases = [mx.concatenate(of_gates), of_down]
     experts = Experts(
         (router.dense if isinstance(router, Packed) else router).astype(dtype),
         flat(made_of(stored[0], parts)),
@@ -164,13 +160,23 @@ def mlp_of(
         anatomy.normalised,
         anatomy.activation,
         anatomy.router.bias.astype(dtype) if "bias" in anatomy.router else None,
-        (biases[0], biases[1]) if biases else None,
+        _biases(anatomy, dtype),
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")
     for number, layer in enumerate(anatomy.gate_up):
         layer.update(dict(zip(PARTS, (part[number] for part in parts), strict=False)))
     return RoutedMlp(norm_of(norm), experts, few.experts)
+
+
+def _biases(anatomy: Routes, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """As `Experts` has them: all three layers have some, or none has."""
+    if "bias" not in anatomy.down:
+        return None
+    gates, ups, downs = (
+        layer.bias.astype(dtype).reshape(-1) for layer in (*anatomy.gate_up, anatomy.down)
+    )
+    return mx.concatenate([gates, ups]), downs
 
 
 def stored_in(layer: nn.Module) -> Weight:

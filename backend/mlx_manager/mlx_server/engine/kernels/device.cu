@@ -184,6 +184,23 @@ __device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); 
 namespace kernels {
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Whether this block is the last of `blocks` to arrive at `counter`, and sees what the others have
+// written. It sets the counter back to 0 for the next launch, so that counters are cleared once in
+// the life of the process. `last` is in shared memory that the block is done with.
+__device__ __forceinline__ bool arrives_last(const int* counter, int blocks, int* last) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* mine = const_cast<int*>(counter);
+    *last = atomicAdd(mine, 1) == blocks - 1;
+    if (*last) *mine = 0;
+  }
+  __syncthreads();
+  if (!*last) return false;
+  __threadfence();
+  return true;
+}
+
 // What an MLP makes of a gate and an up.
 struct Silu {
   __device__ __forceinline__ static float gated(float gate, float up) {

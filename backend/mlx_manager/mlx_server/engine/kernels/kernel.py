@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 
 from mlx_manager.mlx_server.utils.nvrtc import abbreviated
 
+C = TypeVar("C", bound=Hashable)
 Kernel = Callable[..., list[mx.array]]
 
 
@@ -82,6 +84,21 @@ def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True)
         ensure_row_contiguous,
         shared_memory=text.shared_memory,
     )
+
+
+class CompiledForCuda:
+    """Kernels for one type of numbers, each made when it is first asked for."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+        self._kernels: dict[tuple[object, Hashable], Kernel] = {}
+
+    def __call__(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> Kernel:
+        """text: gives the source for the type and the constants."""
+        key = (text, constants)
+        if key not in self._kernels:
+            self._kernels[key] = compiled_for_cuda(text(self._dtype, constants))
+        return self._kernels[key]
 
 
 def compiled_for_metal(text: KernelSource, *, ensure_row_contiguous: bool = True) -> Kernel:

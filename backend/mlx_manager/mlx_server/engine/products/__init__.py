@@ -29,10 +29,9 @@ from mlx_manager.mlx_server.engine.kernels.cuda import (
     device_for,
 )
 from mlx_manager.mlx_server.engine.kernels.kernel import (
-    Kernel,
+    CompiledForCuda,
     KernelSource,
     Unsupported,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -124,9 +123,7 @@ class ProductKernels:
         self.sums = SumKernels(dtype)
         self._dtype = dtype
         self._device = device
-        self._kernels: dict[Variant, Kernel] = {}
-        self._chains: dict[ChainVariant, Kernel] = {}
-        self._gates: dict[Activation, Kernel] = {}
+        self._kernel = CompiledForCuda(dtype)
         # Of a chain's blocks; its launches follow each other, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
         mx.eval(self._counters)
@@ -208,11 +205,9 @@ class ProductKernels:
     def gate(self, both: mx.array, activation: Activation = Activation.SILU) -> mx.array:
         """`activation` of gate and up, (rows, width), the halves of `both`, (rows, 2 * width). For
         products of more rows than `gated` takes, with matrices that are served."""
-        if activation not in self._gates:
-            self._gates[activation] = compiled_for_cuda(gate_source(self._dtype, activation))
         rows, width = both.shape[0], both.shape[1] // 2
         threads = rows * width // _PIECE
-        (out,) = self._gates[activation](
+        (out,) = self._kernel(gate_source, activation)(
             inputs=[both],
             grid=(threads + -threads % _GATES_THREADS, 1, 1),
             threadgroup=(_GATES_THREADS, 1, 1),
@@ -229,10 +224,7 @@ class ProductKernels:
             queries, keys and values. All of matrices that are served.
         """
         variants = ChainVariant.all_of(links, self._device)
-        for variant in variants:
-            if variant not in self._chains:
-                self._chains[variant] = compiled_for_cuda(chain_source(self._dtype, variant))
-        kernels = {variant.form: self._chains[variant] for variant in variants}
+        kernels = {variant.form: self._kernel(chain_source, variant) for variant in variants}
         return Chain(links, kernels, self._counters) if kernels else None
 
     def _form(self, factors: _Factors) -> WarpForm | RowForm:
@@ -253,15 +245,13 @@ class ProductKernels:
     ) -> list[mx.array]:
         """width: of the result."""
         variant = factors.variant(form, gated)
-        if variant not in self._kernels:
-            self._kernels[variant] = compiled_for_cuda(product_source(self._dtype, variant))
         rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
         turns = -(-rows // form.held)
         shapes, dtypes = [(rows, width)], [self._dtype]
         if variant.ahead:
             shapes += [(rows, width), (rows, blocks)]
             dtypes += [self._dtype, mx.float32]
-        return self._kernels[variant](
+        return self._kernel(product_source, variant)(
             inputs=factors.arrays,
             grid=(blocks * turns * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),

@@ -96,8 +96,8 @@ __device__ __forceinline__ void lower_errand(const T* gated, const int* errands,
   }
   if constexpr (CHOSEN > 0) {
     extern __shared__ __align__(16) unsigned char shared[];
-    int* counter = const_cast<int*>(mixed.done) + part;
-    if (!is_last(counter, gridDim.x / parts, reinterpret_cast<int*>(shared))) return;
+    int* last = reinterpret_cast<int*>(shared);
+    if (!arrives_last(mixed.done + part, gridDim.x / parts, last)) return;
     constexpr int PIECES = product.OUTPUTS / 8;
     for (int i = threadIdx.x; i < mixed.rows * PIECES; i += WARPS * 32)
       mix_rows<T, CHOSEN>(mixed.residual, out, mixed.places, mixed.scores, mixed.out, mixed.rows,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
 from mlx_manager.mlx_server.engine.kernels.kernel import (
-    Kernel,
+    CompiledForCuda,
     KernelSource,
     bounded,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -28,7 +26,6 @@ from mlx_manager.mlx_server.engine.products.factors import (
 )
 from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
-C = TypeVar("C", bound=Hashable)
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
 _ERRAND = 4
@@ -68,7 +65,7 @@ class RouterForm:
     @property
     def shared_memory(self) -> int:
         merged = _ROUTER_WARPS * _ROUTER_TILE * 8 * 4
-        return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 1))
+        return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 2))
 
     def groups(self, rows: int) -> int:
         """Of rows that a block has."""
@@ -117,7 +114,7 @@ class ExpertKernels:
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self._dtype = dtype
         self._device = device
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._kernel = CompiledForCuda(dtype)
         # Of a router's blocks, and of those of the way down; launches follow each other, and leave
         # zeros.
         self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
@@ -143,24 +140,10 @@ class ExpertKernels:
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
         normed, _, _, scores, places, order, errands = routed
-        pairs = hidden.shape[0] * experts.chosen
-        of_gates, of_down = experts.biases or (None, None)
-        (gated,) = self._multiply(
-            [normed, order, errands],
-            experts.gate_up,
-            of_gates,
-            self._variant(experts, form, pairs, experts.activation),
-            [(pairs, experts.inner)],
-        )
-        variant = self._variant(experts, form, pairs)
-        shapes, mixed = [(pairs, experts.width)], [hidden, places, scores]
-        if variant.mixes:
-            shapes.append((hidden.shape[0], experts.width))
-        given, *mixed_there = self._multiply(
-            [gated, errands], experts.down, of_down, variant, shapes, [self._lowered, *mixed]
-        )
-        out = mixed_there or [self._mix(hidden, given, places, scores)]
-        return [*routed, gated, given, *out]
+        (gated,) = self._multiply(experts, form, experts.activation, [normed, order, errands])
+        mixed = [hidden, places, scores]
+        given, *out = self._multiply(experts, form, None, [gated, errands], mixed)
+        return [*routed, gated, given, *(out or [self._mix(hidden, given, places, scores)])]
 
     def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
         # As few of an expert's rows at once as most experts have.
@@ -170,20 +153,6 @@ class ExpertKernels:
         bias = experts.router_bias is not None
         of = (experts.count, experts.chosen, experts.normalised, bias, experts.width)
         return RouterForm(each, held, *of, epsilon)
-
-    def _variant(
-        self, experts: Experts, router: RouterForm, pairs: int, activation: Activation | None = None
-    ) -> ErrandVariant:
-        weight = experts.down if activation is None else experts.gate_up
-        form = errand_form(weight, router.held, self._device, few=pairs < experts.count)
-        mixes = activation is None and pairs <= _MOST_MIXED * experts.chosen
-        return ErrandVariant(
-            form,
-            experts.count,
-            activation,
-            experts.biases is not None,
-            experts.chosen if mixes else 0,
-        )
 
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
@@ -208,21 +177,30 @@ class ExpertKernels:
             output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
         )
 
-    def _multiply(  # noqa: PLR0917
+    def _multiply(
         self,
+        experts: Experts,
+        router: RouterForm,
+        activation: Activation | None,
         given: list[mx.array],
-        weight: Weight,
-        bias: mx.array | None,
-        variant: ErrandVariant,
-        shapes: list[tuple[int, int]],
         mixed: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """given: the errands are the last of it. shapes: of the results. mixed: what that takes."""
-        form = variant.form
-        parts = weight.shape[0] // variant.experts // form.outputs
-        may_be = [*([] if bias is None else [bias]), *(mixed if variant.mixes else ())]
+        """activation: of gates and ups; None for the way down. given: the first has a row for each
+        pair, or for each row, and the errands are the last. mixed: what that takes."""
+        down = activation is None
+        weight, bias = experts.down if down else experts.gate_up, experts.biases
+        pairs = given[0].shape[0] * (1 if down else experts.chosen)
+        form = errand_form(weight, router.held, self._device, few=pairs < experts.count)
+        mixes = experts.chosen if down and pairs <= _MOST_MIXED * experts.chosen else 0
+        variant = ErrandVariant(form, experts.count, activation, bias is not None, mixes)
+        arrays = [*given, *arrays_of(weight), *([] if bias is None else [bias[down]])]
+        shapes = [(pairs, experts.width if down else experts.inner)]
+        if mixes:
+            arrays += [self._lowered, *mixed]
+            shapes.append((pairs // experts.chosen, experts.width))
+        parts = weight.shape[0] // experts.count // form.outputs
         return self._kernel(errand_source, variant)(
-            inputs=[*given, *arrays_of(weight), *may_be],
+            inputs=arrays,
             grid=(given[-1].shape[0] * parts * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=shapes,
@@ -244,12 +222,6 @@ class ExpertKernels:
             output_dtypes=[self._dtype],
         )
         return out
-
-    def _kernel(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> Kernel:
-        key = (text, constants)
-        if key not in self._kernels:
-            self._kernels[key] = compiled_for_cuda(text(self._dtype, constants))
-        return self._kernels[key]
 
 
 def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = False) -> WarpForm:

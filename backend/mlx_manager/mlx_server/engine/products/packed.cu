@@ -108,8 +108,6 @@ struct PackedRows {
   static constexpr int UNIT = GROUP < 64 ? 32 : 64, OCTETS = UNIT / 32, UNITS = GROUP / UNIT;
   static constexpr int WORDS = OCTETS * BITS / 4;
   static constexpr int SWAP = OCTETS == 2 ? 1 : 4;
-  // Bytes of a row's scales, or biases, that are copied at once.
-  static constexpr int TERMS = 16;
 
   const unsigned* words;
 
@@ -121,8 +119,8 @@ struct PackedRows {
   }
 
   template <int OUTPUTS>
-  __device__ __forceinline__ void fetch_words(unsigned char* stage, Lines lines, int inputs, int k,
-                                              int lane) const {
+  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
+                                        int lane) const {
     constexpr int EACH = 32 / PIECES, HALF = OUTPUTS / 2;
     const int row = lane / PIECES, piece = lane % PIECES;
     const unsigned line = unsigned(inputs) * BITS / 8;
@@ -155,11 +153,11 @@ struct PackedRows {
 template <typename T, int BITS, int GROUP, int COLUMNS_OF_STAGE>
 struct Packed : PackedRows<BITS, GROUP, COLUMNS_OF_STAGE> {
   using Rows = PackedRows<BITS, GROUP, COLUMNS_OF_STAGE>;
-  using Rows::GROUPS, Rows::OCTETS, Rows::ROW, Rows::TERMS, Rows::UNITS;
+  using Rows::GROUPS, Rows::OCTETS, Rows::ROW, Rows::UNITS;
   using typename Rows::Own;
   static constexpr bool kBegins = false;
-  // Scales, or biases, that are copied at once.
-  static constexpr int IN_TERMS = TERMS / int(sizeof(T));
+  // Bytes of a row's scales, or biases, that are copied at once, and how many those are.
+  static constexpr int TERMS = 16, IN_TERMS = TERMS / int(sizeof(T));
 
   static_assert(GROUPS <= IN_TERMS);
 
@@ -176,7 +174,7 @@ struct Packed : PackedRows<BITS, GROUP, COLUMNS_OF_STAGE> {
   template <int OUTPUTS>
   __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
                                         int lane) const {
-    this->template fetch_words<OUTPUTS>(stage, lines, inputs, k, lane);
+    Rows::template fetch<OUTPUTS>(stage, lines, inputs, k, lane);
     unsigned char* to = stage + OUTPUTS * ROW + lane / 16 * OUTPUTS * TERMS;
     const unsigned groups = inputs / GROUP;
     const T* own = lane < 16 ? scales : biases;
@@ -292,7 +290,7 @@ template <int AT>
 __device__ __forceinline__ unsigned float_pair(unsigned q, const __half*) {
   return (q << (9 - AT) & 0x0e000e00u) | (q << (12 - AT) & 0x80008000u);
 }
-// 8 neighbouring elements of a row, raised by as much as sums are by less than that.
+// 8 neighbouring elements of a row, raised so that their products stay in float32's range.
 __device__ __forceinline__ uint4 raised(uint4 x, const __nv_bfloat16* type) {
   constexpr unsigned by = 0x5f805f80u;  // 2^64
   return make_uint4(multiply_pair(x.x, by, type), multiply_pair(x.y, by, type),
@@ -330,12 +328,6 @@ struct Microscaled : PackedRows<4, 32, COLUMNS_OF_STAGE> {
     const unsigned char* second = scales + (lines.second - OUTPUTS / 2) * groups;
     for (int i = threadIdx.x; i < pieces; i += THREADS)
       copy_async(to + i * 16, (i < pieces / 2 ? first : second) + i * 16, 16);
-  }
-
-  template <int OUTPUTS>
-  __device__ __forceinline__ void fetch(unsigned char* stage, Lines lines, int inputs, int k,
-                                        int lane) const {
-    this->template fetch_words<OUTPUTS>(stage, lines, inputs, k, lane);
   }
 
   // Adds a stage's share; `rows` gives 8 columns of the rows.

@@ -60,23 +60,6 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
   return x;
 }
 
-// Whether the block is the last of `blocks` to get here; it sees what the others had written. `counter`
-// counts them, and is 0 again then. `shared`: a number of the block's own.
-__device__ __forceinline__ bool is_last(int* counter, int blocks, int* shared) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *shared = count_after_writes(counter) == blocks - 1;
-    if (*shared) {
-      await_count(counter, blocks);
-      *counter = 0;
-    }
-  }
-  __syncthreads();
-  const bool last = *shared;
-  __syncthreads();
-  return last;
-}
-
 // A block has EACH rows, up to 8, and 16 experts. NORMALISED: a row's weights add up to 1; otherwise
 // they are those of a softmax over all experts. BIAS: a number of each expert is added to its logits.
 template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS>
@@ -297,9 +280,9 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
   own.norm_rows(x + (long)first * inputs, norm,
                 tile == 0 ? normed + (long)first * inputs : nullptr, epsilon);
   own.multiply(router, bias, tile * Own::TILE, early, logits + (long)first * EXPERTS);
-  int* numbers = reinterpret_cast<int*>(shared);
-  int* counters = const_cast<int*>(done);
-  if (!is_last(counters + 1 + group, Own::TILES, numbers)) return;
+  // What is behind the numbers is still read while these are written.
+  int *numbers = reinterpret_cast<int*>(shared), *last = numbers + 3 * EXPERTS + 1;
+  if (!arrives_last(done + 1 + group, Own::TILES, last)) return;
   own.choose(logits + (long)first * EXPERTS, chosen + first * CHOSEN, scores + first * CHOSEN);
   if constexpr (EACH == 1) {
     // The only row: its pairs are in order as they are.
@@ -311,7 +294,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
     }
   } else {
     const int groups = (rows + EACH - 1) / EACH;
-    if (is_last(counters, groups, numbers))
+    if (arrives_last(done, groups, last))
       order_pairs<EXPERTS, CHOSEN, HELD, WARPS * 32>(chosen, places, order, errands, most_errands,
                                                      rows * CHOSEN, numbers);
   }

@@ -9,10 +9,9 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES
 from mlx_manager.mlx_server.engine.kernels.kernel import (
-    Kernel,
+    CompiledForCuda,
     KernelSource,
     bounded,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -58,7 +57,7 @@ class SumKernels:
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self._kernels: dict[SumForm, Kernel] = {}
+        self._kernel = CompiledForCuda(dtype)
 
     @staticmethod
     def serves(width: int) -> bool:
@@ -71,11 +70,9 @@ class SumKernels:
         rows, width = x.shape
         epsilon = None if following is None else following.epsilon
         form = SumForm.of(width, norm.epsilon, epsilon)
-        if form not in self._kernels:
-            self._kernels[form] = compiled_for_cuda(sum_source(self._dtype, form))
         weights = [norm.weight] if following is None else [norm.weight, following.weight]
         count = len(weights)
-        return self._kernels[form](
+        return self._kernel(sum_source, form)(
             inputs=[residual, x, *weights],
             grid=(rows * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),

@@ -10,7 +10,7 @@ import pytest
 from engine.products.devices import H200
 from engine.products.halves import bits, gated, in_packs, rounded
 
-from mlx_manager.mlx_server.engine import products
+from mlx_manager.mlx_server.engine.kernels import kernel
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import (
     PRODUCTS,
@@ -162,7 +162,7 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
         made.append(source)
         return lambda **options: given.append(options)
 
-    monkeypatch.setattr(products, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
     norms = [Norm(mx.ones((WIDTH,)), EPSILON) for _ in range(2)]
     output, gate_up = (
         Link(mx.zeros((WIDTH, ATTENDED))),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine.products.halves import bits, rounded
 
-from mlx_manager.mlx_server.engine.products import sums
+from mlx_manager.mlx_server.engine.kernels import kernel
 from mlx_manager.mlx_server.engine.products.factors import Norm
 from mlx_manager.mlx_server.engine.products.sums import SumForm, SumKernels, sum_source
 
@@ -99,7 +99,7 @@ def test_a_kernel_is_compiled_once_and_given_what_its_source_names(monkeypatch):
         made.append(source)
         return lambda **options: given.append(options) or options["output_shapes"]
 
-    monkeypatch.setattr(sums, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
     kernels = SumKernels(BF16)
     rows, norm, following = mx.zeros((5, 640)), Norm(mx.ones(640), 1e-6), Norm(mx.zeros(640), 1e-5)
     assert kernels(rows, rows, norm, following) == kernels(rows, rows, norm, following)

@@ -49,23 +49,6 @@ struct Results {
   const int* arrivals;
 };
 
-// Whether this block is the last of `blocks` to arrive at `counter`, and sees what the others have
-// written. It sets the counter back to 0 for the next launch, so that counters are cleared once in
-// the life of the process. `last` is in shared memory that the block is done with.
-__device__ __forceinline__ bool arrives_last(const int* counter, int blocks, int* last) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int* mine = const_cast<int*>(counter);
-    *last = atomicAdd(mine, 1) == blocks - 1;
-    if (*last) *mine = 0;
-  }
-  __syncthreads();
-  if (!*last) return false;
-  __threadfence();
-  return true;
-}
-
 // Which query, heads and split a block serves.
 struct Place {
   int q_row, kv_head, kv_heads, first_head, heads, split, splits, base;
