@@ -212,11 +212,6 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
 
     `form` is f32, bf16, or 4bit (groups of 64, bf16 scales, as mlx-community stores them).
     """
-    target = folder / f"llama-{shape.layers}x{shape.hidden}-{form}"
-    if target.exists():
-        return target
-    partial = target.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     sizes = {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -226,19 +221,15 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.context,
     }
-    write_random_model(partial, form, sizes)
-    return partial.rename(target)
+    return written_once(folder / f"llama-{shape.layers}x{shape.hidden}-{form}", form, sizes)
 
 
 def synthetic_experts(folder: Path) -> Path:
     """A Qwen 3 with experts, 64 of 512 and 8 a row in each of 4 layers: 420 million parameters in
     float32, of which a row goes through 60. Written once."""
-    target = folder / "experts-4x1024"
-    if target.exists():
-        return target
-    partial = target.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     sizes = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_size": 1024,
         "num_hidden_layers": 4,
         "intermediate_size": 2048,
@@ -253,8 +244,16 @@ def synthetic_experts(folder: Path) -> Path:
         "norm_topk_prob": True,
         "max_position_embeddings": LlamaShape().context,
     }
-    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    write_random_model(partial, "f32", sizes | kind)
+    return written_once(folder / "experts-4x1024", "f32", sizes)
+
+
+def written_once(target: Path, form: str, sizes: Mapping[str, Any]) -> Path:
+    """`write_random_model` of what is not there as a whole."""
+    if target.exists():
+        return target
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_random_model(partial, form, sizes)
     return partial.rename(target)
 
 

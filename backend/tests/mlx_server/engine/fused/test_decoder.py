@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.models.weights import convert, forms_of
 PAGE = 16
 ACTIVATIONS = {
     Activation.SILU: lambda gate, up: nn.silu(gate) * up,
+    Activation.GELU: lambda gate, up: nn.gelu_approx(gate) * up,
     Activation.CLAMPED_SILU: swiglu_oai,
 }
 
@@ -92,7 +93,7 @@ class PortableProducts:
 
     def gate(self, both, activation):
         gate, up = mx.split(both, 2, axis=-1)
-        return (nn.silu if activation is Activation.SILU else nn.gelu_approx)(gate) * up
+        return ACTIVATIONS[activation](gate, up)
 
     def chain(self, links):
         return PortableChain(self, links) if self.chained else None
