@@ -73,6 +73,23 @@ _GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+_QWEN35: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [11, 11, 10],
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 512,
@@ -124,10 +141,40 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "qwen3.5-0.8b": _QWEN35
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-4b": _QWEN35
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "intermediate_size": 9216,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-9b": _QWEN35
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
-experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B, but for
-their larger vocabularies."""
+experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
+and Qwen 3.5 0.8B, 4B and 9B, but for their larger vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
