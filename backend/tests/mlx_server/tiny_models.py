@@ -503,6 +503,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "linear_num_key_heads": 2,
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
+            "rope_parameters": {
+                "type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
         }
     },
     "baichuan_m1": DECODER

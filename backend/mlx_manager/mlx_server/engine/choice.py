@@ -33,7 +33,15 @@ from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
+from mlx_manager.mlx_server.engine.likeness import (
+    MARGIN,
+    carries_on,
+    difference,
+    distance,
+    may_stray,
+)
+from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
+from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -82,7 +90,8 @@ class Reference:
         # Half precision rounds differently in products of different shapes.
         allowed = 2e-3 if first.dtype == mx.float32 else 5e-2
         strays = may_stray(self.model, first)
-        if strays and max(distances) > allowed:
+        rough = strays or carries_on(self.model, first)
+        if rough and max(distances) > allowed:
             if self.noise is None:
                 self.noise = yield from self._from_itself()
             allowed = max(allowed, MARGIN * self.noise)
@@ -106,9 +115,10 @@ def choose(
     page_size: int,
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
+    deltas: BuildDelta = recurrent.build,
 ) -> Forward:
     """`choosing` in one go."""
-    return finish(choosing(model, page_size, kernels, compile))
+    return finish(choosing(model, page_size, kernels, compile, deltas))
 
 
 def choosing(
@@ -116,18 +126,21 @@ def choosing(
     page_size: int,
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
+    deltas: BuildDelta = recurrent.build,
 ) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
     Pauses within each pass through the model, so that others' steps fit in between.
 
-    kernels: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
+    kernels, deltas: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
     """
     reference = yield from Reference.of(model, page_size)
-    forward = yield from _first_right(model, page_size, kernels, compile, reference)
+    built = KernelSet(kernels)
+    decoder = FusedDecoder.building(model, page_size, built.find, compile=compile, deltas=deltas)
+    forward = yield from _first_right(model, built, decoder, reference)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # What draws is compiled and checked here, and not in the step of whoever draws first.
         yield from one_by_one(every_way(mx.stack(reference.logits[0][:2])))
@@ -137,12 +150,11 @@ def choosing(
 
 def _first_right(
     model: nn.Module,
-    page_size: int,
-    kernels: BuildKernels,
-    compile: Compile,
+    built: KernelSet,
+    decoder: Steps[FusedDecoder | Unsupported],
     reference: Reference,
 ) -> Steps[Forward]:
-    built = KernelSet(kernels)
+    page_size = reference.page_size
     if mx.default_device() == mx.gpu:
         # Others would only be built when a pass through the model asks for them, in one go.
         yield from built.building(attention_shapes(model, page_size))
@@ -157,7 +169,7 @@ def _first_right(
     ]
     name, reasons = type(model).__module__, []
     for way in (
-        _fused(model, built, compile, reference),
+        _fused(model, built, decoder, reference),
         *(_compared(way, reference) for way in others),
     ):
         try:
@@ -200,7 +212,10 @@ def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
 
 
 def _fused(
-    model: nn.Module, kernels: KernelSet, compile: Compile, reference: Reference
+    model: nn.Module,
+    kernels: KernelSet,
+    building: Steps[FusedDecoder | Unsupported],
+    reference: Reference,
 ) -> Steps[Forward]:
     """The fused decoder over a GPU's kernels.
 
@@ -208,7 +223,7 @@ def _fused(
         NotApplicable: there is none, or it is not right.
     """
     size = reference.page_size
-    decoder = yield from FusedDecoder.building(model, size, kernels.find, compile=compile)
+    decoder = yield from building
     if isinstance(decoder, Unsupported):
         raise NotApplicable(decoder.reason)
     fused = FusedForward(decoder.stores(size, kernels), decoder, size)

@@ -232,13 +232,16 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         common = Common.of(model, page_size)
     except NotFusable as reason:
         raise NotApplicable(f"the module is no common decoder: {reason}") from reason
-    if not all(isinstance(anatomy.mlp, Gates) for anatomy in common.layers):
+    attentions = [layer for layer in common.layers if isinstance(layer, Anatomy)]
+    if len(attentions) < len(common.layers) or any(each.rotary.gated for each in attentions):
+        raise NotApplicable("layers without attention, or with gates behind it")
+    if not all(isinstance(anatomy.mlp, Gates) for anatomy in attentions):
         raise NotApplicable("an MLP of other parts")
-    if common.layers[0].shape.dtype != mx.float32:
+    if attentions[0].shape.dtype != mx.float32:
         raise NotApplicable("products in half precision take longer than all the rest")
     rotations: dict[tuple[int, AttentionShape], HeadRotation] = {}
     layers: list[JoinedLayer] = []
-    for anatomy, kind in zip(common.layers, common.kinds, strict=True):
+    for anatomy, kind in zip(attentions, common.kinds, strict=True):
         if (kind, anatomy.shape) not in rotations:
             rotation = HeadRotation(common.rotations[kind], anatomy.shape)
             rotations[kind, anatomy.shape] = rotation

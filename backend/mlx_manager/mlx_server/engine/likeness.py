@@ -3,7 +3,8 @@
 Half precision rounds differently in products of different shapes. Where layers have experts, a row
 whose router finds two nearly equal goes through the one or the other by that: no mistake, though it
 changes the logits of a random model by a third (NOTES 113). So such rows may be few, and how far a
-model is from itself is the yardstick.
+model is from itself is the yardstick. So it is where a state carries what was rounded for one token
+on to all that follow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 # Of rows that went through other experts: logits of another text are 1.4 away.
@@ -34,6 +36,12 @@ def may_stray(model: nn.Module, logits: mx.array) -> bool:
     """Whether rounding may send a row of `model` through other experts. logits: some of its."""
     experts = SwitchLinear | QuantizedSwitchLinear
     return logits.dtype != mx.float32 and any(isinstance(each, experts) for each in model.modules())
+
+
+def carries_on(model: nn.Module, logits: mx.array) -> bool:
+    """Whether rounding adds up from token to token. logits: some of `model`'s."""
+    kept = make_prompt_cache(model)
+    return logits.dtype != mx.float32 and any(isinstance(each, ArraysCache) for each in kept)
 
 
 def difference(distances: Sequence[float], allowed: float, *, strays: bool) -> str | None:

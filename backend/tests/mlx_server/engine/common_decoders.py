@@ -69,6 +69,36 @@ MODELS = {
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3-tied": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": True}),
 }
+HYBRID = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+# Layers of the gated delta rule, and attention with gates.
+HYBRIDS = {
+    "qwen3_5": {
+        **HYBRID,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "qwen3_next": {
+        **HYBRID,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 0,
+    },
+}
 EXPERTS = {
     "qwen3_moe": {
         "head_dim": 32,

@@ -64,7 +64,10 @@ class Portable:
         """Heads of q, k and v, (rows, heads, dim)."""
         of = self.shape
         heads = qkv.reshape(qkv.shape[0], -1, of.head_dim)
-        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        places = 2 if rotary.gated else 1
+        queries = places * of.q_heads
+        q, k, v = mx.split(heads, [queries, queries + of.kv_heads], axis=1)
+        q = q[:, ::places]
         if norms is not None:
             q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
             k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)

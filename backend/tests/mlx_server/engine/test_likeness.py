@@ -5,11 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import EXPERTS, make
+from engine.common_decoders import EXPERTS, HYBRIDS, make
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.likeness import difference, distance, may_stray
+from mlx_manager.mlx_server.engine.likeness import (
+    carries_on,
+    difference,
+    distance,
+    may_stray,
+)
 
 
 class Uneven(nn.Module):
@@ -52,6 +57,13 @@ def test_only_half_precision_sends_rows_through_other_experts():
     assert not may_stray(model, mx.zeros(3))
     assert may_stray(model, mx.zeros(3, mx.bfloat16))
     assert not may_stray(make("llama", {}), mx.zeros(3, mx.bfloat16))
+
+
+def test_rounding_is_carried_on_by_a_state_and_in_half_precision_alone():
+    model = make("qwen3_5", HYBRIDS["qwen3_5"])
+    assert carries_on(model, mx.zeros(3, mx.bfloat16))
+    assert not carries_on(model, mx.zeros(3))
+    assert not carries_on(make("llama", {}), mx.zeros(3, mx.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -11,14 +12,15 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma2, gemma3_text
+from mlx_lm.models import gemma2, gemma3_text, qwen3_5, qwen3_next
 from mlx_lm.models.activations import SwigluOAI
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
 from mlx_manager.mlx_server.engine.products.factors import Activation
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights
 
 
 class NotFusable(Exception):
@@ -55,6 +57,13 @@ _BODY = {"embed_tokens", "layers", "norm"}
 _NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
 _GELU_MLPS = (gemma2.MLP, gemma3_text.MLP)
 _CLIPPED = (gemma3_text.TransformerBlock,)
+# Attention whose q_proj gives a gate behind each head, which attends through a sigmoid of it.
+_GATED = (qwen3_next.Qwen3NextAttention,)
+# Layers of the gated delta rule, with the names of what their first product is made of.
+_DELTAS = {
+    qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    qwen3_next.Qwen3NextGatedDeltaNet: ("in_proj_qkvz", "in_proj_ba"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +129,34 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    """One layer of the module, before anything is joined."""
+class Surroundings(ABC):
+    """What one layer of the module has around that by which its tokens meet, before anything is
+    joined. qkv: that is made of."""
 
     qkv: tuple[nn.Module, ...]
     output: nn.Module
     mlp: Gates | Routes
     attention_norms: Norms
     mlp_norms: Norms
+
+    def weights(self) -> list[mx.array]:
+        """Of the projections, and what is made of the rest: to be computed before steps are
+        compiled, or each kind of step would make it anew."""
+        layers = (*self.qkv, self.output, *self.mlp.layers)
+        pairs = (self.attention_norms, self.mlp_norms)
+        norms = [norm for pair in pairs for norm in (pair.before, pair.behind) if norm is not None]
+        parts = (*layers, *norms)
+        found = [array for part in parts for _, array in tree_flatten(part.parameters())]
+        return [*found, *self._own_weights()]
+
+    @abstractmethod
+    def _own_weights(self) -> list[mx.array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy(Surroundings):
+    """A layer whose tokens meet in attention."""
+
     head_norms: tuple[nn.RMSNorm, nn.RMSNorm] | None
     rope: nn.Module
     rotary: Rotary
@@ -139,10 +168,8 @@ class Anatomy:
 
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
-        own = [name for name in _MLPS if name in block]
-        _expect("self_attn" in block and len(own) == 1, "a block of other parts")
-        attention_norms, mlp_norms = _norms(block, _parts(block) - {"self_attn", *own})
-        attention, mlp = block.self_attn, _mlp(block[own[0]])
+        mlp, attention_norms, mlp_norms = _around(block, "self_attn")
+        attention = block.self_attn
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
         # What else it is given may depend on the position, and differ only far into a text.
         given = signature(type(attention).__call__).parameters.keys()
@@ -157,7 +184,8 @@ class Anatomy:
         _expect(not clipped, "sums that are clipped to what float16 has")
         heads, kv_heads = (int(_first_of(attention, names)) for names in (_HEADS, _KV_HEADS))
         rows = sum(linear.weight.shape[0] for linear in qkv)
-        dim = rows // (heads + 2 * kv_heads)
+        gated = isinstance(attention, _GATED)
+        dim = rows // (heads * (2 if gated else 1) + 2 * kv_heads)
         if head_norms is not None:
             sizes = {norm.weight.size for norm in head_norms}
             epsilons = {norm.eps for norm in head_norms}
@@ -177,7 +205,7 @@ class Anatomy:
             mlp_norms=mlp_norms,
             head_norms=head_norms,
             rope=attention.rope,
-            rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None),
+            rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None, gated),
             shape=AttentionShape(heads, kv_heads, dim, page_size, dtype),
             scale=_first_of(attention, _SCALES),
             softcap=getattr(attention, "attn_logit_softcapping", None),
@@ -191,15 +219,57 @@ class Anatomy:
         """Of the norms of q and k."""
         return self.head_norms and (self.head_norms[0].weight, self.head_norms[1].weight)
 
-    def weights(self) -> list[mx.array]:
-        """Of the projections, and what is made of the rest: to be computed before steps are
-        compiled, or each kind of step would make it anew."""
-        layers = (*self.qkv, self.output, *self.mlp.layers)
-        pairs = (self.attention_norms, self.mlp_norms)
-        norms = [norm for pair in pairs for norm in (pair.before, pair.behind) if norm is not None]
-        parts = (*layers, *norms, *(self.head_norms or ()))
-        weights = [array for part in parts for _, array in tree_flatten(part.parameters())]
+    def _own_weights(self) -> list[mx.array]:
+        weights = list(self.head_weights or ())
         return weights if self.sinks is None else [*weights, self.sinks]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence(Surroundings):
+    """A layer whose tokens meet in a state that each changes by the gated delta rule."""
+
+    shape: DeltaShape
+    given: DeltaWeights
+
+    @staticmethod
+    def of(block: nn.Module) -> Recurrence:
+        mlp, norms, mlp_norms = _around(block, "linear_attn")
+        own = block.linear_attn
+        names = _DELTAS.get(type(own))
+        if names is None:
+            raise NotFusable(f"a layer of the kind {type(own).__name__}")
+        dtype = norms.before.weight.dtype
+        convolution = own.conv1d.weight.reshape(own.conv1d.weight.shape[:2])
+        given = DeltaWeights(
+            convolution.astype(dtype),
+            -mx.exp(own.A_log.astype(mx.float32)),
+            own.dt_bias.astype(mx.float32),
+            own.norm.weight.astype(dtype),
+        )
+        shape = DeltaShape(
+            key_heads=own.num_k_heads,
+            value_heads=own.num_v_heads,
+            key_dim=own.head_k_dim,
+            value_dim=own.head_v_dim,
+            taps=convolution.shape[1],
+            dtype=dtype,
+            grouped=len(names) == 2,
+            rounded=own.dt_bias.dtype == dtype,
+            epsilon=own.norm.eps,
+        )
+        linears = _linears(own, names)
+        _expect("bias" not in own.conv1d, "a convolution with a bias")
+        _expect(
+            sum(linear.weight.shape[0] for linear in linears) == shape.columns,
+            "projections of other sizes",
+        )
+        return Recurrence(
+            linears, _linears(own, ("out_proj",))[0], mlp, norms, mlp_norms, shape, given
+        )
+
+    def _own_weights(self) -> list[mx.array]:
+        given = self.given
+        return [given.convolution, given.rates, given.offsets, given.norm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +342,13 @@ class Rotation:
 class Common:
     """A common decoder, before anything is joined.
 
-    rotations: its kinds of rotation. kinds: the number of each layer's among them. scale: what
+    rotations: its kinds of rotation. kinds: the number of each layer's among them, of a recurrent
+    one 0, for none. scale: what
     embeddings are multiplied by, a number of the layers' type, if they are. head: what has the
     vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if they have one.
     """
 
-    layers: list[Anatomy]
+    layers: list[Anatomy | Recurrence]
     rotations: list[Rotation]
     kinds: list[int]
     embed: nn.Module
@@ -299,16 +370,21 @@ class Common:
         windows = _windows(model)
         _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
         layers = [
-            Anatomy.of(block, window, page_size)
+            Recurrence.of(block) if "linear_attn" in block else Anatomy.of(block, window, page_size)
             for block, window in zip(body.layers, windows, strict=True)
         ]
-        ropes = [_kind(layer.rope) for layer in layers]
-        firsts = list(dict.fromkeys(ropes))
-        of_kind = [layers[ropes.index(kind)] for kind in firsts]
+        rotations: dict[tuple[Any, ...], Rotation] = {}
+        kinds = []
+        for layer in layers:
+            kind = _kind(layer.rope) if isinstance(layer, Anatomy) else None
+            if isinstance(layer, Anatomy) and kind is not None and kind not in rotations:
+                rotations[kind] = Rotation.of(layer.rope, layer.rotary)
+            kinds.append(list(rotations).index(kind) if kind else 0)
+        _expect(bool(rotations), "no layer with attention")
         return Common(
             layers,
-            [Rotation.of(layer.rope, layer.rotary) for layer in of_kind],
-            [firsts.index(kind) for kind in ropes],
+            list(rotations.values()),
+            kinds,
             body.embed_tokens,
             _scale(body, layers[0].shape.dtype),
             _norm(body.norm),
@@ -338,9 +414,10 @@ def _capped(logits: mx.array, most: float) -> mx.array:
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
     """Of a common decoder's layers; none of another model's."""
     try:
-        return {anatomy.shape for anatomy in Common.of(model, page_size).layers}
+        layers = Common.of(model, page_size).layers
     except NotFusable:
         return set()
+    return {layer.shape for layer in layers if isinstance(layer, Anatomy)}
 
 
 def _parts(module: nn.Module) -> set[str]:
@@ -366,14 +443,23 @@ def _norm(module: nn.Module) -> nn.RMSNorm:
     return norm
 
 
-def _norms(block: nn.Module, names: set[str]) -> list[Norms]:
+def _around(block: nn.Module, name: str) -> tuple[Gates | Routes, Norms, Norms]:
+    """A block's MLP, and the norms around its part of that name and the MLP."""
+    own = [each for each in _MLPS if each in block]
+    _expect(name in block and len(own) == 1, "a block of other parts")
+    norms = _norms(block, _parts(block) - {name, *own})
+    return (_mlp(block[own[0]]), *norms)
+
+
+def _norms(block: nn.Module, names: set[str]) -> tuple[Norms, Norms]:
     """Of attention and of the MLP, where `names` are those of all norms there are."""
     for around in _NORMS:
         if names == {name for pair in around for name in pair if name is not None}:
-            return [
+            first, second = (
                 Norms(_norm(block[before]), None if behind is None else _norm(block[behind]))
                 for before, behind in around
-            ]
+            )
+            return first, second
     raise NotFusable("a block of other parts")
 
 
@@ -404,8 +490,10 @@ def _mlp(mlp: nn.Module) -> Gates | Routes:
     return routes
 
 
-def _linears(parent: nn.Module, apart: tuple[str, ...], together: str) -> tuple[nn.Module, ...]:
-    names = (together,) if together in parent else apart
+def _linears(
+    parent: nn.Module, apart: tuple[str, ...], together: str | None = None
+) -> tuple[nn.Module, ...]:
+    names = apart if together is None or together not in parent else (together,)
     linears = tuple(parent[name] for name in names)
     kinds = set(map(_stored, linears))
     known = all(isinstance(x, nn.Linear) or type(x) is nn.QuantizedLinear for x in linears)
@@ -447,7 +535,7 @@ def _windows(model: nn.Module) -> list[int | None]:
     windows: list[int | None] = []
     for cache in make_prompt_cache(model):
         match cache:
-            case KVCache():
+            case KVCache() | ArraysCache():
                 windows.append(None)
             case RotatingKVCache(keep=0):
                 windows.append(cache.max_size)

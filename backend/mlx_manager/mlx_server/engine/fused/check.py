@@ -9,7 +9,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import kept_in
@@ -18,6 +23,7 @@ from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
+Pool = tuple[mx.array, mx.array]
 # Numbers of rows that differ in how they are computed: as they are, and padded.
 CHECKED_ROWS = (3, 12, 20, 40, 68)
 
@@ -53,7 +59,8 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
         caches.append(cache)
     counts = [-(-(n + 2) // page_size) for n in lengths]
     pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
-    pools = _filled(caches, pages, page_size)
+    pools: Sequence[Pool] = _filled(caches, pages, page_size, lengths)
+    states = _states(caches)
     yield from computed([array for pool in pools for array in pool])
     distances, noise = [], 0.0
     strays = may_stray(model, prompts[0])
@@ -66,12 +73,15 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
             own.append(logits[-1])
             noise = max(noise, distance(prompt[n - 1], logits[-1]))
         for rows in CHECKED_ROWS:
-            step = _Sample(tokens, seen, pages, pools).padded(decoder, rows)
+            sample = _Sample(tokens, seen, pages, pools, states)
             if i == 0:
-                yield from one_by_one(decoder.launches(step))
+                yield from one_by_one(decoder.launches(sample.padded(decoder, rows)))
+            step = sample.padded(decoder, rows)
             out, _ = decoder.run(step)
             yield from computed([out])
             distances += [distance(mine, logits) for logits, mine in zip(own, out, strict=False)]
+        # As the token has left them, which each of these steps began without.
+        pools = step.pools
     wrong = difference(distances, max(2e-3, MARGIN * noise), strays=strays)
     return wrong and f"its logits differ from the module's {wrong}, whose own do by {noise:.2g}"
 
@@ -85,12 +95,14 @@ def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> Steps[mx.a
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Rows whose pages and pools are filled up to their newest tokens."""
+    """Rows whose pages and pools are filled up to their newest tokens. states: the numbers of the
+    pools that are no pages, and of which each step has a copy of its own, since it changes them."""
 
     tokens: Sequence[int]
     lengths: Sequence[int]
     pages: Sequence[np.ndarray[Any, Any]]
-    pools: Sequence[tuple[mx.array, mx.array]]
+    pools: Sequence[Pool]
+    states: Sequence[int]
 
     def padded(self, decoder: FusedDecoder, rows: int) -> Step:
         padding = [0] * (rows - len(self.tokens))
@@ -98,22 +110,39 @@ class _Sample:
         table = np.zeros((rows, max(len(own) for own in self.pages)), np.int32)
         for row, own in enumerate(self.pages):
             table[row, : len(own)] = own
+        pools = list(self.pools)
+        for number in self.states:
+            pools[number] = (pools[number][0] + 0, pools[number][1] + 0)
+        slots = [mx.array([*range(len(self.tokens)), *padding], mx.int32)] if self.states else []
         return Step(
             tokens=mx.array([*self.tokens, *padding], mx.uint32),
             before=mx.array(np.maximum(seen - 1, 0)),
             table=mx.array(table),
-            pools=self.pools,
+            pools=pools,
             splits=decoder.plan(seen),
+            slots=slots,
         )
 
 
+def _states(caches: Sequence[Sequence[Any]]) -> list[int]:
+    """The numbers of the layers that are recurrent."""
+    return [number for number, cache in enumerate(caches[0]) if isinstance(cache, ArraysCache)]
+
+
 def _filled(
-    caches: Sequence[Sequence[Any]], pages: Sequence[np.ndarray[Any, Any]], page_size: int
-) -> list[tuple[mx.array, mx.array]]:
-    """Each layer's pools with the content of each row's caches in its pages; not evaluated."""
+    caches: Sequence[Sequence[Any]],
+    pages: Sequence[np.ndarray[Any, Any]],
+    page_size: int,
+    lengths: Sequence[int],
+) -> list[Pool]:
+    """Each layer's pools with the content of each row's caches in its pages, or in slots in the
+    rows' order; not evaluated."""
     slots = sum(len(own) for own in pages) * page_size
     pools = []
     for layer in zip(*caches, strict=True):
+        if isinstance(layer[0], ArraysCache):
+            pools.append(_in_slots(layer, lengths))
+            continue
         pair = []
         for which in (0, 1):
             first = layer[0].state[which]
@@ -127,3 +156,14 @@ def _filled(
             pair.append(pool)
         pools.append((pair[0], pair[1]))
     return pools
+
+
+def _in_slots(caches: Sequence[ArraysCache], lengths: Sequence[int]) -> Pool:
+    """What a `StateStore` of these rows holds."""
+    inputs = [cache.cache[0] for cache in caches]
+    taps = inputs[0].shape[1] + 1
+    ring = mx.zeros((len(caches), taps, inputs[0].shape[2]), inputs[0].dtype)
+    for slot, (own, length) in enumerate(zip(inputs, lengths, strict=True)):
+        for back in range(1, min(taps, length + 1)):
+            ring[slot, (length - back) % taps] = own[0, -back]
+    return ring, mx.concatenate([cache.cache[1] for cache in caches])

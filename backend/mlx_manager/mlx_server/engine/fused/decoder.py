@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -14,9 +14,16 @@ from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.alike import arrays_of
 from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import RaggedStep
-from mlx_manager.mlx_server.engine.fused.anatomy import Common, NotFusable
+from mlx_manager.mlx_server.engine.fused.anatomy import (
+    Anatomy,
+    Common,
+    NotFusable,
+    Recurrence,
+)
 from mlx_manager.mlx_server.engine.fused.layers import (
+    AttentionPart,
     Block,
+    DeltaPart,
     Ending,
     Joint,
     Layer,
@@ -24,14 +31,17 @@ from mlx_manager.mlx_server.engine.fused.layers import (
     Part,
     Repeated,
     Step,
+    Store,
 )
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, prepare
 from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
     BlockKind,
     BuildKernels,
     KernelSet,
+    PagedKernels,
     Splits,
     opening,
 )
@@ -40,8 +50,13 @@ from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
+from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta, Texts
+from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
+A = TypeVar("A", Anatomy, Recurrence)
+K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Cuts = Sequence[tuple[int | None, bool, BlockKind]]
@@ -90,11 +105,13 @@ class FusedDecoder:
         self._open = open
         self._ending = ending
         parts = [layer.part for layer in layers]
-        self._planners = {part.window: part.kernels for part in parts}
         # Of each kind of attention, the number of a layer.
-        self._attentions = {
-            (part.kernels.shape, part.window): number for number, part in enumerate(parts)
-        }
+        self._attentions: dict[tuple[AttentionShape, int | None], int] = {}
+        self._planners: dict[int | None, PagedKernels] = {}
+        for number, part in enumerate(parts):
+            if isinstance(part, AttentionPart):
+                self._attentions[part.kernels.shape, part.window] = number
+                self._planners[part.window] = part.kernels
         # What a layer makes of a token, and what its weights take as dense ones.
         self._layer_bytes = max(part.token_bytes for part in parts)
         self._unpacked_bytes = max(part.block.unpacked_bytes for part in parts)
@@ -111,9 +128,12 @@ class FusedDecoder:
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
+        deltas: BuildDelta = recurrent.build,
     ) -> FusedDecoder | Unsupported:
         """`building` in one go."""
-        return finish(FusedDecoder.building(model, page_size, kernels, products, compile, openings))
+        return finish(
+            FusedDecoder.building(model, page_size, kernels, products, compile, openings, deltas)
+        )
 
     @staticmethod
     def building(  # noqa: PLR0917
@@ -123,6 +143,7 @@ class FusedDecoder:
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
+        deltas: BuildDelta = recurrent.build,
     ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
@@ -130,7 +151,9 @@ class FusedDecoder:
         the joined ones, a layer at a time. Nothing has been compared yet: see `checking`.
         """
         try:
-            return (yield from _building(model, page_size, kernels, products, compile, openings))
+            common = Common.of(model, page_size)
+            parts = _Parts(common, kernels, deltas)
+            return (yield from _building(common, parts, products, compile, openings))
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -181,25 +204,43 @@ class FusedDecoder:
         found: list[mx.array] = compiled(*_arrays(step))
         return found
 
-    def stores(self, page_size: int, kernels: KernelSet) -> list[LayerStore]:
-        """Pages for its layers, none as yet, that `kernels` read."""
-        parts = [layer.part for layer in self._layers]
-        shapes = [LayerShape.of(part.kernels.shape, part.window) for part in parts]
-        return [LayerStore(shape, page_size, kernels) for shape in shapes]
+    def stores(self, page_size: int, kernels: KernelSet) -> list[Store]:
+        """Pages, or states, for its layers, none as yet, that `kernels` read."""
 
-    def prepare(self, plan: StepPlan, stores: Sequence[LayerStore]) -> None:
+        def made(part: Part) -> Store:
+            match part:
+                case AttentionPart():
+                    shape = LayerShape.of(part.kernels.shape, part.window)
+                    return LayerStore(shape, page_size, kernels)
+                case DeltaPart():
+                    return StateStore(part.kernels.shape)
+            raise TypeError(f"a layer of the kind {type(part).__name__}")
+
+        return [made(layer.part) for layer in self._layers]
+
+    def prepare(self, plan: StepPlan, stores: Sequence[Store]) -> None:
         """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
         _ = plan.numbers.array
         for (shape, window), number in self._attentions.items():
-            prepare(shape.q_heads, stores[number], plan, window)
+            store = stores[number]
+            assert isinstance(store, LayerStore)
+            prepare(shape.q_heads, store, plan, window)
 
-    def run_ragged(self, step: RaggedStep, stores: Sequence[LayerStore]) -> tuple[mx.array, Pieces]:
+    def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> mx.array:
+        """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
+        part = self._layers[number].part
+        assert isinstance(part, DeltaPart)
+        return part.kernels.restore(store, slot, kept)
+
+    def run_ragged(
+        self, step: RaggedStep, stores: Sequence[Store], texts: Texts | None = None
+    ) -> tuple[mx.array, Pieces]:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
         the pieces that are to be queued before them. Of a silent step (1, hidden size).
 
-        `stores` are the layers' pages, written in place. A layer is put together once for each kind
-        there is, and repeated: that takes the host half as long as all of them by themselves
-        (NOTES 104).
+        `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`. A
+        layer is put together once for each kind there is, and repeated: that takes the host half as
+        long as all of them by themselves (NOTES 104).
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
@@ -209,7 +250,8 @@ class FusedDecoder:
         compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
         for number, (layer, store) in enumerate(zip(self._repeated, stores, strict=True), 1):
             if layer.kind not in compiled:
-                compiled[layer.kind] = self._compile(partial(layer.run, store, step.plan, unpack))
+                once = partial(layer.run, store, step.plan, texts, unpack)
+                compiled[layer.kind] = self._compile(once)
             run, rotation = compiled[layer.kind], rotations[layer.rotation]
             hidden, store.written = run(hidden, rotation, layer.arrays, store.arrays)
             if number % at_a_time == 0:
@@ -257,8 +299,9 @@ class FusedDecoder:
         table: mx.array,
         pools: Sequence[tuple[mx.array, mx.array]],
         items: Sequence[mx.array],
+        slots: Sequence[mx.array],
     ) -> Stepped:
-        step = _step(cuts, tokens, before, table, pools, items)
+        step = _step(cuts, tokens, before, table, pools, items, slots)
         hidden, shared = self._open(tokens, before)
         heads: mx.array | None = None
         for layer, pool in zip(self._layers, pools, strict=True):
@@ -289,7 +332,7 @@ def _cuts(step: Step) -> Cuts:
 
 def _arrays(step: Step) -> tuple[Any, ...]:
     items = [cut.items for cut in step.splits.values()]
-    return step.tokens, step.before, step.table, step.pools, items
+    return step.tokens, step.before, step.table, step.pools, items, list(step.slots)
 
 
 def _step(  # noqa: PLR0917
@@ -299,29 +342,52 @@ def _step(  # noqa: PLR0917
     table: mx.array,
     pools: Sequence[tuple[mx.array, mx.array]],
     items: Sequence[mx.array],
+    slots: Sequence[mx.array],
 ) -> Step:
     splits = {
         window: Splits(array, divided, blocks)
         for (window, divided, blocks), array in zip(cuts, items, strict=True)
     }
-    return Step(tokens, before, table, pools, splits)
+    return Step(tokens, before, table, pools, splits, slots)
 
 
-def _building(  # noqa: PLR0917
-    model: nn.Module,
-    page_size: int,
-    kernels: BuildKernels,
+class _Parts:
+    """What makes the layers' parts, over the kernels for their shapes.
+
+    Raises:
+        NotFusable: there are none.
+    """
+
+    def __init__(self, common: Common, kernels: BuildKernels, deltas: BuildDelta) -> None:
+        own = common.layers
+        self._attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
+        self._deltas = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
+
+    def of(self, anatomy: Anatomy | Recurrence, block: Block) -> Part:
+        """block: of the same layer, joined."""
+        if isinstance(anatomy, Anatomy):
+            return AttentionPart.of(anatomy, block, self._attentions[anatomy.shape])
+        return DeltaPart(block, self._deltas[anatomy.shape], anatomy.given)
+
+
+def _one_each(layers: Sequence[Any], kind: type[A]) -> list[A]:
+    """Of that kind, one of each shape."""
+    return list({layer.shape: layer for layer in layers if isinstance(layer, kind)}.values())
+
+
+def _built(kernels: K | Unsupported) -> K:
+    if isinstance(kernels, Unsupported):
+        raise NotFusable(kernels.reason)
+    return kernels
+
+
+def _building(
+    common: Common,
+    parts: _Parts,
     products: BuildProducts,
     compile: Compile,
     openings: BuildOpening,
 ) -> Steps[FusedDecoder]:
-    common = Common.of(model, page_size)
-    served = {}
-    for shape in {anatomy.shape for anatomy in common.layers}:
-        built = kernels(shape)
-        if isinstance(built, Unsupported):
-            raise NotFusable(built.reason)
-        served[shape] = built
     multiplier = products(common.layers[0].shape.dtype)
     few = None if isinstance(multiplier, Unsupported) else multiplier
     blocks = []
@@ -331,7 +397,7 @@ def _building(  # noqa: PLR0917
         yield from computed([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
-        Layer(Part.of(anatomy, joint.block, served[anatomy.shape]), joint, kind)
+        Layer(parts.of(anatomy, joint.block), joint, kind)
         for anatomy, kind, joint in zip(common.layers, common.kinds, joints, strict=True)
     ]
     return FusedDecoder(

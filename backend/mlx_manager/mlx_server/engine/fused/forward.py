@@ -21,17 +21,22 @@ from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
     OnPages,
+    Prefixes,
     RaggedStep,
+    Snapshot,
     order_after,
 )
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
-from mlx_manager.mlx_server.engine.fused.layers import Step
+from mlx_manager.mlx_server.engine.fused.layers import Step, Store
 from mlx_manager.mlx_server.engine.kernels.mapped import send, together
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
+from mlx_manager.mlx_server.engine.recurrent.kernels import Texts
+from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
+from mlx_manager.mlx_server.engine.recurrent.slots import Slots
 from mlx_manager.mlx_server.utils.steps import Steps
 
 # Steps after which the attention's work is divided anew, and for which rows get pages ahead.
@@ -60,7 +65,8 @@ class Batch:
         keys: of the rows, in order. lengths: of theirs in the last step.
         pages: how many the rows had in all when `table` was made.
         table: (padded rows, n). before: (padded rows,) their lengths before the next step, 0 for
-            padding. splits: by window; `age` steps old.
+            padding. splits: by window; `age` steps old. slots: (padded rows,), if there are
+        recurrent layers.
     """
 
     keys: list[int]
@@ -69,23 +75,35 @@ class Batch:
     table: mx.array
     before: mx.array
     splits: Mapping[int | None, Splits]
+    slots: Sequence[mx.array]
     age: int = 0
 
 
 class FusedForward(OnPages):
-    """Steps of running rows alone, in few shapes, and ragged steps with prompts in them."""
+    """Steps of running rows alone, in few shapes, and ragged steps with prompts in them.
+
+    stores: of all layers, from `decoder`.
+    """
 
     kind: ClassVar[str] = "fused"
     looks_ahead: bool = True
     horizon: int = HORIZON
     grain: int = GRAIN
 
-    def __init__(self, stores: Sequence[LayerStore], decoder: FusedDecoder, page_size: int) -> None:
+    def __init__(self, stores: Sequence[Store], decoder: FusedDecoder, page_size: int) -> None:
         self._decoder = decoder
         self._page_size = page_size
         self._batch: Batch | None = None
         self._pieces = Pieces()
-        self.stores = list(stores)
+        self._of_layers = stores
+        self._states = {
+            number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
+        }
+        self._slots = Slots(list(self._states.values()))
+        self.stores = [store for store in stores if isinstance(store, LayerStore)]
+        self.prefixes: Prefixes = "snapshot" if self._states else "pages"
+        # Where there is no room for one more, it is made for as many again.
+        self.row_bytes = 2 * sum(store.shape.slot_bytes for store in self._states.values())
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return order_after(() if self._batch is None else self._batch.keys, keys)
@@ -93,18 +111,19 @@ class FusedForward(OnPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
             self._batch = None
+            slots = self._slots_of(decode, chunks)
             with together():
                 ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
-                self._decoder.prepare(ragged.plan, self.stores)
-            logits, self._pieces = self._decoder.run_ragged(ragged, self.stores)
+                self._decoder.prepare(ragged.plan, self._of_layers)
+                texts = _texts(decode, chunks, ragged.tokens.size, slots) if slots else None
+            logits, self._pieces = self._decoder.run_ragged(ragged, self._of_layers, texts)
             return logits
         self._pieces = Pieces()
         batch = self._batch = self._next(decode)
         tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
         if lacking:
             tokens = mx.pad(tokens, (0, lacking))
-        step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
-        logits, batch.before = self._decoder.run(step)
+        logits, batch.before = self._decoder.run(self._step(tokens, batch))
         return logits
 
     @property
@@ -116,6 +135,27 @@ class FusedForward(OnPages):
 
     def abandon(self) -> None:
         self._batch, self._pieces = None, Pieces()
+
+    def forget(self, key: int) -> None:
+        self._slots.release(key)
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        slot = self._slots.known(key)
+        if slot is None:
+            return None
+        # The next step writes there: what is left of this one is queued, and then the copies.
+        self._pieces.finish()
+        kept = Snapshot([list(store.kept(slot)) for store in self._states.values()])
+        mx.async_eval(kept.leaves)  # type: ignore[no-untyped-call]
+        return kept
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        (slot,) = self._slots.of([key])
+        done = [
+            self._decoder.restore(number, store, slot, [part for part in kept if part is not None])
+            for (number, store), kept in zip(self._states.items(), snapshot.leaves, strict=True)
+        ]
+        mx.async_eval(done)  # type: ignore[no-untyped-call]
 
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.
@@ -145,22 +185,38 @@ class FusedForward(OnPages):
         for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
-            decode = Decode(list(range(rows)), tables, [length] * rows, tokens)
-            batch = self._begin(decode)
-            step = Step(tokens, batch.before, batch.table, self._pools(), batch.splits)
+            # All the same row, whose states nobody is to have.
+            decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
+            step = self._step(tokens, self._begin(decode))
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
             ragged = RaggedStep.of(decode, [chunk], size, whole)
-            logits, _ = self._decoder.run_ragged(ragged, self.stores)
+            slots = self._slots_of(decode, [chunk])
+            texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
+            logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
             yield from computed([logits])
+        self.forget(chunk.key)
 
     def _are_tall(self, rows: int) -> bool:
         """Whether so many rows of `LONG` tokens are attended by tall blocks."""
         splits = self._decoder.plan(np.full(rows, LONG))
         return any(cut.blocks is BlockKind.TALL for cut in splits.values())
 
-    def _pools(self) -> list[tuple[mx.array, mx.array]]:
-        return [(store.keys, store.values) for store in self.stores]
+    def _step(self, tokens: mx.array, batch: Batch) -> Step:
+        pools = [
+            (store.keys, store.values)
+            if isinstance(store, LayerStore)
+            else (store.ring, store.states)
+            for store in self._of_layers
+        ]
+        return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots)
+
+    def _slots_of(self, decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
+        """Of the rows and then the chunks; none where there are no recurrent layers."""
+        if not self._states:
+            return []
+        keys = [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
+        return self._slots.of(keys)
 
     def _next(self, decode: Decode) -> Batch:
         last, lengths = self._batch, decode.lengths
@@ -181,6 +237,7 @@ class FusedForward(OnPages):
 
     def _begin(self, decode: Decode) -> Batch:
         lengths = _padded(decode.lengths)
+        slots = self._slots_of(decode, [])
         with together():
             return Batch(
                 decode.keys,
@@ -189,6 +246,7 @@ class FusedForward(OnPages):
                 self._table(decode.tables),
                 send(np.maximum(lengths - 1, 0)),
                 self._decoder.plan(lengths),
+                [send(_padded(slots))] if slots else [],
             )
 
     def _table(self, tables: Sequence[PageTable]) -> mx.array:
@@ -204,6 +262,23 @@ class FusedForward(OnPages):
 def whole(tokens: int) -> int:
     """What the tokens of a step with prompts in it are padded to."""
     return next((size for size in FEW if size >= tokens), tokens + -tokens % GRAIN)
+
+
+def _texts(
+    decode: Decode | None, chunks: Sequence[Chunk], tokens: int, slots: Sequence[int]
+) -> Texts:
+    """Of a step of so many tokens, padding included. slots: of the rows and then the chunks."""
+    counts = [1] * (len(decode.keys) if decode else 0)
+    positions = [length - 1 for length in decode.lengths] if decode else []
+    counts += [chunk.span.queries for chunk in chunks]
+    positions += [chunk.span.length - chunk.span.queries for chunk in chunks]
+    owners = np.full(tokens, -1, np.int32)
+    owners[: sum(counts)] = np.repeat(np.arange(len(counts)), counts)
+    # A last one for the padding, which may be none.
+    counts.append(tokens - sum(counts))
+    firsts = np.cumsum([0, *counts[:-1]])
+    spans = np.stack([firsts, counts, [*slots, -1], [*positions, 0]], axis=1)
+    return Texts(send(spans.astype(np.int32)), send(owners))
 
 
 def _padded(lengths: Sequence[int]) -> NDArray[np.int32]:

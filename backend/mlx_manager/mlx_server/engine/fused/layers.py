@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +13,12 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, kind_of, made_of
 from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, addition_of
-from mlx_manager.mlx_server.engine.fused.anatomy import Anatomy, Common, Rotation
+from mlx_manager.mlx_server.engine.fused.anatomy import (
+    Anatomy,
+    Common,
+    Recurrence,
+    Rotation,
+)
 from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
     Ahead,
@@ -31,6 +38,13 @@ from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
 from mlx_manager.mlx_server.engine.products.factors import Norm
 from mlx_manager.mlx_server.engine.products.forms import WarpForm
+from mlx_manager.mlx_server.engine.recurrent.kernels import DeltaKernels, Texts
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaWeights, StateStore
+
+Store = LayerStore | StateStore
+"""What a layer's rows keep, on pages or in slots."""
+# Outputs that a product of ours has a multiple of.
+WHOLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,8 @@ class Step:
     tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
     that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
     token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
-    slots, head_dim). splits: from `FusedDecoder.plan`.
+    slots, head_dim), or ring and states of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
+    where there are recurrent layers, one, (rows,) int32: each row's.
     """
 
     tokens: mx.array
@@ -48,6 +63,7 @@ class Step:
     table: mx.array
     pools: Sequence[tuple[mx.array, mx.array]]
     splits: Mapping[int | None, Splits]
+    slots: Sequence[mx.array] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,7 @@ class Block:
 
     @staticmethod
     def of(
-        anatomy: Anatomy,
+        anatomy: Anatomy | Recurrence,
         few: ProductKernels | None = None,
         norm: NormFor = lambda own: own,
     ) -> Block:
@@ -72,7 +88,7 @@ class Block:
         around = anatomy.attention_norms
         return Block(
             norm=norm(around.before),
-            qkv=join(anatomy.qkv, few),
+            qkv=join(anatomy.qkv, few, 1 if isinstance(anatomy, Anatomy) else WHOLE),
             output=addition_of(anatomy.output, around.behind, few, norm),
             mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm),
         )
@@ -243,10 +259,76 @@ class Ending:
         return self.capped(self.product.normed(hidden, self.norm))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(ABC):
     """A layer but for what is its neighbours' or the decoder's: a part as `alike` knows them."""
 
+    __slots__ = ()
+
+    block: Block
+
+    @property
+    @abstractmethod
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for parts whose launches, but for products, are of the same kernels."""
+
+    @property
+    @abstractmethod
+    def _own_numbers(self) -> int:
+        """Numbers that are made of a token on the way from the first product to the next."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all that is made of a token on the way through: queries rotated and what they attend
+        to, and what the products make and are made from."""
+        block = self.block
+        # Before and behind the MLP, each with its norm.
+        hidden = 4 * block.output.width + block.output.token_numbers
+        heads = block.qkv.weight.shape[-2] + self._own_numbers
+        size: int = block.norm.weight.dtype.size
+        return size * (hidden + heads + block.mlp.token_numbers)
+
+    @abstractmethod
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: tuple[mx.array, mx.array],
+        step: Step,
+    ) -> mx.array:
+        """What the output projection takes of each row. heads: what the first product gives.
+        rotation: the number of the layer's."""
+
+    def ragged(
+        self,
+        hidden: mx.array,
+        rotation: mx.array,
+        store: Store,
+        plan: StepPlan,
+        texts: Texts | None,
+        *,
+        unpack: bool,
+    ) -> mx.array:
+        """The layer's result in a step with prompts in it. hidden: (tokens, width). texts: what
+        recurrent layers take of the plan. unpack: whether weights that are packed are made dense
+        for it."""
+        block = self.block.unpacked if unpack else self.block
+        attended = self._attend_ragged(block.heads(hidden), rotation, store, plan, texts)
+        return block.after(hidden, attended)
+
+    @abstractmethod
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: Any,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart(Part):
     block: Block
     head_norms: tuple[mx.array, mx.array] | None
     rotary: Rotary
@@ -257,9 +339,9 @@ class Part:
     sinks: mx.array | None
 
     @staticmethod
-    def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> Part:
+    def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> AttentionPart:
         """block: of the same layer, joined. kernels: for its shape."""
-        return Part(
+        return AttentionPart(
             block=block,
             head_norms=anatomy.head_weights,
             rotary=anatomy.rotary,
@@ -271,29 +353,49 @@ class Part:
         )
 
     @property
-    def token_bytes(self) -> int:
-        """Of all that is made of a token on the way through: queries rotated and what they attend
-        to, and what the products make and are made from."""
-        shape, block = self.kernels.shape, self.block
-        # Before and behind the MLP, each with its norm.
-        hidden = 4 * block.output.width + block.output.token_numbers
-        heads = block.qkv.weight.shape[-2] + 2 * shape.q_heads * shape.head_dim
-        return shape.dtype.size * (hidden + heads + block.mlp.token_numbers)
+    def kind(self) -> tuple[Any, ...]:
+        scores = (self.scale, self.softcap, self.sinks is not None)
+        return (self.kernels.shape, self.window, *scores, self.rotary)
 
-    def ragged(
+    @property
+    def _own_numbers(self) -> int:
+        shape = self.kernels.shape
+        return (3 if self.rotary.gated else 2) * shape.q_heads * shape.head_dim
+
+    def attend(
         self,
-        hidden: mx.array,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: tuple[mx.array, mx.array],
+        step: Step,
+    ) -> mx.array:
+        attended = self.kernels.attend_fused(
+            heads,
+            shared.rotations[rotation],
+            self.head_norms,
+            *pool,
+            step.table,
+            shared.lengths,
+            rotary=self.rotary,
+            scale=self.scale,
+            splits=step.splits[self.window],
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        return self._gated(attended, heads)
+
+    def _attend_ragged(
+        self,
+        heads: mx.array,
         rotation: mx.array,
         store: LayerStore,
         plan: StepPlan,
-        *,
-        unpack: bool,
+        texts: Texts | None,
     ) -> mx.array:
-        """The layer's result in a step with prompts in it. hidden: (tokens, width). unpack: whether
-        weights that are packed are made dense for it."""
-        block = self.block.unpacked if unpack else self.block
         queries = self.kernels.rotate_and_write(
-            block.heads(hidden),
+            heads,
             rotation,
             self.head_norms,
             store.keys,
@@ -302,7 +404,61 @@ class Part:
             rotary=self.rotary,
         )
         attended = attend(queries, store, plan, self.scale, self.window, self.sinks, self.softcap)
-        return block.after(hidden, attended.reshape(hidden.shape[0], -1))
+        return self._gated(attended.reshape(heads.shape[0], -1), heads)
+
+    def _gated(self, attended: mx.array, heads: mx.array) -> mx.array:
+        """(tokens, heads * dim), through the gates that lie behind each of `heads`' queries."""
+        if not self.rotary.gated:
+            return attended
+        tokens, columns = heads.shape
+        of = self.kernels.shape
+        own = (tokens, of.q_heads, of.head_dim)
+        gates = mx.as_strided(heads, own, (columns, 2 * of.head_dim, 1), of.head_dim)
+        return _through_gates(attended.reshape(own), gates).reshape(tokens, -1)
+
+
+@partial(mx.compile, shapeless=True)
+def _through_gates(x: mx.array, gates: mx.array) -> mx.array:
+    return x * mx.sigmoid(gates)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPart(Part):
+    """Of the gated delta rule."""
+
+    block: Block
+    kernels: DeltaKernels
+    weights: DeltaWeights
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (self.kernels.shape,)
+
+    @property
+    def _own_numbers(self) -> int:
+        shape = self.kernels.shape
+        return shape.channels + 2 * shape.values
+
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: tuple[mx.array, mx.array],
+        step: Step,
+    ) -> mx.array:
+        return self.kernels.step(heads, self.weights, pool, shared.lengths, step.slots[0])
+
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: StateStore,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array:
+        assert texts is not None
+        return self.kernels.chunks(heads, self.weights, store, texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,28 +473,12 @@ class Layer:
         self, heads: mx.array, shared: Shared, pool: tuple[mx.array, mx.array], step: Step
     ) -> mx.array:
         """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
-        part = self.part
-        return part.kernels.attend_fused(
-            heads,
-            shared.rotations[self.rotation],
-            part.head_norms,
-            *pool,
-            step.table,
-            shared.lengths,
-            rotary=part.rotary,
-            scale=part.scale,
-            splits=step.splits[part.window],
-            window=part.window,
-            softcap=part.softcap,
-            sinks=part.sinks,
-        )
+        return self.part.attend(heads, shared, self.rotation, pool, step)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers whose launches are of the same kernels."""
-        part = self.part
-        scores = (part.scale, part.softcap, part.sinks is not None)
-        return (part.kernels.shape, part.window, *scores, part.rotary, *self.joint.kind)
+        return (*self.part.kind, *self.joint.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +503,9 @@ class Repeated:
 
     def run(  # noqa: PLR0917
         self,
-        store: LayerStore,
+        store: Store,
         plan: StepPlan,
+        texts: Texts | None,
         unpack: bool,
         hidden: mx.array,
         rotation: mx.array,
@@ -373,9 +514,9 @@ class Repeated:
     ) -> tuple[mx.array, mx.array]:
         """The result of any layer of this kind, and what is `written` then.
 
-        arrays, pages: that layer's, and its store's. unpack: see `Part.ragged`.
+        arrays, pages: that layer's, and its store's. texts, unpack: see `Part.ragged`.
         """
         own = store.alike(pages)
         part = made_of(self.part, arrays)
-        result = part.ragged(hidden, rotation, own, plan, unpack=unpack)
+        result = part.ragged(hidden, rotation, own, plan, texts, unpack=unpack)
         return result, own.written

@@ -5,7 +5,13 @@ from __future__ import annotations
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_manager.mlx_server.engine.fused.anatomy import Common, Gates, NotFusable, Routes
+from mlx_manager.mlx_server.engine.fused.anatomy import (
+    Common,
+    Gates,
+    NotFusable,
+    Recurrence,
+    Routes,
+)
 from mlx_manager.mlx_server.engine.fused.mlps import flat, stored_in
 from mlx_manager.mlx_server.engine.fused.projections import packing_of
 from mlx_manager.mlx_server.engine.kernels.cuda import TYPES, cuda_device
@@ -40,19 +46,25 @@ def are_served(common: Common) -> bool:
     without is multiplied in one launch if all are packed alike, and is worth it then.
     """
     found: list[Weight | None] = [_packed(common.head)]
+    joined: list[Weight | None] = []
     experts: list[Weight] = []
     for anatomy in common.layers:
-        found += [_packed(layer) for layer in (*anatomy.qkv, anatomy.output)]
+        found.append(_packed(anatomy.output))
+        # Those of a recurrent layer are joined to as many outputs as there must be.
+        first = joined if isinstance(anatomy, Recurrence) else found
+        first += [_packed(layer) for layer in anatomy.qkv]
         match anatomy.mlp:
             case Gates(gate_up=gate_up, down=down):
                 found += [_packed(layer) for layer in (*gate_up, down)]
             case Routes(gate_up=gate_up, down=down):
                 experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
-    weights = [weight for weight in found if isinstance(weight, Packed)]
-    if not (all(map(ProductKernels.serves, weights)) and all(map(knows, experts))):
+    alone = [weight for weight in found if isinstance(weight, Packed)]
+    weights = [*alone, *(weight for weight in joined if isinstance(weight, Packed))]
+    if not (all(map(ProductKernels.serves, alone)) and all(map(knows, [*weights, *experts]))):
         return False
     kinds = {(weight.bits, weight.group_size) for weight in weights}
-    return bool(experts) or (len(weights) == len(found) and len(kinds) == 1)
+    whole = len(weights) == len(found) + len(joined)
+    return bool(experts) or (whole and len(kinds) == 1)
 
 
 def _packed(layer: nn.Module) -> Packed | None:

@@ -377,13 +377,15 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
     return gated
 
 
-def join(linears: Sequence[nn.Module], few: ProductKernels | None) -> Projection:
+def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int = 1) -> Projection:
     """One product for several of the same input. Their weights become views of the joined ones,
-    lazily: both are there until `Anatomy.weights` are evaluated."""
+    lazily: both are there until `Anatomy.weights` are evaluated. The outputs are a multiple of
+    `multiple`, filled up by zeros."""
     first = linears[0]
     joined = dict(first)
-    if len(linears) > 1:
-        joined = {name: _below([linear[name] for linear in linears]) for name in joined}
+    lacking = -sum(linear.weight.shape[0] for linear in linears) % multiple
+    if len(linears) > 1 or lacking:
+        joined = {name: _below([linear[name] for linear in linears], lacking) for name in joined}
         starts = dict.fromkeys(joined, 0)
         for linear in linears:
             stops = {name: start + linear[name].shape[0] for name, start in starts.items()}
@@ -442,9 +444,12 @@ def _dense(layer: nn.Linear | nn.Embedding, few: ProductKernels | None) -> Dense
     return dense if packed.few is None else Twofold(packed, dense)
 
 
-def _below(parts: Sequence[mx.array]) -> mx.array:
-    """`parts`, one below the other; in memory by columns where the first of them is."""
+def _below(parts: Sequence[mx.array], lacking: int) -> mx.array:
+    """`parts`, one below the other, and so many rows of zeros; in memory by columns where the first
+    of them is."""
     first = parts[0]
+    if lacking:
+        parts = [*parts, mx.zeros((lacking, *first.shape[1:]), first.dtype)]
     if first.dtype == mx.float32 and first.ndim == 2:
         rows, columns = np.array(first, copy=False).strides
         if rows < columns:

@@ -7,8 +7,9 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import EXPERTS, MODELS, make
+from engine.common_decoders import EXPERTS, HYBRIDS, MODELS, make
 from engine.portable import Portable, plainly
+from engine.recurrent.portable import PortableDelta
 from mlx import nn
 from mlx_lm.models.activations import swiglu_oai
 from mlx_lm.models.cache import make_prompt_cache
@@ -188,6 +189,26 @@ def built(model: nn.Module) -> FusedDecoder:
 
 def test_fused_steps_give_the_modules_logits(model):
     assert check(built(model), model, PAGE) is None
+
+
+@pytest.mark.parametrize("chained", [None, 0, 12])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_a_state_give_the_modules_logits(family, chained):
+    model = make(family, HYBRIDS[family])
+    products = {} if chained is None else {"products": lambda _: PortableProducts(chained)}
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, compile=plainly, deltas=PortableDelta, **products
+    )
+    assert isinstance(decoder, FusedDecoder), decoder
+    assert check(decoder, model, PAGE) is None
+
+
+def test_packed_layers_with_a_state_are_fused_too():
+    model, of = make("qwen3_5", HYBRIDS["qwen3_5"]), PortableProducts()
+    nn.quantize(model, group_size=32, bits=4)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta)
+    assert check(decoder, model, PAGE) is None
+    assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine.portable import Portable, plainly
+from engine.recurrent.portable import PortableDelta
 from engine.rig import HandRig, Row, alone, prompt
 from tiny_models import make_tiny_model
 
@@ -20,7 +21,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
-on_kernels = partial(choose, kernels=Portable, compile=plainly)
+on_kernels = partial(choose, kernels=Portable, compile=plainly, deltas=PortableDelta)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,8 @@ on_kernels = partial(choose, kernels=Portable, compile=plainly)
         ("gemma3", "fused"),
         # It attends by itself, and does not run over the kernels otherwise.
         ("gemma2", "fused"),
+        # Some layers keep a state of their own.
+        ("qwen3_5", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
         ("gemma3n", "ragged"),
@@ -75,6 +78,54 @@ async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_pat
             expected = alone(rig.model, tokens, limit)
             assert row.tokens == (expected[: len(row.tokens)] if i % 5 == 4 else expected)
         assert rig.engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize(("seed", "memory"), [(1, 1 << 30), (2, 3_000_000)])
+async def test_layers_with_a_state_are_right_through_anything(
+    tmp_path: Path, seed: int, memory: int
+) -> None:
+    chance = random.Random(seed)
+    folder = make_tiny_model(tmp_path / "m", "qwen3_5")
+    how = {"prefill_chunk": 48, "max_rows": 6, "memory": memory}
+    async with HandRig(folder, choose=on_kernels, **how) as rig:
+        assert (rig.forward.kind, rig.forward.prefixes) == ("fused", "snapshot")
+        rows: list[Row] = []
+        wanted: dict[int, list[int]] = {}
+        for _ in range(120):
+            if chance.random() < 0.2:
+                tokens = prompt(chance.choice([1, 16, 17, 40, 90]), chance.randint(1, 3))
+                if rows and chance.random() < 0.5:
+                    tokens = (chance.choice(rows).sequence.tokens + tokens)[:200]
+                limit = chance.choice([1, 5, 20])
+                rows.append(rig.submit(tokens, limit))
+                wanted[rows[-1].sequence.key] = alone(rig.model, tokens, limit)
+            if rows and chance.random() < 0.05:
+                victim = chance.choice(rows)
+                if not victim.sequence.ended:
+                    rig.cancel(victim)
+            rig.step()
+        rig.run()
+        for row in rows:
+            expected = wanted[row.sequence.key]
+            assert row.tokens == expected[: len(row.tokens)]
+        assert rig.engine.stats().pages_held == 0
+        reused = [row for row in rows if (row.sequence.cached or 0) > 0]
+        assert reused
+
+
+@pytest.mark.usefixtures("little_at_once")
+async def test_a_state_is_kept_while_what_leads_to_it_is_not_queued_yet(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "qwen3_5")
+    async with HandRig(folder, choose=on_kernels, prefill_chunk=2048) as rig:
+        running = rig.submit(prompt(9), 40)
+        rig.step(4)
+        for length in (400, 400, 430):
+            row = rig.submit(prompt(length, 3), 5)
+            rig.step(12)
+            assert row.tokens == alone(rig.model, prompt(length, 3), 5)
+        assert row.sequence.cached == 384
+        rig.run()
+        assert running.tokens == alone(rig.model, prompt(9), 40)
 
 
 async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:

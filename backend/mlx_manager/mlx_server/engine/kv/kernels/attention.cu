@@ -251,19 +251,20 @@ struct Attend {
   static constexpr int FRESH = HEADS * QUERY_STRIDE + 2 * D;
 
   // Finishes the queries and, in a last split, the new key, by all threads of the block.
-  template <int ROTARY, bool TRADITIONAL, bool NORM>
+  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED>
   __device__ __forceinline__ void finish_heads(const Fresh<T>& fresh, const Place& place,
                                                bool newest, T* queries, float* factors) const {
     const int q_heads = place.kv_heads * GROUP;
-    const T* row = fresh.qkv + (long)place.q_row * (q_heads + 2 * place.kv_heads) * D;
-    const T* q = row + place.first_head * D;
-    const T* k = row + (q_heads + place.kv_head) * D;
+    constexpr int PLACES = GATED ? 2 : 1;
+    const T* row = fresh.qkv + (long)place.q_row * (PLACES * q_heads + 2 * place.kv_heads) * D;
+    const T* q = row + place.first_head * PLACES * D;
+    const T* k = row + (PLACES * q_heads + place.kv_head) * D;
     const T* v = k + place.kv_heads * D;
     const float* rotation = fresh.rotation + (long)place.q_row * ROTARY;
     const int heads = place.heads + (newest ? 1 : 0);
     if constexpr (NORM) {
       for (int head = warp; head < heads; head += WARPS) {
-        const T* from = head < place.heads ? q + head * D : k;
+        const T* from = head < place.heads ? q + head * PLACES * D : k;
         float sum = 0.f;
         for (int d = lane * 2; d < D; d += 64)
           sum += squares(*reinterpret_cast<const unsigned*>(from + d), from);
@@ -279,7 +280,7 @@ struct Attend {
       const int head = x / (D / 4);
       const bool is_query = head < place.heads;
       Portion<T, D, ROTARY, TRADITIONAL, NORM, 1> quartet(x % (D / 4));
-      quartet.take(is_query ? q + head * D : k);
+      quartet.take(is_query ? q + head * PLACES * D : k);
       quartet.finish(is_query ? fresh.q_norm : fresh.k_norm, NORM ? factors[head] : 1.f,
                      quartet.turn(rotation));
       quartet.put(is_query ? queries + head * QUERY_STRIDE : newest_key);
@@ -371,7 +372,7 @@ struct Attend {
     merge(place, results, sinks);
   }
 
-  template <int ROTARY, bool TRADITIONAL, bool NORM, int OFFSET>
+  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED, int OFFSET>
   __device__ void run_fused(const Fresh<T>& fresh, const Pages<T>& pages,
                             const Results<T>& results, const float* sinks, float scale,
                             float cap) {
@@ -383,8 +384,8 @@ struct Attend {
     T* queries = reinterpret_cast<T*>(shared + OFFSET);
     T* newest_key = queries + HEADS * QUERY_STRIDE;
     const bool newest = end > 0 && place.split == place.splits - 1;
-    finish_heads<ROTARY, TRADITIONAL, NORM>(fresh, place, newest, queries,
-                                            reinterpret_cast<float*>(queries + FRESH));
+    finish_heads<ROTARY, TRADITIONAL, NORM, GATED>(fresh, place, newest, queries,
+                                                   reinterpret_cast<float*>(queries + FRESH));
     unsigned query[STEPS][COLUMNS][2];
     load_queries(queries, QUERY_STRIDE, place.heads, query);
     const int newest_tile = (end - 1) / kTile;

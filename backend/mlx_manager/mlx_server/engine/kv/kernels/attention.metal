@@ -68,13 +68,13 @@ struct Ready {
   T finished(Query head, int, int d) const { return T(head.at(d)); }
 };
 
-// The product of the q/k/v projections, (rows, q_heads + 2 kv_heads, D): normalised and rotated on
-// its way into registers. `rotation` is (rows, ROTARY): what the model's rotation makes of ones in
+// The product of the q/k/v projections, (rows, q_heads + 2 kv_heads, D), or, GATED, with a gate
+// behind each head of q, which is skipped here: normalised and rotated on its way into registers. `rotation` is (rows, ROTARY): what the model's rotation makes of ones in
 // the first half (or, TRADITIONAL, even places) and zeros in the second, so cosines there and sines
 // here. `newest` is the new token's key and value, for the threadgroup that meets its tile and
 // writes it into its page.
-template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM, typename Norm,
-          typename Rotation>
+template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM, bool GATED,
+          typename Norm, typename Rotation>
 struct Fresh {
   typedef Head<T, D, NORM, Norm> Query;
   enum { NORMED = NORM };
@@ -85,8 +85,11 @@ struct Fresh {
   float epsilon;
   threadgroup T* newest;
 
-  const device T* row(int q_row, int kv_heads) const {
-    return qkv + long(q_row) * (GROUP + 2) * kv_heads * D;
+  // A head of q, then k, then v.
+  const device T* head(int q_row, int kv_heads, int number) const {
+    const int gates = GATED ? GROUP * kv_heads : 0;
+    const long row = long(q_row) * ((GROUP + 2) * kv_heads + gates);
+    return qkv + (row + number + metal::min(number, gates)) * D;
   }
 
   T finished(Query head, int q_row, int d) const {
@@ -103,7 +106,7 @@ struct Fresh {
 
   template <int DIMS, int LANES>
   Query query(int q_row, int kv_heads, int head, int d0) const {
-    Query made = {row(q_row, kv_heads) + head * D, q_norm, 1.0f};
+    Query made = {this->head(q_row, kv_heads, head), q_norm, 1.0f};
     if (NORM) made.template measure<DIMS, LANES>(d0, epsilon);
     return made;
   }
@@ -111,12 +114,12 @@ struct Fresh {
   // By all threads of the group. `k_to` and `v_to` are the new token's place in its page.
   void write_newest(int q_row, int kv_heads, int kv_head, device T* k_to, device T* v_to,
                     int thread_index, int threads) const {
-    const device T* k = row(q_row, kv_heads) + (GROUP * kv_heads + kv_head) * D;
+    const device T* k = head(q_row, kv_heads, GROUP * kv_heads + kv_head);
     const device T* v = k + kv_heads * D;
-    Query head = {k, k_norm, 1.0f};
-    if (NORM) head.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
+    Query newest_head = {k, k_norm, 1.0f};
+    if (NORM) newest_head.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
     for (int d = thread_index; d < D; d += threads) {
-      newest[d] = finished(head, q_row, d);
+      newest[d] = finished(newest_head, q_row, d);
       newest[D + d] = v[d];
       k_to[d] = newest[d];
       v_to[d] = newest[D + d];
@@ -314,7 +317,7 @@ inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T
   const bool works = number < tokens * heads;
   const int token = works ? number / heads : 0, head = works ? number % heads : 0;
   const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
-  typename Heads::Query mine = {fresh.row(token, kv_heads) + head * D,
+  typename Heads::Query mine = {fresh.head(token, kv_heads, head),
                                 is_query ? fresh.q_norm : fresh.k_norm, 1.0f};
   if (Heads::NORMED) mine.template measure<DIMS, LANES>(lane * DIMS, fresh.epsilon);
   const long slot = slot_of_token[token];

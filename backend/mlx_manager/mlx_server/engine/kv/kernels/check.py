@@ -158,8 +158,8 @@ def chunk_problem(
 class FreshProblem:
     """A problem whose newest tokens are not in their pages yet.
 
-    qkv: (rows, q_heads + 2 * kv_heads, head_dim). rotation: (rows, dims). norms: (2, head_dim).
-    `ready` is the plain problem that it comes down to.
+    qkv: (rows, q_heads + 2 * kv_heads, head_dim), with gates if there are any. rotation: (rows,
+    dims). norms: (2, head_dim). `ready` is the plain problem that it comes down to.
     """
 
     ready: Problem
@@ -173,12 +173,14 @@ class FreshProblem:
         rng = np.random.default_rng(1)
         shape, rows, dims = problem.shape, len(problem.lengths), rotary.dims
         heads = shape.q_heads + 2 * shape.kv_heads
-        qkv = _exact(rng.normal(size=(rows, heads, shape.head_dim)), shape.dtype)
+        gates = shape.q_heads if rotary.gated else 0
+        qkv = _exact(rng.normal(size=(rows, heads + gates, shape.head_dim)), shape.dtype)
         norms = _exact(rng.uniform(0.5, 2, size=(2, shape.head_dim)), shape.dtype)
         angles = rng.uniform(0, 6, size=(rows, dims // 2))
         parts = np.stack([np.cos(angles), np.sin(angles)], 2 if rotary.traditional else 1)
         rotation = parts.reshape(rows, dims).astype(np.float32)
-        q, k, v = np.split(qkv, [shape.q_heads, shape.q_heads + shape.kv_heads], axis=1)
+        q, k, v = np.split(qkv, [shape.q_heads + gates, heads + gates - shape.kv_heads], axis=1)
+        q = q[:, :: 2 if rotary.gated else 1]
         q = _finished(q, norms[0], rotation, rotary, shape.dtype)
         k = _finished(k, norms[1], rotation, rotary, shape.dtype)
         pools = problem.k_pool.copy(), problem.v_pool.copy()

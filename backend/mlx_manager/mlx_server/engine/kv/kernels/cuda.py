@@ -235,9 +235,12 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
             call = f"work.run(q, pages, results, sinks, {numbers});"
-        case Rotary(dims, traditional, epsilon):
+        case Rotary(dims, traditional, epsilon, gated):
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
-            options = f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {launch.fresh}"
+            options = (
+                f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {flag(gated)}, "
+                f"{launch.fresh}"
+            )
             call = (
                 f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
                 f"{real(epsilon or 0.0)}}};\n"
@@ -280,7 +283,8 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
     normed = rotary.epsilon is not None
     constants = (
         f"{element}, {shape.head_dim}, {shape.q_heads}, {shape.kv_heads}, {_lanes(shape)}, "
-        f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}"
+        f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}, "
+        f"{flag(rotary.gated)}"
     )
     body = (
         f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "

@@ -5,7 +5,8 @@
 namespace kernels {
 
 // What the q/k/v projections made of a step, and how to finish it: (rows, q_heads + 2 kv_heads,
-// D), heads of q first, then k, then v. `rotation` is (rows, ROTARY) float32: what the model's
+// D), heads of q first, then k, then v; GATED: each head of q has a gate behind it, which is skipped
+// here, (rows, 2 q_heads + 2 kv_heads, D). `rotation` is (rows, ROTARY) float32: what the model's
 // rotation makes of ones in the first half (or, TRADITIONAL, even places) and zeros in the second,
 // so cosines there and sines here. The norms are (D,), or unused.
 template <typename T>
@@ -152,10 +153,10 @@ struct Portion {
 // A head is taken by LANES threads, 16 elements each, in pieces of 16 bytes. They take EACH heads
 // of a token, so that as many reads are under way and the token's rotation is read once for them.
 template <typename T, int D, int Q_HEADS, int KV_HEADS, int LANES, int EACH, int ROTARY,
-          bool TRADITIONAL, bool NORM>
+          bool TRADITIONAL, bool NORM, bool GATED>
 struct RotateAndWrite {
   typedef Portion<T, D, ROTARY, TRADITIONAL, NORM, 4> Mine;
-  static constexpr int HEADS = Q_HEADS + 2 * KV_HEADS;
+  static constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, GATES = GATED ? Q_HEADS : 0;
   static constexpr int SETS = (HEADS + EACH - 1) / EACH;
 
   static_assert(D % 16 == 0 && LANES >= D / 16 && 32 % LANES == 0);
@@ -166,13 +167,14 @@ struct RotateAndWrite {
     const int lane = thread % LANES, first = thread / LANES % SETS, token = thread / LANES / SETS;
     // Threads without work go along as far as lanes meet.
     const bool works = lane < D / 16 && token < tokens;
-    const T* row = fresh.qkv + (long)token * HEADS * D;
+    const T* row = fresh.qkv + (long)token * (HEADS + GATES) * D;
     Mine mine[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int head = first + i * SETS;
       mine[i] = Mine(lane);
-      if (works && head < HEADS) mine[i].take(row + head * D);
+      const int gates = head < GATES ? head : GATES;
+      if (works && head < HEADS) mine[i].take(row + (head + gates) * D);
     }
     float factors[EACH];
     if constexpr (NORM) {

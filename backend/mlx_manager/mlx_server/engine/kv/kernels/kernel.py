@@ -42,12 +42,13 @@ class Rotary:
 
     The first `dims` elements are rotated: pairs are neighbours when `traditional`, else half of
     `dims` apart. `epsilon` is that of an RMS norm over the head before the rotation, None for no
-    norm.
+    norm. `gated`: a gate lies behind each head of q, which is none of attention's business.
     """
 
     dims: int
     traditional: bool
     epsilon: float | None
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +158,11 @@ class PagedKernels(Protocol):
     ) -> mx.array:
         """What lies between the q/k/v projections and the output projection, in one launch.
 
-        `qkv` is (rows, (q_heads + 2 * kv_heads) * head_dim): the heads of q, then k, then v. They
-        are normalised by `norms`, (head_dim,) weights for q and for k, and rotated; the new token
-        is written into its page, at `lengths - 1` of its row, and attended to. No two queries may
-        share a row of `table`. A row of length 0 writes nothing.
+        `qkv` is (rows, (q_heads + 2 * kv_heads) * head_dim): the heads of q, then k, then v, and
+        behind each head of q a gate, which is skipped, if `rotary` is `gated`. They are normalised
+        by `norms`, (head_dim,) weights for q and for k, and rotated; the new token is written into
+        its page, at `lengths - 1` of its row, and attended to. No two queries may share a row of
+        `table`. A row of length 0 writes nothing.
 
         `rotation` is (rows, rotary.dims) float32: the rotation of a vector whose pairs are all
         (1, 0), so that it holds every pair's cosine and sine, times any factor of the rotation.

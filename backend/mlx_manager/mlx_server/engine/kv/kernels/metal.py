@@ -149,7 +149,7 @@ def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
     """Declares `queries`: what the q/k/v projections made of a step."""
     constants = (
         f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
-        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}"
+        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}"
     )
     return (
         f"kernels::Fresh<{constants}, decltype(q_norm), decltype(rotation)> queries = "

@@ -106,6 +106,7 @@ FUSED_CASES = [
     Case(
         "window-256", shape(4, 2, 256, BF16), Features(window=64), rotary=Rotary(256, False, 1e-6)
     ),
+    Case("gated", shape(8, 2, 256, BF16), rotary=Rotary(64, False, 1e-6, gated=True)),
     Case("group-of-20", shape(20, 1, 64, BF16), lengths=(40, 100), rotary=Rotary(64, True, 1e-6)),
 ]
 METAL_CASES = [

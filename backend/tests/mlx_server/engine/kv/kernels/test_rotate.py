@@ -57,6 +57,8 @@ CASES = [
     Case("glm", shape(8, 1, 128, BF16), Rotary(64, NEIGHBOURS, None)),
     Case("neighbours-20-of-80", shape(3, 1, 80, F16), Rotary(20, NEIGHBOURS, 1e-6)),
     Case("wide", shape(4, 2, 256, BF16), Rotary(256, HALVES, 1e-6)),
+    Case("gated", shape(6, 2, 64, F16), Rotary(16, HALVES, 1e-6, gated=True)),
+    Case("gated-wide", shape(4, 1, 256, BF16), Rotary(64, HALVES, 1e-6, gated=True)),
     Case("heads-that-fill-no-warp", shape(5, 5, 96, F16), Rotary(96, NEIGHBOURS, 1e-6)),
 ]
 METAL_CASES = [*CASES, Case("float32", shape(4, 2, 64, F32), Rotary(64, HALVES, 1e-6))]

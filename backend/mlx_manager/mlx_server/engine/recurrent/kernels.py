@@ -1,0 +1,239 @@
+"""The gated delta rule on NVIDIA GPUs: see delta.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.engine.kernels.kernel import (
+    KernelSource,
+    Unsupported,
+    bounded,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, StateStore
+
+_SOURCE = Path(__file__).with_name("delta.cu")
+DIMS = (32, 64, 128, 256)
+TAPS = (2, 4, 8)
+STEP_WARPS = 16
+THREADS = 256
+# Of a block that goes through a prompt: threads, rows of the matrix, tokens that it has at a time.
+CHUNK_THREADS = 128
+CHUNK_ROWS = 32
+CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The spans of a step with prompts in it.
+
+    spans: (n, 4) int32, of each its first token in the step, how many tokens, the slot and the
+    position of the first; a slot of -1 is padding. owners: (tokens,) int32, each token's span, -1
+    for padding.
+    """
+
+    spans: mx.array
+    owners: mx.array
+
+
+class DeltaKernels:
+    """Launches for one shape."""
+
+    def __init__(self, shape: DeltaShape) -> None:
+        self.shape = shape
+        self._step = compiled_for_cuda(step_source(shape))
+        self._convolve = compiled_for_cuda(convolve_source(shape))
+        self._chunk = compiled_for_cuda(chunk_source(shape))
+        self._finish = compiled_for_cuda(finish_source(shape))
+        self._restore = compiled_for_cuda(restore_source(shape))
+
+    def step(
+        self,
+        heads: mx.array,
+        weights: DeltaWeights,
+        pool: tuple[mx.array, mx.array],
+        lengths: mx.array,
+        slots: mx.array,
+    ) -> mx.array:
+        """One token of each row, (rows, values).
+
+        heads: (rows, columns or more), what the first product gives. pool: `ring` and `states` of a
+        `StateStore`, written in place. lengths: (rows or more,) int32, tokens of each row, that one
+        included; 0 for padding. slots: (rows,) int32.
+        """
+        rows = heads.shape[0]
+        (out,) = self._step(
+            inputs=[heads, lengths, slots, *_arrays(weights), *pool],
+            grid=(rows * self.shape.value_heads * STEP_WARPS * 32, 1, 1),
+            threadgroup=(STEP_WARPS * 32, 1, 1),
+            output_shapes=[(rows, self.shape.values)],
+            output_dtypes=[self.shape.dtype],
+        )
+        return out
+
+    def chunks(
+        self, heads: mx.array, weights: DeltaWeights, store: StateStore, texts: Texts
+    ) -> mx.array:
+        """All tokens of a step with prompts in it, (tokens, values); writes to `store` in place."""
+        of, tokens = self.shape, heads.shape[0]
+        (convolved,) = self._convolve(
+            inputs=[heads, texts.owners, texts.spans, weights.convolution, store.ring],
+            grid=(_whole(tokens * (2 * of.key_heads + of.value_heads) * 32), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, of.channels)],
+            output_dtypes=[of.dtype],
+        )
+        blocks = of.value_heads * of.value_dim // CHUNK_ROWS
+        y, store.written = self._chunk(
+            inputs=[
+                *(convolved, heads, texts.spans),
+                *(weights.rates, weights.offsets, store.ring, store.states),
+            ],
+            grid=(blocks * CHUNK_THREADS, texts.spans.shape[0], 1),
+            threadgroup=(CHUNK_THREADS, 1, 1),
+            output_shapes=[(tokens, of.values), (1,)],
+            output_dtypes=[of.dtype, mx.int32],
+        )
+        (out,) = self._finish(
+            inputs=[y, heads, weights.norm],
+            grid=(_whole(tokens * of.value_heads * 32), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, of.values)],
+            output_dtypes=[of.dtype],
+        )
+        return out
+
+    def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> mx.array:
+        """Put a copy of a slot back, in place. To be evaluated: (1,) int32."""
+        (done,) = self._restore(
+            inputs=[*kept, mx.array([slot], mx.int32), store.ring, store.states],
+            grid=(64 * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+        return done
+
+
+BuildDelta = Callable[[DeltaShape], "DeltaKernels | Unsupported"]
+
+
+def build(shape: DeltaShape) -> DeltaKernels | Unsupported:
+    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    served = unserved(shape)
+    if served is not None:
+        return Unsupported(served)
+    device = device_for(shape.dtype)
+    return device if isinstance(device, Unsupported) else DeltaKernels(shape)
+
+
+def unserved(shape: DeltaShape) -> str | None:
+    """Why the kernels do not serve layers of these sizes."""
+    if shape.key_dim not in DIMS or shape.value_dim not in DIMS:
+        return (
+            f"heads of {shape.key_dim} and {shape.value_dim} elements: there are kernels of {DIMS}"
+        )
+    if shape.taps not in TAPS:
+        return f"a convolution of {shape.taps} tokens: there are kernels of {TAPS}"
+    return None
+
+
+def _whole(threads: int) -> int:
+    return -(-threads // THREADS) * THREADS
+
+
+def _arrays(weights: DeltaWeights) -> list[mx.array]:
+    return [weights.convolution, weights.rates, weights.offsets, weights.norm]
+
+
+def _delta(shape: DeltaShape) -> str:
+    sizes = (
+        f"{shape.key_heads}, {shape.value_heads}, {shape.key_dim}, {shape.value_dim}, {shape.taps}"
+    )
+    shaped = f"kernels::DeltaShape<{TYPES[shape.dtype]}, {sizes}, {flag(shape.grouped)}>"
+    return f"kernels::Delta<{shaped}>::"
+
+
+def _weights(shape: DeltaShape, convolution: str, norm: str) -> str:
+    given = f"{convolution}, rates, offsets, {norm}, {real(shape.epsilon)}"
+    return f"const kernels::DeltaWeights<{TYPES[shape.dtype]}> weights = {{{given}}};\n"
+
+
+def _text(  # noqa: PLR0917
+    name: str,
+    body: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...] = ("out",),
+    threads: int = THREADS,
+    shared_memory: int = 0,
+) -> KernelSource:
+    header = source(DEVICE_SOURCE, _SOURCE) + bounded(threads)
+    return KernelSource(name, header, body, inputs, outputs, shared_memory)
+
+
+def step_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_weights(shape, 'convolution', 'norm')}"
+        f"{_delta(shape)}step<{STEP_WARPS}, {flag(shape.rounded)}>(heads, heads_shape[1], lengths, "
+        "slots, weights, ring, states, out);"
+    )
+    return _text(
+        "delta_step",
+        body,
+        (
+            *("heads", "lengths", "slots"),
+            *("convolution", "rates", "offsets", "norm", "ring", "states"),
+        ),
+        threads=STEP_WARPS * 32,
+        shared_memory=4 * (2 * shape.key_dim + 2 * shape.value_dim),
+    )
+
+
+def convolve_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_delta(shape)}convolve(heads, heads_shape[1], heads_shape[0], owners, spans, "
+        "convolution, ring, out);"
+    )
+    return _text("delta_convolve", body, ("heads", "owners", "spans", "convolution", "ring"))
+
+
+def chunk_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_weights(shape, 'nullptr', 'nullptr')}"
+        f"{_delta(shape)}chunk<{flag(shape.rounded)}>(convolved, heads, heads_shape[1], spans, "
+        "weights, ring, states, out);\n"
+        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
+    )
+    of_token = 2 * shape.key_dim + CHUNK_ROWS + 2
+    return _text(
+        "delta_chunk",
+        body,
+        ("convolved", "heads", "spans", "rates", "offsets", "ring", "states"),
+        outputs=("out", "written"),
+        threads=CHUNK_THREADS,
+        shared_memory=4 * CHUNK_TOKENS * of_token,
+    )
+
+
+def finish_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_delta(shape)}finish(y, heads, heads_shape[1], heads_shape[0], norm, "
+        f"{real(shape.epsilon)}, out);"
+    )
+    return _text("delta_finish", body, ("y", "heads", "norm"))
+
+
+def restore_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_delta(shape)}restore(kept_ring, kept_state, slot[0], ring, states);\n"
+        "if (blockIdx.x + threadIdx.x == 0) out[0] = 0;"
+    )
+    return _text("delta_restore", body, ("kept_ring", "kept_state", "slot", "ring", "states"))
