@@ -161,6 +161,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 32,
         "tie_word_embeddings": True,
     },
+    "qwen3.5-7b-a1b": _QWEN35
+    | {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "qwen3.5-9b": _QWEN35
     | {
         "hidden_size": 4096,
@@ -174,7 +190,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
 experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
-and Qwen 3.5 0.8B, 4B and 9B, but for their larger vocabularies."""
+and Qwen 3.5 0.8B, 4B and 9B, and a fifth of the layers of 35B A3B, but for their larger
+vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

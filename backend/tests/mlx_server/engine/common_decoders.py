@@ -91,12 +91,12 @@ HYBRIDS = {
     "qwen3_next": {
         **HYBRID,
         "partial_rotary_factor": 0.5,
-        "num_experts": 0,
-        "num_experts_per_tok": 0,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 0,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 0,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 64,
     },
 }
 EXPERTS = {
@@ -108,6 +108,13 @@ EXPERTS = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
+    },
+    # Two shared ones, as large as one of the others each.
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "gpt_oss": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma2, gemma3_text, qwen3_5, qwen3_next
+from mlx_lm.models import gemma2, gemma3_text, qwen2_moe, qwen3_5, qwen3_next
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
@@ -41,6 +42,10 @@ _GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 # Names of a router and its experts.
 _ROUTES = (("gate", "switch_mlp"), ("router", "experts"))
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
+# Of an expert that all rows share, and its gate.
+_SHARED = {"shared_expert", "shared_expert_gate"}
+# Routers whose softmax is over all experts, which nothing in them tells.
+_OVER_ALL = (qwen2_moe.Qwen2MoeSparseMoeBlock,)
 # Names of a layer's MLP.
 _MLPS = ("mlp", "block_sparse_moe")
 # Names of a layer's norms before and behind attention, and before and behind the MLP.
@@ -88,11 +93,41 @@ class Gates:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """What every row goes through besides, as large as so many `times` an expert. gate: its sigmoid
+    is what that is weighted by."""
+
+    gate: nn.Module
+    gate_up: tuple[nn.Module, nn.Module]
+    down: nn.Module
+    times: int
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return (self.gate, *self.gate_up, self.down)
+
+    @staticmethod
+    def of(mlp: nn.Module, experts: Sequence[nn.Module]) -> Shared | None:
+        """None for one of another kind, or that is stored otherwise than the `experts`' layers."""
+        own, gate = mlp.shared_expert, mlp.shared_expert_gate
+        if _parts(own) != _GATES[0]:
+            return None
+        layers = (own.gate_proj, own.up_proj, own.down_proj)
+        linears = (nn.Linear, nn.QuantizedLinear)
+        known = all(type(each) in linears and "bias" not in each for each in (gate, *layers))
+        alike = {_stored(layer)[1:] for layer in (*layers, *experts)}
+        times, rest = divmod(layers[0].weight.shape[0], experts[0].weight.shape[1])
+        if not known or len(alike) > 1 or rest or "bias" in experts[0]:
+            return None
+        return Shared(gate, layers[:2], layers[2], times)
+
+
+@dataclass(frozen=True, slots=True)
 class Routes:
     """Experts that are such MLPs, of which a row goes through the `chosen` of its largest logits.
 
     gate_up: two layers of all experts, as `down` is. normalised: whether weights are the softmax of
-    the chosen ones' logits, or of all.
+    the chosen ones' logits, or of all. shared: what all rows go through, if there is anything.
     """
 
     router: nn.Module
@@ -101,15 +136,19 @@ class Routes:
     chosen: int
     normalised: bool
     activation: Activation
+    shared: Shared | None = None
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        return (self.router, *self.gate_up, self.down)
+        shared = () if self.shared is None else self.shared.layers
+        return (self.router, *self.gate_up, self.down, *shared)
 
     @staticmethod
     def of(mlp: nn.Module) -> Routes | None:
         """None for one of another kind."""
-        named = next((names for names in _ROUTES if _parts(mlp) == set(names)), None)
+        parts = _parts(mlp)
+        shares = parts >= _SHARED
+        named = next((names for names in _ROUTES if parts - _SHARED == set(names)), None)
         if named is None or _parts(mlp[named[1]]) != _EXPERTS:
             return None
         router, experts = (mlp[name] for name in named)
@@ -124,8 +163,12 @@ class Routes:
         activation = _activation(experts.activation)
         if not (known and alike and isinstance(chosen, int)) or activation is None:
             return None
-        normalised = bool(getattr(mlp, "norm_topk_prob", True))
-        return Routes(router, layers[:2], layers[2], chosen, normalised, activation)
+        over_all = isinstance(mlp, _OVER_ALL) or not getattr(mlp, "norm_topk_prob", True)
+        shared = Shared.of(mlp, layers) if shares else None
+        if shares and shared is None:
+            return None
+        of = (router, layers[:2], layers[2], chosen)
+        return Routes(*of, normalised=not over_all, activation=activation, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)

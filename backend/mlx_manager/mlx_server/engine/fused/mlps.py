@@ -148,25 +148,77 @@ def mlp_of(
         raise NotFusable("a norm behind experts")
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
-    stored = [stored_in(layer) for layer in anatomy.gate_up]
-    parts = [mx.stack(list(pair)) for pair in zip(*map(arrays_of, stored), strict=True)]
-    router = stored_in(anatomy.router)
-    dtype = norm.weight.dtype
+    joined = _Joined(anatomy)
+    dtype, shared = norm.weight.dtype, joined.times
     experts = Experts(
-        (router.dense if isinstance(router, Packed) else router).astype(dtype),
-        flat(made_of(stored[0], parts)),
-        flat(stored_in(anatomy.down)),
-        anatomy.chosen,
+        joined.router.astype(dtype),
+        flat(made_of(stored_in(anatomy.gate_up[0]), joined.gates_and_ups)),
+        flat(made_of(stored_in(anatomy.down), joined.down)),
+        anatomy.chosen + shared,
         anatomy.normalised,
         anatomy.activation,
         anatomy.router.bias.astype(dtype) if "bias" in anatomy.router else None,
         _biases(anatomy, dtype),
+        shared,
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")
-    for number, layer in enumerate(anatomy.gate_up):
-        layer.update(dict(zip(PARTS, (part[number] for part in parts), strict=False)))
+    joined.hand_back()
     return RoutedMlp(norm_of(norm), experts, few.experts)
+
+
+class _Joined:
+    """Arrays of a layer's experts, lazily, those that all rows share behind the others.
+
+    gates_and_ups: (2, experts, inner, ...). down: (experts, width, ...). router: (experts, width).
+    times: how many are shared.
+    """
+
+    def __init__(self, anatomy: Routes) -> None:
+        self._anatomy = anatomy
+        shared = self._shared = anatomy.shared
+        self.times = 0 if shared is None else shared.times
+        pairs = [arrays_of(stored_in(layer)) for layer in anatomy.gate_up]
+        self.down = arrays_of(stored_in(anatomy.down))
+        self.router = _dense(anatomy.router)
+        if shared is not None:
+            for layer, arrays in zip(shared.gate_up, pairs, strict=True):
+                arrays[:] = map(self._behind, arrays, arrays_of(stored_in(layer)))
+            own = arrays_of(stored_in(shared.down))
+            parts = [each.reshape(each.shape[0], self.times, -1).swapaxes(0, 1) for each in own]
+            self.down = [mx.concatenate(list(both)) for both in zip(self.down, parts, strict=True)]
+            gates = mx.repeat(_dense(shared.gate), self.times, axis=0)
+            self.router = mx.concatenate([self.router, gates.astype(self.router.dtype)])
+        self.gates_and_ups = [mx.stack(list(pair)) for pair in zip(*pairs, strict=True)]
+
+    def _behind(self, experts: mx.array, shared: mx.array) -> mx.array:
+        return mx.concatenate([experts, shared.reshape(self.times, *experts.shape[1:])])
+
+    def hand_back(self) -> None:
+        """The module's weights become views of these."""
+        of, shared = self._anatomy, self._shared
+        for number, layer in enumerate(of.gate_up):
+            _give(
+                layer, [part[number, : part.shape[1] - self.times] for part in self.gates_and_ups]
+            )
+        if shared is None:
+            return
+        _give(of.down, [part[: -self.times] for part in self.down])
+        for number, layer in enumerate(shared.gate_up):
+            last = [part[number, -self.times :] for part in self.gates_and_ups]
+            _give(layer, [part.reshape(-1, part.shape[-1]) for part in last])
+        if self.times == 1:
+            # Of others lines would be in pieces.
+            _give(shared.down, [part[-1] for part in self.down])
+
+
+def _dense(layer: nn.Module) -> mx.array:
+    weight = stored_in(layer)
+    return weight.dense if isinstance(weight, Packed) else weight
+
+
+def _give(layer: nn.Module, arrays: list[mx.array]) -> None:
+    layer.update(dict(zip(PARTS, arrays, strict=False)))
 
 
 def _biases(anatomy: Routes, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:

@@ -53,6 +53,7 @@ class RouterForm:
     held: int
     experts: int
     chosen: int
+    shared: int
     normalised: bool
     bias: bool
     width: int
@@ -151,8 +152,8 @@ class ExpertKernels:
         held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
         each = 1 if rows == 1 else _ROUTED
         bias = experts.router_bias is not None
-        of = (experts.count, experts.chosen, experts.normalised, bias, experts.width)
-        return RouterForm(each, held, *of, epsilon)
+        numbers = (experts.count, experts.chosen, experts.shared)
+        return RouterForm(each, held, *numbers, experts.normalised, bias, experts.width, epsilon)
 
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
@@ -246,7 +247,7 @@ def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = Fa
 
 
 def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
-    numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}"
+    numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
     flags = f"{flag(form.normalised)}, {flag(form.bias)}"
     constants = f"{TYPES[dtype]}, {numbers}, {flags}, {form.held}"
     rows, bias = "x_shape[0]", "bias" if form.bias else "nullptr"

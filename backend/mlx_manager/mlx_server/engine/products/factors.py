@@ -103,6 +103,8 @@ class Experts:
         then the ups. down: (experts * width, inner). normalised: what a row's experts give is
         weighted by the softmax of their logits alone; otherwise by that of all experts'.
     router_bias: (experts,). biases: of `gate_up` and of `down`, a number for each of their lines.
+    shared: so many of the experts, the last, are every row's, and are among the `chosen`; what they
+        give is weighted by the sigmoids of their logits.
     """
 
     router: mx.array
@@ -113,6 +115,7 @@ class Experts:
     activation: Activation = Activation.SILU
     router_bias: mx.array | None = None
     biases: tuple[mx.array, mx.array] | None = None
+    shared: int = 0
 
     @property
     def count(self) -> int:

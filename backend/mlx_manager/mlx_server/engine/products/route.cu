@@ -5,6 +5,9 @@
 //   given = down(gated)
 //   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
 //
+// Some layers have experts that all rows share, the last SHARED, which are always among the CHOSEN:
+// their weights are sigmoids of their logits.
+//
 // with biases behind the router, and behind gate, up and down, where there are any.
 //
 // Four launches, of which the first and the last are here, and the products in experts.cu; with few
@@ -62,8 +65,10 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
 
 // A block has EACH rows, up to 8, and 16 experts. NORMALISED: a row's weights add up to 1; otherwise
 // they are those of a softmax over all experts. BIAS: a number of each expert is added to its logits.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS>
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool NORMALISED,
+          bool BIAS>
 struct Router {
+  static constexpr int OWN = EXPERTS - SHARED, OWN_CHOSEN = CHOSEN - SHARED;
   static constexpr int SHARES = WARPS / EACH, OF_LANE = (EXPERTS + 31) / 32;
   static constexpr int TILE = 16, TILES = (EXPERTS + TILE - 1) / TILE, COLUMNS = 8;
   // Pieces of 16 bytes that 4 lanes take of a row, and how often a warp asks for weights before the
@@ -163,11 +168,11 @@ struct Router {
 #pragma unroll
     for (int i = 0; i < OF_LANE; i++) {
       const int expert = i * 32 + lane;
-      own[i] = expert < EXPERTS ? read_shared_result(logits + row * EXPERTS + expert)
-                                : minus_infinity();
+      own[i] = expert < OWN ? read_shared_result(logits + row * EXPERTS + expert)
+                            : minus_infinity();
     }
 #pragma unroll
-    for (int k = 0; k < CHOSEN; k++) {
+    for (int k = 0; k < OWN_CHOSEN; k++) {
       float best = minus_infinity();
       int at = lane;
 #pragma unroll
@@ -203,9 +208,15 @@ struct Router {
       for (int i = 0; i < OF_LANE; i++)
         if (i * 32 + lane == at) own[i] = minus_infinity();
     }
+    score /= NORMALISED ? total : all;
+    if (SHARED && lane >= OWN_CHOSEN && lane < CHOSEN) {
+      mine = OWN + lane - OWN_CHOSEN;
+      const float logit = read_shared_result(logits + row * EXPERTS + mine);
+      score = 1.f / (1.f + power_of_two(-logit * kLog2e));
+    }
     if (lane < CHOSEN) {
       chosen[row * CHOSEN + lane] = mine;
-      scores[row * CHOSEN + lane] = score / (NORMALISED ? total : all);
+      scores[row * CHOSEN + lane] = score;
     }
   }
 };
@@ -254,8 +265,8 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
 
 // The last block of those that have the same rows chooses, and the last of all puts the pairs in
 // order. `done` counts them: all, and then those of the same rows.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, bool NORMALISED, bool BIAS,
-          int HELD>
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool NORMALISED,
+          bool BIAS, int HELD>
 __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
                                            const T* bias, const int* done, T* normed,
                                            float* logits, int* chosen, float* scores, int* places,
@@ -263,7 +274,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
                                            float epsilon, int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
-  using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, NORMALISED, BIAS>;
+  using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, NORMALISED, BIAS>;
   const int group = blockIdx.x / Own::TILES, tile = blockIdx.x % Own::TILES;
   const int first = group * EACH, left = rows - first;
   Own own;

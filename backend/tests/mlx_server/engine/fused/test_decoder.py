@@ -132,11 +132,16 @@ class PortableExperts:
         logits = normed @ experts.router.T
         if experts.router_bias is not None:
             logits = logits + experts.router_bias
-        chosen = mx.argpartition(-logits, experts.chosen - 1, axis=-1)[:, : experts.chosen]
+        shared, count = experts.shared, experts.chosen - experts.shared
+        logits, always = mx.split(logits, [experts.count - shared], axis=1)
+        chosen = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
         if experts.normalised:
             scores = mx.softmax(mx.take_along_axis(logits, chosen, 1), axis=-1)
         else:
             scores = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, 1)
+        last = mx.arange(experts.count - shared, experts.count, dtype=chosen.dtype)
+        chosen = mx.concatenate([chosen, mx.broadcast_to(last, always.shape)], axis=1)
+        scores = mx.concatenate([scores, mx.sigmoid(always)], axis=1)
         of = (experts.count, experts.inner, experts.width)
         gates, ups = plain(experts.gate_up).reshape(2, *of)
         downs = plain(experts.down).reshape(of[0], of[2], of[1])
@@ -191,8 +196,10 @@ def test_fused_steps_give_the_modules_logits(model):
     assert check(built(model), model, PAGE) is None
 
 
-@pytest.mark.parametrize("chained", [None, 0, 12])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    ("family", "chained"),
+    [("qwen3_5", None), ("qwen3_5", 0), ("qwen3_5", 12), ("qwen3_next", 0)],
+)
 def test_layers_with_a_state_give_the_modules_logits(family, chained):
     model = make(family, HYBRIDS[family])
     products = {} if chained is None else {"products": lambda _: PortableProducts(chained)}
@@ -458,8 +465,9 @@ def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
     assert of.experts.rows == set(CHECKED_ROWS)
 
 
-def test_layers_with_experts_are_repeated_and_the_module_keeps_working():
-    model = make("qwen3_moe", EXPERTS["qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_layers_with_experts_are_repeated_and_the_module_keeps_working(family):
+    model = make(family, EXPERTS[family])
     tokens = mx.array([[5, 6, 7]])
     before = np.array(model(tokens))
     logits = []

@@ -27,7 +27,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """held: pairs of an errand."""
+    """held: pairs of an errand. shared: of the chosen, experts that all rows have."""
 
     name: str
     rows: int
@@ -41,10 +41,12 @@ class Case:
     activation: Activation = Activation.SILU
     bias: bool = False
     dtype: mx.Dtype = BF16
+    shared: int = 0
 
     @property
     def router(self) -> RouterForm:
-        of = (self.experts, self.chosen, self.normalised, self.bias, self.width)
+        numbers = (self.experts, self.chosen, self.shared)
+        of = (*numbers, self.normalised, self.bias, self.width)
         return RouterForm(1 if self.rows == 1 else 8, self.held, *of, EPSILON)
 
     def form(self, inputs: int) -> WarpForm:
@@ -71,6 +73,8 @@ CASES = [
     Case("many-rows", 37, 64, 6, held=16, dtype=F16),
     Case("more-than-an-errand", 75, 8, 3, held=32),
     Case("all-experts", 9, 4, 4),
+    Case("shared", 6, 41, 9, shared=1),
+    Case("shared-of-one-row", 1, 18, 6, shared=2, normalised=False),
     Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
     Case("packed-8-bits", 21, 8, 3, packing=Packing(8, 64, 64), held=16, dtype=F16),
     Case("packed-narrowly", 7, 8, 3, packing=Packing(4, 64, 64), width=192, bias=True),
@@ -175,7 +179,13 @@ class Problem:
         logits = self.logits(normed)
         weights = np.exp(logits - logits.max(1, keepdims=True))
         own = np.take_along_axis(weights, chosen, 1)
-        return own / (own if self.case.normalised else weights).sum(1, keepdims=True)
+        shared = self.case.shared
+        competing = (own, -shared) if self.case.normalised else (weights, -shared)
+        scores = own / _all_but(*competing).sum(1, keepdims=True)
+        if shared:
+            logits = np.take_along_axis(logits, chosen, 1)
+            scores[:, -shared:] = 1 / (1 + np.exp(-logits[:, -shared:]))
+        return scores
 
     def result(self, chosen: np.ndarray, scores: np.ndarray, normed: np.ndarray) -> np.ndarray:
         of = self.case
@@ -192,6 +202,10 @@ class Problem:
                 inner = rounded(gated(both, of.activation)[0], of.dtype)
                 out[row] += score * (downs[expert] @ inner + of_downs[expert])
         return out
+
+
+def _all_but(numbers: np.ndarray, last: int) -> np.ndarray:
+    return numbers[:, : last or None]
 
 
 def unset(*shape: int, dtype) -> np.ndarray:
@@ -231,8 +245,10 @@ def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
     np.testing.assert_allclose(floats(normed, case.dtype), problem.normed, rtol=1e-2, atol=1e-6)
     exact = floats(normed, case.dtype)
     logits = problem.logits(exact)
-    kept = np.sort(np.take_along_axis(logits, chosen, 1), 1)
-    np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -case.chosen :], rtol=1e-2, atol=1e-3)
+    own, competing = case.chosen - case.shared, _all_but(logits, -case.shared)
+    kept = np.sort(np.take_along_axis(logits, chosen, 1)[:, :own], 1)
+    np.testing.assert_allclose(kept, np.sort(competing, 1)[:, -own:], rtol=1e-2, atol=1e-3)
+    assert np.all(chosen[:, own:] == np.arange(case.experts - case.shared, case.experts))
     assert all(len(set(row)) == case.chosen for row in chosen)
     np.testing.assert_allclose(scores, problem.scores(chosen, exact), rtol=2e-2)
     # Each pair has a place of its own, among those of its expert.
@@ -300,7 +316,7 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
     assert 128 % form.outputs == 0
 
 
-@pytest.mark.parametrize("name", ["one-row", "many-rows", "packed", "floats-bias"])
+@pytest.mark.parametrize("name", ["one-row", "many-rows", "shared", "packed", "floats-bias"])
 def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):
     (case,) = (case for case in CASES if case.name == name)
     nvidia_accepts([*routing_entries(case), *product_entries(case)])

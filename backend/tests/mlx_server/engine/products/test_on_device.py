@@ -185,6 +185,26 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
     assert_close(made[-1], wanted)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
+    count, chosen, shared, width, inner = 21, 6, 2, 512, 256
+    (x, exact), (router, _) = random(rows, width), random(count, width)
+    gate_up, _ = weight(2 * count * inner, width, None)
+    down, _ = weight(count * width, inner, None)
+    router = router * width**-0.5
+    experts = Experts(router, gate_up, down, chosen, normalised=True, shared=shared)
+    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    logits = normed(exact) @ np.array(router.astype(mx.float32)).T
+    of_rows, scores = np.array(made[2]), np.array(made[3])
+    assert np.all(of_rows[:, -shared:] == [count - 2, count - 1])
+    gates = 1 / (1 + np.exp(-logits[:, -shared:]))
+    np.testing.assert_allclose(scores[:, -shared:], gates, rtol=2e-2)
+    np.testing.assert_allclose(scores[:, :-shared].sum(1), 1, rtol=1e-3)
+    kept = np.sort(np.take_along_axis(logits, of_rows[:, :-shared], 1), 1)
+    largest = np.sort(logits[:, :-shared], 1)[:, shared - chosen :]
+    np.testing.assert_allclose(kept, largest, rtol=2e-2, atol=2e-2)
+
+
 def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
     count, chosen, width, inner = 32, 4, 576, 320
     (x, exact), (router, _) = random(40, width), random(count, width)
