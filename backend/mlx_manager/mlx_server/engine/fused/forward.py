@@ -272,13 +272,7 @@ def _texts(
     positions = [length - 1 for length in decode.lengths] if decode else []
     counts += [chunk.span.queries for chunk in chunks]
     positions += [chunk.span.length - chunk.span.queries for chunk in chunks]
-    owners = np.full(tokens, -1, np.int32)
-    owners[: sum(counts)] = np.repeat(np.arange(len(counts)), counts)
-    # A last one for the padding, which may be none.
-    counts.append(tokens - sum(counts))
-    firsts = np.cumsum([0, *counts[:-1]])
-    spans = np.stack([firsts, counts, [*slots, -1], [*positions, 0]], axis=1)
-    return Texts(send(spans.astype(np.int32)), send(owners))
+    return Texts.of(counts, slots, positions, tokens)
 
 
 def _padded(lengths: Sequence[int]) -> NDArray[np.int32]:

@@ -152,6 +152,7 @@ __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu
 __device__ __forceinline__ float4 read_shared_result(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 read_shared_result(const float2* p) { return __ldcg(p); }
 __device__ __forceinline__ uint4 read_shared_result(const uint4* p) { return __ldcg(p); }
+__device__ __forceinline__ unsigned read_shared_result(const unsigned* p) { return __ldcg(p); }
 __device__ __forceinline__ float read_shared_result(const float* p) { return __ldcg(p); }
 
 // Counts one more, after all that the block has written before its last barrier; returns how many

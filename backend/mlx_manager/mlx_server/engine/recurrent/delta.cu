@@ -13,8 +13,19 @@
 // before it and who writes it do not meet. A row's state and ring are in its slot. What a slot held
 // before is not read where a text begins.
 //
-// One token a row is one launch (`step`). A step with prompts in it is three: `convolve`, `chunk`,
-// which has a block go through all tokens of a text with a part of a head in registers, and `finish`.
+// One token a row is one launch (`step`). A step with prompts in it is four: `convolve`, `relate`,
+// `chunk` and `finish`. A text is cut in pieces of up to 16 tokens, i and j, whose deltas solve a
+// triangular system (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). With
+// L(i) the logarithm of what all decays up to i leave of the state before the piece,
+//
+//   delta(i) = beta(i) (v(i) - e^L(i) state k(i)) - sum over j < i of A(i, j) delta(j)
+//              where A(i, j) = beta(i) e^(L(i) - L(j)) k(i)'k(j)
+//   y(i) = e^L(i) state q(i) + sum over j <= i of M(i, j) delta(j)
+//              where M(i, j) = e^(L(i) - L(j)) q(i)'k(j)
+//
+// What does not depend on the state, the inverse of 1 + A and M, is made by `relate`, for all pieces
+// at once. `chunk` has the state of 16 rows of a matrix in a warp's registers, as what tensor cores
+// add to, and these registers are what they multiply by the keys, too: both are laid out alike.
 
 namespace kernels {
 
@@ -83,14 +94,14 @@ struct Delta {
   using T = typename S::Element;
   using Weights = DeltaWeights<T>;
 
-  // Of a head's token, `row` of the first product. ROUNDED: as sums and powers in T.
+  // The logarithm of a head's decay at a token, `row` of the first product. ROUNDED: made in T.
   template <bool ROUNDED>
   __device__ __forceinline__ static float decay(const T* row, int value_head, const Weights& by) {
     float x = float(row[S::decay(value_head)]) + by.offsets[value_head];
     if constexpr (ROUNDED) x = rounded_to<T>(x);
     x = fmaxf(x, 0.f) + log1pf(expf(-fabsf(x)));
     if constexpr (ROUNDED) x = rounded_to<T>(x);
-    return expf(by.rates[value_head] * x);
+    return by.rates[value_head] * x;
   }
 
   __device__ __forceinline__ static float beta(const T* row, int value_head) {
@@ -126,29 +137,32 @@ struct Delta {
            (slot * S::VALUE_HEADS + value_head) * S::VALUE_DIM * S::KEY_DIM;
   }
 
-  // One token of one row through one head, by a block of WARPS.
-  template <int WARPS, bool ROUNDED>
+  // One token of one row through one of SPLITS parts of a head, by a block of WARPS. The last of a
+  // head's blocks norms and gates all of it; `arrivals` counts them, [rows][VALUE_HEADS].
+  template <int WARPS, int SPLITS, bool ROUNDED>
   __device__ static void step(const T* heads, int width, const int* lengths, const int* slots,
-                              const Weights& by, const T* ring, const float* states, T* out) {
-    constexpr int EACH = S::KEY_DIM / 32, ROWS = S::VALUE_DIM / WARPS;
+                              const Weights& by, const T* ring, const float* states,
+                              const int* arrivals, T* out) {
+    constexpr int EACH = S::KEY_DIM / 32, OWN = S::VALUE_DIM / SPLITS, ROWS = OWN / WARPS;
     extern __shared__ __align__(16) unsigned char shared[];
     float* q = reinterpret_cast<float*>(shared);
     float* k = q + S::KEY_DIM;
     float* v = k + S::KEY_DIM;
-    float* y = v + S::VALUE_DIM;
-    const int value_head = blockIdx.x % S::VALUE_HEADS, row_number = blockIdx.x / S::VALUE_HEADS;
+    float* y = v + OWN;
+    const int number = blockIdx.x / SPLITS, first = blockIdx.x % SPLITS * OWN;
+    const int value_head = number % S::VALUE_HEADS, row_number = number / S::VALUE_HEADS;
     const int key_head = value_head / S::SHARE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int position = lengths[row_number] - 1;
     T* to = out + (long)row_number * S::VALUES + value_head * S::VALUE_DIM;
     if (position < 0) {
-      for (int d = threadIdx.x; d < S::VALUE_DIM; d += WARPS * 32) to[d] = T(0.f);
+      for (int d = threadIdx.x; d < OWN; d += WARPS * 32) to[first + d] = T(0.f);
       return;
     }
     const long slot = slots[row_number];
     const T* row = heads + (long)row_number * width;
     using Part = Neighbours<float, EACH>;
     Part state[ROWS];
-    float* own = matrix(states, slot, value_head) + lane * EACH;
+    float* own = matrix(states, slot, value_head) + first * S::KEY_DIM + lane * EACH;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       if (position > 0) {
@@ -158,8 +172,9 @@ struct Delta {
         for (int e = 0; e < EACH; e++) state[i].of[e] = 0.f;
       }
     }
-    for (int x = threadIdx.x; x < 2 * S::KEY_DIM + S::VALUE_DIM; x += WARPS * 32) {
-      const int part = x / S::KEY_DIM < 2 ? x / S::KEY_DIM : 2, d = x - part * S::KEY_DIM;
+    for (int x = threadIdx.x; x < 2 * S::KEY_DIM + OWN; x += WARPS * 32) {
+      const int part = x / S::KEY_DIM < 2 ? x / S::KEY_DIM : 2;
+      const int d = x - part * S::KEY_DIM + (part < 2 ? 0 : first);
       const int head =
           part < 2 ? part * S::KEY_HEADS + key_head : 2 * S::KEY_HEADS + value_head;
       const int channel = S::channel(head) + d;
@@ -173,7 +188,8 @@ struct Delta {
                      float(place(ring, slot, position - back)[channel]), sum);
       sum = fmaf(float(taps[S::TAPS - 1]), float(newest), sum);
       q[x] = activated(sum);
-      if (part == 2 || value_head % S::SHARE == 0) place(ring, slot, position)[channel] = newest;
+      if (part == 2 || (value_head % S::SHARE == 0 && first == 0))
+        place(ring, slot, position)[channel] = newest;
     }
     __syncthreads();
     if (warp < 2) {
@@ -186,7 +202,7 @@ struct Delta {
       for (int e = 0; e < EACH; e++)
         head[e * 32 + lane] = normed(head[e * 32 + lane], squares, warp == 0);
     }
-    const float keeps = decay<ROUNDED>(row, value_head, by), learns = beta(row, value_head);
+    const float keeps = expf(decay<ROUNDED>(row, value_head, by)), learns = beta(row, value_head);
     __syncthreads();
     const Part key = Part::at(k + lane * EACH), query = Part::at(q + lane * EACH);
     float both = 0.f;
@@ -219,7 +235,20 @@ struct Delta {
       for (int e = 0; e < EACH; e++)
         state[i].of[e] = fmaf(key.of[e], delta, keeps * state[i].of[e]);
       state[i].put(own + d * S::KEY_DIM);
-      if (lane == 0) y[d] = rounded_to<T>(fmaf(delta, both, keeps * asked[i]));
+      const float result = rounded_to<T>(fmaf(delta, both, keeps * asked[i]));
+      if (lane == 0) {
+        y[first + d] = result;
+        if constexpr (SPLITS > 1) to[first + d] = T(result);
+      }
+    }
+    if constexpr (SPLITS > 1) {
+      if (!arrives_last(arrivals + number, SPLITS, reinterpret_cast<int*>(shared))) return;
+      const unsigned* words = reinterpret_cast<const unsigned*>(to);
+      for (int d = threadIdx.x; d < S::VALUE_DIM / 2; d += WARPS * 32) {
+        const float2 pair = unpack(read_shared_result(words + d), to);
+        y[2 * d] = pair.x;
+        y[2 * d + 1] = pair.y;
+      }
     }
     __syncthreads();
     float squares = 0.f;
@@ -231,8 +260,10 @@ struct Delta {
   }
 
   // The convolved heads, (tokens, CHANNELS), q and k normed: a warp has a token of one of HEADS. Of
-  // `spans`, [n][4], the first token, how many, the slot and the position of the first; of each token
-  // its span in `owners`, or -1.
+  // `spans`, [n][SPAN], the first token, how many, the slot, the position of the first and the number
+  // of its first piece; of each token its span in `owners`, or -1.
+  static constexpr int SPAN = 5;
+
   __device__ static void convolve(const T* heads, int width, int tokens, const int* owners,
                                   const int* spans, const T* convolution, const T* ring, T* out) {
     const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -240,10 +271,10 @@ struct Delta {
     if (token >= tokens || owners[token] < 0) return;
     const bool is_value = head >= 2 * S::KEY_HEADS;
     if (is_value)
-      convolve_head<S::VALUE_DIM, false>(heads, width, token, head, spans + owners[token] * 4,
+      convolve_head<S::VALUE_DIM, false>(heads, width, token, head, spans + owners[token] * SPAN,
                                          convolution, ring, out, lane);
     else
-      convolve_head<S::KEY_DIM, true>(heads, width, token, head, spans + owners[token] * 4,
+      convolve_head<S::KEY_DIM, true>(heads, width, token, head, spans + owners[token] * SPAN,
                                       convolution, ring, out, lane);
   }
 
@@ -289,167 +320,284 @@ struct Delta {
     result.put(out + (long)token * S::CHANNELS + channel);
   }
 
-  // How `chunk` divides a head: LANES threads have a row of the matrix, a block 128 / LANES rows.
-  // They go through the tokens so many at a time, whose q, k and v are in shared memory.
-  static constexpr int LANES = 4, CHUNK_THREADS = 128, TOKENS = 16;
-  static constexpr int BLOCK_ROWS = CHUNK_THREADS / LANES, SPLITS = S::VALUE_DIM / BLOCK_ROWS;
-  static constexpr int PIECES = S::KEY_DIM / (4 * LANES);
+  // Pieces of texts, and what `relate` makes of each for each head: `relations`, [2][TOKENS][TOKENS],
+  // the inverse of 1 + A and then M, and `figures`, [3][TOKENS]: beta, e^L, and e^(L of the last - L).
+  static constexpr int TOKENS = 16, RELATIONS = 2 * TOKENS * TOKENS, FIGURES = 3 * TOKENS;
+
+  // A warp has a head's piece. `pieces`, [count][2]: the first token and how many.
+  template <bool ROUNDED>
+  __device__ static void relate(const T* convolved, const T* heads, int width, const int* pieces,
+                                int count, const Weights& by, T* relations, float* figures) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int in_block = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long number = (long)blockIdx.x * (blockDim.x / 32) + in_block;
+    if (number >= (long)count * S::VALUE_HEADS) return;
+    const int value_head = number % S::VALUE_HEADS, piece = number / S::VALUE_HEADS;
+    const int first = pieces[piece * 2], tokens = pieces[piece * 2 + 1];
+    float* sums = reinterpret_cast<float*>(shared) + in_block * (TOKENS * TOKENS + 2 * TOKENS);
+    float *betas = sums + TOKENS, *related = betas + TOKENS;
+    float own = 0.f, learns = 0.f;
+    if (lane < tokens) {
+      const T* row = heads + (long)(first + lane) * width;
+      own = decay<ROUNDED>(row, value_head, by);
+      learns = beta(row, value_head);
+    }
+    if (lane < TOKENS) {
+      betas[lane] = learns;
+      related[lane] = own;
+    }
+    __syncwarp();
+    float up_to = 0.f;
+    for (int token = 0; token < TOKENS; token++)
+      if (token <= lane) up_to += related[token];
+    __syncwarp();
+    if (lane < TOKENS) sums[lane] = up_to;
+    __syncwarp();
+    figures += number * FIGURES;
+    if (lane < TOKENS) {
+      figures[lane] = learns;
+      figures[TOKENS + lane] = expf(up_to);
+      figures[2 * TOKENS + lane] = expf(sums[TOKENS - 1] - up_to);
+    }
+    relations += number * RELATIONS;
+    multiply_tokens(convolved + (long)first * S::CHANNELS, tokens, value_head / S::SHARE, sums, betas,
+                    related, relations + TOKENS * TOKENS, lane);
+    __syncwarp();
+    // A column of the inverse in each of 16 lanes, from above.
+    float column[TOKENS];
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++) {
+      column[i] = i == lane ? 1.f : 0.f;
+#pragma unroll
+      for (int j = 0; j < i; j++) column[i] = fmaf(-related[i * TOKENS + j], column[j], column[i]);
+    }
+    if (lane < TOKENS)
+#pragma unroll
+      for (int i = 0; i < TOKENS; i++) relations[i * TOKENS + lane] = T(column[i]);
+  }
+
+  // Leaves A in `related` and M in `asked`, both [TOKENS][TOKENS]. Tokens that there are not have keys
+  // of 0.
+  __device__ __forceinline__ static void multiply_tokens(const T* convolved, int tokens,
+                                                         int key_head, const float* sums,
+                                                         const float* betas, float* related,
+                                                         T* asked, int lane) {
+    const T* type = nullptr;
+    float keys[2][4] = {}, queries[2][4] = {};
+    const int row = lane / 4;
+    const T* of = convolved + (long)row * S::CHANNELS + lane % 4 * 2;
+    const auto words = [&](unsigned(&to)[4], int head, int step) {
+      const T* from = of + S::channel(head) + step * 16;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        to[i] = row + i % 2 * 8 < tokens
+                    ? *reinterpret_cast<const unsigned*>(from + (long)(i % 2 * 8) * S::CHANNELS +
+                                                         i / 2 * 8)
+                    : 0u;
+    };
+#pragma unroll
+    for (int step = 0; step < S::KEY_DIM / 16; step++) {
+      unsigned key[4], query[4];
+      words(key, S::KEY_HEADS + key_head, step);
+      words(query, key_head, step);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        multiply(keys[n], key, key[n], key[n + 2], type);
+        multiply(queries[n], query, key[n], key[n + 2], type);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = row + half * 8, j = n * 8 + lane % 4 * 2;
+        float m[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float left = j + e <= i ? expf(sums[i] - sums[j + e]) : 0.f;
+          m[e] = left * queries[n][half * 2 + e];
+          related[i * TOKENS + j + e] =
+              j + e < i ? betas[i] * left * keys[n][half * 2 + e] : 0.f;
+        }
+        *reinterpret_cast<unsigned*>(asked + i * TOKENS + j) = pack(m[0], m[1], type);
+      }
+  }
+
+  // How `chunk` divides a head: a warp has 16 rows of the matrix, a block two warps. What they take of
+  // a piece is copied while they are at the piece before.
+  static constexpr int CHUNK_WARPS = 2, CHUNK_THREADS = 64, BLOCK_ROWS = 32;
+  static constexpr int SPLITS = S::VALUE_DIM / BLOCK_ROWS, TILES = S::KEY_DIM / 8;
+  static constexpr int KEY_STRIDE = S::KEY_DIM + 8, VALUE_STRIDE = BLOCK_ROWS + 8;
 
   struct Stage {
-    float k[TOKENS][S::KEY_DIM], q[TOKENS][S::KEY_DIM], v[TOKENS][BLOCK_ROWS];
-    float keeps[TOKENS], learns[TOKENS];
+    T keys[TOKENS][KEY_STRIDE], queries[TOKENS][KEY_STRIDE], values[TOKENS][VALUE_STRIDE];
+    T relations[2][TOKENS][TOKENS];
+    float figures[3][TOKENS];
   };
 
-  // What a thread brings of the next stage: pieces of 8 of q and k, and of one v each.
-  static constexpr int KEYS_EACH = 2 * TOKENS * S::KEY_DIM / 8 / CHUNK_THREADS;
-  static constexpr int VALUES_EACH = TOKENS * BLOCK_ROWS / CHUNK_THREADS;
-  static_assert(KEYS_EACH > 0 && VALUES_EACH > 0);
-
-  struct Coming {
-    Neighbours<T, 8> keys[KEYS_EACH];
-    T values[VALUES_EACH];
-    float keeps, learns;
-
-    // `convolved`: of the stage's first token, of which there are `tokens`.
-    template <bool ROUNDED>
-    __device__ __forceinline__ void ask(const T* convolved, const T* row, int width, int tokens,
-                                        int key_head, int value_head, int first_row,
-                                        const Weights& by) {
-#pragma unroll
-      for (int i = 0; i < KEYS_EACH; i++) {
-        const int x = i * CHUNK_THREADS + threadIdx.x, piece = x % (S::KEY_DIM / 4);
-        const int token = x / (S::KEY_DIM / 4);
-        const bool is_key = piece >= S::KEY_DIM / 8;
-        const int head = is_key ? S::KEY_HEADS + key_head : key_head;
-        if (token < tokens)
-          keys[i] = Neighbours<T, 8>::at(convolved + (long)token * S::CHANNELS + S::channel(head) +
-                                         piece % (S::KEY_DIM / 8) * 8);
-      }
-#pragma unroll
-      for (int i = 0; i < VALUES_EACH; i++) {
-        const int x = i * CHUNK_THREADS + threadIdx.x, token = x / BLOCK_ROWS;
-        if (token < tokens)
-          values[i] = convolved[(long)token * S::CHANNELS +
-                                S::channel(2 * S::KEY_HEADS + value_head) + first_row +
-                                x % BLOCK_ROWS];
-      }
-      if (int(threadIdx.x) < tokens) {
-        const T* own = row + (long)threadIdx.x * width;
-        keeps = decay<ROUNDED>(own, value_head, by);
-        learns = beta(own, value_head);
-      }
+  // Tokens beyond `tokens` are zeros.
+  __device__ __forceinline__ static void copy_stage(Stage& stage, const T* convolved, int tokens,
+                                                    const T* relations, const float* figures,
+                                                    int key_head, int value_head, int first_row) {
+    constexpr int KEYS = S::KEY_DIM / 8, VALUES = BLOCK_ROWS / 8, EACH = 2 * KEYS + VALUES;
+    for (int x = threadIdx.x; x < TOKENS * EACH; x += CHUNK_THREADS) {
+      const int token = x / EACH, piece = x % EACH;
+      const bool is_query = piece < KEYS, is_value = piece >= 2 * KEYS;
+      const int head = is_value ? 2 * S::KEY_HEADS + value_head
+                                : (is_query ? key_head : S::KEY_HEADS + key_head);
+      const int at = is_value ? piece - 2 * KEYS : piece % KEYS;
+      T* to = is_value ? stage.values[token]
+                       : (is_query ? stage.queries[token] : stage.keys[token]);
+      const int given = token < tokens ? token : 0;
+      copy_async(to + at * 8,
+                 convolved + (long)given * S::CHANNELS + S::channel(head) +
+                     (is_value ? first_row : 0) + at * 8,
+                 token < tokens ? 16 : 0);
     }
+    for (int x = threadIdx.x; x < RELATIONS / 8; x += CHUNK_THREADS)
+      copy_async(&stage.relations[0][0][0] + x * 8, relations + x * 8, 16);
+    if (threadIdx.x < FIGURES / 4)
+      copy_async(&stage.figures[0][0] + threadIdx.x * 4, figures + threadIdx.x * 4, 16);
+  }
 
-    __device__ __forceinline__ void put(Stage& stage, int tokens) const {
-#pragma unroll
-      for (int i = 0; i < KEYS_EACH; i++) {
-        const int x = i * CHUNK_THREADS + threadIdx.x, piece = x % (S::KEY_DIM / 4);
-        const int token = x / (S::KEY_DIM / 4);
-        float* to = piece >= S::KEY_DIM / 8 ? stage.k[token] : stage.q[token];
-        if (token < tokens)
-#pragma unroll
-          for (int e = 0; e < 8; e++) to[piece % (S::KEY_DIM / 8) * 8 + e] = float(keys[i].of[e]);
-      }
-#pragma unroll
-      for (int i = 0; i < VALUES_EACH; i++) {
-        const int x = i * CHUNK_THREADS + threadIdx.x, token = x / BLOCK_ROWS;
-        if (token < tokens) stage.v[token][x % BLOCK_ROWS] = float(values[i]);
-      }
-      if (int(threadIdx.x) < tokens) {
-        stage.keeps[threadIdx.x] = keeps;
-        stage.learns[threadIdx.x] = learns;
-      }
-    }
-  };
+  // 16 rows of the matrix, as tensor cores add to them.
+  using State = float[TILES][4];
 
   // All tokens of a span through a part of a head. Leaves y, (tokens, VALUES), the states and the
   // ring. A span without a slot is padding.
-  template <bool ROUNDED>
-  __device__ static void chunk(const T* convolved, const T* heads, int width, const int* spans,
-                               const Weights& by, const T* ring, const float* states, T* y) {
+  __device__ static void chunk(const T* convolved, const T* relations, const float* figures,
+                               const T* heads, int width, const int* spans, const T* ring,
+                               const float* states, T* y) {
     extern __shared__ __align__(16) unsigned char shared[];
-    Stage& stage = *reinterpret_cast<Stage*>(shared);
+    Stage* stages = reinterpret_cast<Stage*>(shared);
     const int value_head = blockIdx.x / SPLITS, first_row = blockIdx.x % SPLITS * BLOCK_ROWS;
-    const int key_head = value_head / S::SHARE, lane = threadIdx.x % LANES;
-    const int row = threadIdx.x / LANES;
-    const int* span = spans + blockIdx.y * 4;
+    const int key_head = value_head / S::SHARE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int* span = spans + blockIdx.y * SPAN;
     const int first = span[0], count = span[1], slot = span[2], position = span[3];
-    T* to = y + (long)first * S::VALUES + value_head * S::VALUE_DIM + first_row + row;
+    T* to = y + (long)first * S::VALUES + value_head * S::VALUE_DIM + first_row;
     if (slot < 0) {
-      for (int token = lane; token < count; token += LANES) to[(long)token * S::VALUES] = T(0.f);
+      for (int x = threadIdx.x; x < count * BLOCK_ROWS; x += CHUNK_THREADS)
+        to[(long)(x / BLOCK_ROWS) * S::VALUES + x % BLOCK_ROWS] = T(0.f);
       return;
     }
-    using Part = Neighbours<float, 4>;
-    Part state[PIECES];
-    float* own = matrix(states, slot, value_head) + (first_row + row) * S::KEY_DIM + lane * 4;
+    float* own = matrix(states, slot, value_head) +
+                 (first_row + warp * 16 + lane / 4) * S::KEY_DIM + lane % 4 * 2;
+    State state;
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      if (position > 0) {
-        state[i] = Part::at(own + i * 4 * LANES);
-      } else {
+    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) state[i].of[e] = 0.f;
+      for (int half = 0; half < 2; half++) {
+        float2 pair = make_float2(0.f, 0.f);
+        if (position > 0)
+          pair = *reinterpret_cast<const float2*>(own + half * 8 * S::KEY_DIM + tile * 8);
+        state[tile][half * 2] = pair.x;
+        state[tile][half * 2 + 1] = pair.y;
       }
-    }
-    const T* convolved_row = convolved + (long)first * S::CHANNELS;
-    const T* row_of_heads = heads + (long)first * width;
-    Coming coming;
-    coming.template ask<ROUNDED>(convolved_row, row_of_heads, width,
-                                 count < TOKENS ? count : TOKENS, key_head, value_head, first_row,
-                                 by);
-    for (int begin = 0; begin < count; begin += TOKENS) {
-      const int tokens = count - begin < TOKENS ? count - begin : TOKENS;
+    const int pieces = (count + TOKENS - 1) / TOKENS;
+    const auto bring = [&](int piece) {
+      const long number = (long)(span[4] + piece) * S::VALUE_HEADS + value_head;
+      const int left = count - piece * TOKENS;
+      if (piece < pieces)
+        copy_stage(stages[piece % 2], convolved + (long)(first + piece * TOKENS) * S::CHANNELS,
+                   left < TOKENS ? left : TOKENS, relations + number * RELATIONS,
+                   figures + number * FIGURES, key_head, value_head, first_row);
+      commit_copies();
+    };
+    bring(0);
+    for (int piece = 0; piece < pieces; piece++) {
+      bring(piece + 1);
+      wait_copies<1>();
       __syncthreads();
-      coming.put(stage, tokens);
+      const int left = count - piece * TOKENS;
+      follow(state, stages[piece % 2], to + (long)piece * TOKENS * S::VALUES + warp * 16,
+             left < TOKENS ? left : TOKENS, warp, lane);
       __syncthreads();
-      const int next = begin + TOKENS, left = count - next < TOKENS ? count - next : TOKENS;
-      if (left > 0)
-        coming.template ask<ROUNDED>(convolved_row + (long)next * S::CHANNELS,
-                                     row_of_heads + (long)next * width, width, left, key_head,
-                                     value_head, first_row, by);
-      for (int token = 0; token < tokens; token++) {
-        const float result = follow(state, stage, token, row, lane);
-        if (lane == 0) to[(long)(begin + token) * S::VALUES] = T(result);
-      }
     }
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) state[i].put(own + i * 4 * LANES);
-    if (first_row == 0) keep_inputs(row_of_heads, width, span, key_head, value_head, ring);
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        *reinterpret_cast<float2*>(own + half * 8 * S::KEY_DIM + tile * 8) =
+            make_float2(state[tile][half * 2], state[tile][half * 2 + 1]);
+    if (first_row == 0)
+      keep_inputs(heads + (long)first * width, width, span, key_head, value_head, ring);
   }
 
-  // One token: the state becomes the next, and a row's part of y is returned.
-  __device__ __forceinline__ static float follow(Neighbours<float, 4> (&state)[PIECES],
-                                                 const Stage& stage, int token, int row,
-                                                 int lane) {
-    using Part = Neighbours<float, 4>;
-    Part key[PIECES];
-    float told[4] = {0.f, 0.f, 0.f, 0.f};
+  // Two tiles of sums, side by side, as a factor.
+  __device__ __forceinline__ static void as_factor(unsigned (&to)[4], const float (&a)[4],
+                                                   const float (&b)[4]) {
+    const T* type = nullptr;
+    to[0] = pack(a[0], a[1], type);
+    to[1] = pack(a[2], a[3], type);
+    to[2] = pack(b[0], b[1], type);
+    to[3] = pack(b[2], b[3], type);
+  }
+
+  // A piece: the state becomes the next. y goes to `to`, of the warp's first row. All that has rows of
+  // the matrix as rows has the piece's tokens as columns.
+  __device__ __forceinline__ static void follow(State& state, const Stage& stage, T* to, int tokens,
+                                                int warp, int lane) {
+    const T* type = nullptr;
+    const int row = lane / 4, column = lane % 4 * 2;
+    float told[2][4] = {}, asked[2][4] = {};
+    const int token_read = lane / 16 * 8 + lane % 8, at_read = lane / 8 % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      key[i] = Part::at(stage.k[token] + (i * LANES + lane) * 4);
+    for (int step = 0; step < S::KEY_DIM / 16; step++) {
+      unsigned of[4], keys[4], queries[4];
+      as_factor(of, state[2 * step], state[2 * step + 1]);
+      load_matrices(keys, stage.keys[token_read] + step * 16 + at_read);
+      load_matrices(queries, stage.queries[token_read] + step * 16 + at_read);
 #pragma unroll
-      for (int e = 0; e < 4; e++) told[e] = fmaf(state[i].of[e], key[i].of[e], told[e]);
+      for (int n = 0; n < 2; n++) {
+        multiply(told[n], of, keys[2 * n], keys[2 * n + 1], type);
+        multiply(asked[n], of, queries[2 * n], queries[2 * n + 1], type);
+      }
     }
-    const float sum = across((told[0] + told[1]) + (told[2] + told[3]));
-    const float keeps = stage.keeps[token];
-    const float delta = (stage.v[token][row] - keeps * sum) * stage.learns[token];
-    float asked[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      const Part query = Part::at(stage.q[token] + (i * LANES + lane) * 4);
+    for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        state[i].of[e] = fmaf(key[i].of[e], delta, keeps * state[i].of[e]);
-        asked[e] = fmaf(state[i].of[e], query.of[e], asked[e]);
+        const int token = n * 8 + column + e % 2;
+        const float v = float(stage.values[token][warp * 16 + row + e / 2 * 8]);
+        told[n][e] = stage.figures[0][token] * (v - stage.figures[1][token] * told[n][e]);
+        asked[n][e] *= stage.figures[1][token];
+      }
+    unsigned factor[4];
+    as_factor(factor, told[0], told[1]);
+    float deltas[2][4] = {};
+    const auto related = [&](float(&sums)[2][4], int which) {
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const T* from = stage.relations[which][n * 8 + row] + column;
+        multiply(sums[n], factor, *reinterpret_cast<const unsigned*>(from),
+                 *reinterpret_cast<const unsigned*>(from + 8), type);
+      }
+    };
+    related(deltas, 0);
+    as_factor(factor, deltas[0], deltas[1]);
+    related(asked, 1);
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int token = n * 8 + column + e % 2;
+        if (token < tokens) to[(long)token * S::VALUES + row + e / 2 * 8] = T(asked[n][e]);
+        deltas[n][e] *= stage.figures[2][token];
+      }
+    as_factor(factor, deltas[0], deltas[1]);
+    const float keeps = stage.figures[1][TOKENS - 1];
+    const int token_added = lane / 8 % 2 * 8 + lane % 8, at_added = lane / 16 * 8;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile += 2) {
+      unsigned keys[4];
+      load_matrices_transposed(keys, stage.keys[token_added] + tile * 8 + at_added);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) state[tile + n][e] *= keeps;
+        multiply(state[tile + n], factor, keys[2 * n], keys[2 * n + 1], type);
       }
     }
-    return across((asked[0] + asked[1]) + (asked[2] + asked[3]));
-  }
-
-  __device__ __forceinline__ static float across(float x) {
-#pragma unroll
-    for (int lanes = LANES / 2; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
-    return x;
   }
 
   // The last inputs of a span's convolution, of what this head alone has or has first.

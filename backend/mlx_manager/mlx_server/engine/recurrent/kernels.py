@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import (
@@ -18,30 +19,59 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     real,
     source,
 )
+from mlx_manager.mlx_server.engine.kernels.mapped import send
+from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, StateStore
 
 _SOURCE = Path(__file__).with_name("delta.cu")
 DIMS = (32, 64, 128, 256)
 TAPS = (2, 4, 8)
-STEP_WARPS = 16
+STEP_WARPS = 4
+RELATE_WARPS = 4
 THREADS = 256
-# Of a block that goes through a prompt: threads, rows of the matrix, tokens that it has at a time.
-CHUNK_THREADS = 128
-CHUNK_ROWS = 32
-CHUNK_TOKENS = 16
+CHUNK_THREADS = 64
+# Of a head's matrix, rows that a block has.
+BLOCK_ROWS = 32
+# Tokens of a piece.
+PIECE = 16
+_RELATIONS = 2 * PIECE * PIECE
+_FIGURES = 3 * PIECE
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
     """The spans of a step with prompts in it.
 
-    spans: (n, 4) int32, of each its first token in the step, how many tokens, the slot and the
-    position of the first; a slot of -1 is padding. owners: (tokens,) int32, each token's span, -1
-    for padding.
+    spans: (n, 5) int32, of each its first token in the step, how many tokens, the slot, the
+    position of the first and the number of its first piece; a slot of -1 is padding, which has no
+    pieces. owners: (tokens,) int32, each token's span, -1 for padding. pieces: (m, 2) int32, of up to
+    `PIECE` tokens of a span: the first and how many.
     """
 
     spans: mx.array
     owners: mx.array
+    pieces: mx.array
+
+    @staticmethod
+    def of(
+        counts: Sequence[int], slots: Sequence[int], positions: Sequence[int], tokens: int
+    ) -> Texts:
+        """Of a step of so many tokens, those of spans one after another and then padding. counts,
+        slots, positions: of each span."""
+        owners = np.full(tokens, -1, np.int32)
+        owners[: sum(counts)] = np.repeat(np.arange(len(counts)), counts)
+        # A last span for the padding, which may be none.
+        lengths = np.array([*counts, tokens - sum(counts)])
+        firsts = np.cumsum([0, *lengths[:-1]])
+        numbers = -(-np.array(counts) // PIECE)
+        first_pieces = np.cumsum([0, *numbers])
+        last = np.array([*slots, -1]), np.array([*positions, 0])
+        spans = np.stack([firsts, lengths, *last, first_pieces], axis=1)
+        own = np.repeat(np.arange(len(counts)), numbers)
+        starts = firsts[own] + (np.arange(len(own)) - first_pieces[own]) * PIECE
+        left = firsts[own] + lengths[own] - starts
+        pieces = np.stack([starts, np.minimum(left, PIECE)], axis=1)
+        return Texts(*(send(each.astype(np.int32)) for each in (spans, owners, pieces)))
 
 
 class DeltaKernels:
@@ -51,9 +81,13 @@ class DeltaKernels:
         self.shape = shape
         self._step = compiled_for_cuda(step_source(shape))
         self._convolve = compiled_for_cuda(convolve_source(shape))
+        self._relate = compiled_for_cuda(relate_source(shape))
         self._chunk = compiled_for_cuda(chunk_source(shape))
         self._finish = compiled_for_cuda(finish_source(shape))
         self._restore = compiled_for_cuda(restore_source(shape))
+        # Blocks of a head that have arrived; the kernel leaves every counter at 0.
+        self._arrivals = mx.zeros((MOST_QUERIES * shape.value_heads,), mx.int32)
+        mx.eval(self._arrivals)
 
     def step(
         self,
@@ -70,9 +104,11 @@ class DeltaKernels:
         included; 0 for padding. slots: (rows,) int32.
         """
         rows = heads.shape[0]
+        if rows > MOST_QUERIES:
+            raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
         (out,) = self._step(
-            inputs=[heads, lengths, slots, *_arrays(weights), *pool],
-            grid=(rows * self.shape.value_heads * STEP_WARPS * 32, 1, 1),
+            inputs=[heads, lengths, slots, *_arrays(weights), *pool, self._arrivals],
+            grid=(rows * _blocks(self.shape) * STEP_WARPS * 32, 1, 1),
             threadgroup=(STEP_WARPS * 32, 1, 1),
             output_shapes=[(rows, self.shape.values)],
             output_dtypes=[self.shape.dtype],
@@ -91,13 +127,17 @@ class DeltaKernels:
             output_shapes=[(tokens, of.channels)],
             output_dtypes=[of.dtype],
         )
-        blocks = of.value_heads * of.value_dim // CHUNK_ROWS
+        pieces = texts.pieces.shape[0] * of.value_heads
+        relations, figures = self._relate(
+            inputs=[convolved, heads, texts.pieces, weights.rates, weights.offsets],
+            grid=(-(-pieces // RELATE_WARPS) * RELATE_WARPS * 32, 1, 1),
+            threadgroup=(RELATE_WARPS * 32, 1, 1),
+            output_shapes=[(pieces, _RELATIONS), (pieces, _FIGURES)],
+            output_dtypes=[of.dtype, mx.float32],
+        )
         y, store.written = self._chunk(
-            inputs=[
-                *(convolved, heads, texts.spans),
-                *(weights.rates, weights.offsets, store.ring, store.states),
-            ],
-            grid=(blocks * CHUNK_THREADS, texts.spans.shape[0], 1),
+            inputs=[convolved, relations, figures, heads, texts.spans, store.ring, store.states],
+            grid=(_blocks(of) * CHUNK_THREADS, texts.spans.shape[0], 1),
             threadgroup=(CHUNK_THREADS, 1, 1),
             output_shapes=[(tokens, of.values), (1,)],
             output_dtypes=[of.dtype, mx.int32],
@@ -146,6 +186,11 @@ def unserved(shape: DeltaShape) -> str | None:
     return None
 
 
+def _blocks(shape: DeltaShape) -> int:
+    """That have all heads of a row."""
+    return shape.values // BLOCK_ROWS
+
+
 def _whole(threads: int) -> int:
     return -(-threads // THREADS) * THREADS
 
@@ -182,18 +227,19 @@ def _text(  # noqa: PLR0917
 def step_source(shape: DeltaShape) -> KernelSource:
     body = (
         f"{_weights(shape, 'convolution', 'norm')}"
-        f"{_delta(shape)}step<{STEP_WARPS}, {flag(shape.rounded)}>(heads, heads_shape[1], lengths, "
-        "slots, weights, ring, states, out);"
+        f"{_delta(shape)}step<{STEP_WARPS}, {shape.value_dim // BLOCK_ROWS}, "
+        f"{flag(shape.rounded)}>(heads, heads_shape[1], lengths, slots, weights, ring, states, "
+        "arrivals, out);"
     )
     return _text(
         "delta_step",
         body,
         (
             *("heads", "lengths", "slots"),
-            *("convolution", "rates", "offsets", "norm", "ring", "states"),
+            *("convolution", "rates", "offsets", "norm", "ring", "states", "arrivals"),
         ),
         threads=STEP_WARPS * 32,
-        shared_memory=4 * (2 * shape.key_dim + 2 * shape.value_dim),
+        shared_memory=4 * (2 * shape.key_dim + BLOCK_ROWS + shape.value_dim),
     )
 
 
@@ -205,21 +251,37 @@ def convolve_source(shape: DeltaShape) -> KernelSource:
     return _text("delta_convolve", body, ("heads", "owners", "spans", "convolution", "ring"))
 
 
-def chunk_source(shape: DeltaShape) -> KernelSource:
+def relate_source(shape: DeltaShape) -> KernelSource:
     body = (
         f"{_weights(shape, 'nullptr', 'nullptr')}"
-        f"{_delta(shape)}chunk<{flag(shape.rounded)}>(convolved, heads, heads_shape[1], spans, "
-        "weights, ring, states, out);\n"
+        f"{_delta(shape)}relate<{flag(shape.rounded)}>(convolved, heads, heads_shape[1], pieces, "
+        "pieces_shape[0], weights, relations, figures);"
+    )
+    return _text(
+        "delta_relate",
+        body,
+        ("convolved", "heads", "pieces", "rates", "offsets"),
+        outputs=("relations", "figures"),
+        threads=RELATE_WARPS * 32,
+        shared_memory=4 * RELATE_WARPS * (PIECE * PIECE + 2 * PIECE),
+    )
+
+
+def chunk_source(shape: DeltaShape) -> KernelSource:
+    body = (
+        f"{_delta(shape)}chunk(convolved, relations, figures, heads, heads_shape[1], spans, ring, "
+        "states, out);\n"
         "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
     )
-    of_token = 2 * shape.key_dim + CHUNK_ROWS + 2
+    of_token = 2 * (shape.key_dim + 8) + BLOCK_ROWS + 8
+    stage = shape.dtype.size * (PIECE * of_token + _RELATIONS) + 4 * _FIGURES
     return _text(
         "delta_chunk",
         body,
-        ("convolved", "heads", "spans", "rates", "offsets", "ring", "states"),
+        ("convolved", "relations", "figures", "heads", "spans", "ring", "states"),
         outputs=("out", "written"),
         threads=CHUNK_THREADS,
-        shared_memory=4 * CHUNK_TOKENS * of_token,
+        shared_memory=2 * stage,
     )
 
 

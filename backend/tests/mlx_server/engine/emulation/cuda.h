@@ -203,6 +203,7 @@ inline bool any_lane(bool x) {
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
 inline uint4 read_shared_result(const uint4* p) { return *p; }
+inline unsigned read_shared_result(const unsigned* p) { return *p; }
 inline float read_shared_result(const float* p) { return *p; }
 inline int count_after_writes(int* counter) { return (*counter)++; }
 // Blocks take turns where one waits for another (`launch`).

@@ -30,7 +30,7 @@ class PortableDelta:
 
     def chunks(self, heads, weights, store, texts):
         parts = []
-        for first, count, slot, position in texts.spans.tolist():
+        for first, count, slot, position, _ in texts.spans.tolist():
             own = heads[first : first + count]
             if not count:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -24,13 +24,15 @@ SHAPES = [
 SOURCES = (
     delta.step_source,
     delta.convolve_source,
+    delta.relate_source,
     delta.chunk_source,
     delta.finish_source,
     delta.restore_source,
 )
 TYPES = {
     "lengths": I32, "slots": I32, "rates": F32, "offsets": F32, "states": F32, "owners": I32,
-    "spans": I32, "kept_state": F32, "slot": I32, "written": I32,
+    "spans": I32, "kept_state": F32, "slot": I32, "written": I32, "pieces": I32, "figures": F32,
+    "arrivals": I32,
 }  # fmt: skip
 
 
@@ -58,34 +60,42 @@ class Device:
         of = self.layer.shape
         out = np.full((len(heads), of.values), 0x7FC0, np.uint16)
         threads = delta.STEP_WARPS * 32
+        arrivals = np.zeros(len(heads) * of.value_heads, np.int32)
         given = [heads, lengths, slots, *self._weights("convolution", "rates", "offsets", "norm")]
-        grid = (len(heads) * of.value_heads * threads, 1, 1)
-        self._launch(0, [*given, *pool], [out], grid, (threads, 1, 1))
+        grid = (len(heads) * of.values // delta.BLOCK_ROWS * threads, 1, 1)
+        self._launch(0, [*given, *pool, arrivals], [out], grid, (threads, 1, 1))
+        assert not arrivals.any()
         return out
 
-    def chunks(self, heads, pool, spans, owners):
+    def chunks(self, heads, pool, texts):
         of, tokens = self.layer.shape, len(heads)
         ring, states = pool
+        spans, owners, pieces = (np.array(each) for each in astuple(texts))
         convolved = np.full((tokens, of.channels), 0x7FC0, np.uint16)
         y, out = (np.full((tokens, of.values), 0x7FC0, np.uint16) for _ in range(2))
         warps = tokens * (2 * of.key_heads + of.value_heads)
         given = [heads, owners, spans, *self._weights("convolution"), ring]
         self._launch(1, given, [convolved], _blocks(warps * 32), (delta.THREADS, 1, 1))
-        given = [convolved, heads, spans, *self._weights("rates", "offsets"), ring, states]
-        blocks = of.value_heads * of.value_dim // delta.CHUNK_ROWS
-        grid = (blocks * delta.CHUNK_THREADS, len(spans), 1)
+        warps, threads = len(pieces) * of.value_heads, delta.RELATE_WARPS * 32
+        relations = np.full((warps, 2 * delta.PIECE**2), 0x7FC0, np.uint16)
+        figures = np.full((warps, 3 * delta.PIECE), np.nan, np.float32)
+        given = [convolved, heads, pieces, *self._weights("rates", "offsets")]
+        grid = (-(-warps * 32 // threads) * threads, 1, 1)
+        self._launch(2, given, [relations, figures], grid, (threads, 1, 1))
+        given = [convolved, relations, figures, heads, spans, ring, states]
+        grid = (of.values // delta.BLOCK_ROWS * delta.CHUNK_THREADS, len(spans), 1)
         written = np.ones(1, np.int32)
-        self._launch(2, given, [y, written], grid, (delta.CHUNK_THREADS, 1, 1))
+        self._launch(3, given, [y, written], grid, (delta.CHUNK_THREADS, 1, 1))
         given = [y, heads, *self._weights("norm")]
         grid = _blocks(tokens * of.value_heads * 32)
-        self._launch(3, given, [out], grid, (delta.THREADS, 1, 1))
+        self._launch(4, given, [out], grid, (delta.THREADS, 1, 1))
         assert written == 0
         return out
 
     def restore(self, pool, slot, kept):
         done = np.ones(1, np.int32)
         given = [*kept, np.array([slot], np.int32), *pool]
-        self._launch(4, given, [done], (2 * delta.THREADS, 1, 1), (delta.THREADS, 1, 1))
+        self._launch(5, given, [done], (2 * delta.THREADS, 1, 1), (delta.THREADS, 1, 1))
 
     def _weights(self, *names):
         return [self.layer.memory(getattr(self.layer.weights, name)) for name in names]
@@ -137,15 +147,13 @@ def test_prompts_are_what_the_layer_gives_and_go_on_where_they_were(device):
         layer.fill(pool, slot, text[:n])
     parts = [text[n:] for text, n in zip(texts, known, strict=True)]
     counts = [len(part) for part in parts]
-    firsts = np.cumsum([0, *counts])
-    spans = [[firsts[i], counts[i], slots[i], known[i]] for i in range(4)]
-    spans.append([firsts[4], 3, -1, 0])
-    owners = np.repeat([0, 1, 2, 3, -1], [*counts, 3]).astype(np.int32)
+    end = sum(counts)
     heads = np.concatenate([*parts, parts[0][:3]])
-    out = device.chunks(layer.bits(heads), pool, np.array(spans, np.int32), owners)
+    texts_of = delta.Texts.of(counts, slots, known, end + 3)
+    out = device.chunks(layer.bits(heads), pool, texts_of)
     wanted = [layer.given(text)[n:] for text, n in zip(texts, known, strict=True)]
-    near(out[: firsts[4]], np.concatenate(wanted), layer.shape.dtype)
-    assert not np.array(mx.array(out[firsts[4] :]).view(layer.shape.dtype).astype(F32)).any()
+    near(out[:end], np.concatenate(wanted), layer.shape.dtype)
+    assert not np.array(mx.array(out[end:]).view(layer.shape.dtype).astype(F32)).any()
     for text, slot in zip(texts, slots, strict=True):
         layer.expect_filled(pool, slot, text)
 
