@@ -44,8 +44,8 @@ class Texts:
 
     spans: (n, 5) int32, of each its first token in the step, how many tokens, the slot, the
     position of the first and the number of its first piece; a slot of -1 is padding, which has no
-    pieces. owners: (tokens,) int32, each token's span, -1 for padding. pieces: (m, 2) int32, of up to
-    `PIECE` tokens of a span: the first and how many.
+    pieces. owners: (tokens,) int32, each token's span, -1 for padding. pieces: (m, 2) int32, of up
+    to `PIECE` tokens of a span: the first and how many.
     """
 
     spans: mx.array

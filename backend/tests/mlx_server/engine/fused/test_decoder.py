@@ -377,6 +377,16 @@ def test_more_rows_are_multiplied_by_dense_weights_where_those_are_there_too(nam
     assert weights == form.nbytes
 
 
+def test_layers_with_a_state_have_packed_weights_beside_dense_ones_too():
+    model, of = make("qwen3_5", HYBRIDS["qwen3_5"]), PortableProducts()
+    nn.quantize(model, group_size=32, bits=4)
+    (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
+    convert(model, form)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta)
+    assert check(decoder, model, PAGE) is None
+    assert of.packed == {rows for rows in CHECKED_ROWS if rows <= MOST_PACKED}
+
+
 def test_prompts_are_multiplied_by_dense_weights_where_packed_ones_are_there_too():
     logits = []
     for keeps in (False, True):
