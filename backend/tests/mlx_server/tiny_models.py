@@ -510,6 +510,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "olmo_hybrid": DECODER
+    | {
+        "num_hidden_layers": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+        "attention_bias": False,
+    },
     "baichuan_m1": DECODER
     | {
         "num_hidden_layers": 4,

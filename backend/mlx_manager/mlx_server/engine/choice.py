@@ -11,6 +11,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_manager.mlx_server.engine.delta import computing_chunks
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
@@ -137,6 +138,7 @@ def choosing(
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
     """
+    yield from computing_chunks(model)
     reference = yield from Reference.of(model, page_size)
     built = KernelSet(kernels)
     decoder = FusedDecoder.building(model, page_size, built.find, compile=compile, deltas=deltas)
