@@ -133,7 +133,7 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
     result.add_argument(
         "--model",
         default=model,
-        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts or a folder",
+        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts, hybrid or a folder",
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
@@ -247,6 +247,35 @@ def synthetic_experts(folder: Path) -> Path:
     return written_once(folder / "experts-4x1024", "f32", sizes)
 
 
+def synthetic_hybrid(folder: Path) -> Path:
+    """A Qwen 3.5, a third of the layers of its 0.8B: 170 million parameters in float32. Of four
+    layers three are gated delta ones. Written once."""
+    sizes = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "type": "default",
+            "mrope_section": [11, 11, 10],
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+        "max_position_embeddings": LlamaShape().context,
+    }
+    return written_once(folder / "hybrid-8x1024", "f32", sizes)
+
+
 def written_once(target: Path, form: str, sizes: Mapping[str, Any]) -> Path:
     """`write_random_model` of what is not there as a whole."""
     if target.exists():
@@ -291,7 +320,7 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
 
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
-    f32, bf16, 4bit and experts are synthetic; anything else is a path."""
+    f32, bf16, 4bit, experts and hybrid are synthetic; anything else is a path."""
     match name:
         case "demo":
             return endless_demo(folder)
@@ -301,5 +330,7 @@ def find_model(name: str, folder: Path) -> Path:
             return synthetic_llama(folder, name)
         case "experts":
             return synthetic_experts(folder)
+        case "hybrid":
+            return synthetic_hybrid(folder)
         case _:
             return Path(name)

@@ -33,6 +33,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_manager.mlx_server.engine.convolution import with_taps
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import (
     SCORES,
@@ -388,6 +389,8 @@ class SeparateForward(Plain):
         self._batch: list[Any] = []
         self._rows: list[int] = []
         route(model)
+        if mx.default_device() == mx.cpu:
+            with_taps(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return order_after(self._rows, keys)
