@@ -33,6 +33,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_manager.mlx_server.engine.activations import silu_by_powers
 from mlx_manager.mlx_server.engine.convolution import with_taps
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import (
@@ -334,6 +335,7 @@ class RaggedForward(OnPages):
         if kernels is None and mx.default_device() == mx.cpu:
             self.abreast = ABREAST_ON_CPU
             share_rotations(model, self.stores[0].shape.key_dim)
+            silu_by_powers(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         # Kernels divide the work by themselves; without them, rows of like length are gathered.
@@ -391,6 +393,7 @@ class SeparateForward(Plain):
         route(model)
         if mx.default_device() == mx.cpu:
             with_taps(model)
+            silu_by_powers(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return order_after(self._rows, keys)
