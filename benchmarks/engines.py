@@ -9,7 +9,8 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
+from mlx_manager.mlx_server.engine.activations import ByPowers
+from mlx_manager.mlx_server.engine.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -195,12 +198,34 @@ class OurEngine:
         self._runner.close()
 
 
+@contextmanager
+def originals() -> Iterator[None]:
+    """MLX's and mlx-lm's functions as they have them, where our engine has put others in place."""
+    spaces = [
+        vars(sys.modules[name]) for name in sys.modules if name.startswith(("mlx.", "mlx_lm."))
+    ]
+    placed = [
+        (space, name, ours)
+        for space in spaces
+        for name, ours in space.items()
+        if isinstance(ours, ByPowers | ChunkedRule)
+    ]
+    for space, name, ours in placed:
+        space[name] = ours.original
+    try:
+        yield
+    finally:
+        for space, name, ours in placed:
+            space[name] = ours
+
+
 class MlxLm:
     """mlx-lm in this process: `stream_generate` for one row, `BatchGenerator` for several."""
 
     def __init__(self, model: Path) -> None:
         self.model, self.tokenizer = mlx_lm_load(str(model))
 
+    @originals()
     def stream(self, row: Row) -> Trace:
         trace = Trace(started=time.perf_counter())
         for response in stream_generate(
@@ -215,6 +240,7 @@ class MlxLm:
             trace.tokens += 1
         return trace
 
+    @originals()
     def batch(self, rows: Sequence[Row], stop: Sequence[int] = ()) -> list[Trace]:
         """All rows at once; shared sampling uses one sampler, as its server does."""
         same = len({(row.temperature, row.top_p) for row in rows}) == 1
