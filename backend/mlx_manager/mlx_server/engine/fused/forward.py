@@ -195,6 +195,8 @@ class FusedForward(OnPages):
             texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
             logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
             yield from computed([logits])
+        if (kept := self.snapshot(chunk.key)) is not None:
+            self.restore(chunk.key, kept)
         self.forget(chunk.key)
 
     def _are_tall(self, rows: int) -> bool:

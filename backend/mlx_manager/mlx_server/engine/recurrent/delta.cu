@@ -172,24 +172,16 @@ struct Delta {
         for (int e = 0; e < EACH; e++) state[i].of[e] = 0.f;
       }
     }
-    for (int x = threadIdx.x; x < 2 * S::KEY_DIM + OWN; x += WARPS * 32) {
-      const int part = x / S::KEY_DIM < 2 ? x / S::KEY_DIM : 2;
-      const int d = x - part * S::KEY_DIM + (part < 2 ? 0 : first);
-      const int head =
-          part < 2 ? part * S::KEY_HEADS + key_head : 2 * S::KEY_HEADS + value_head;
-      const int channel = S::channel(head) + d;
-      const T newest = row[S::column(head) + d];
-      const T* taps = by.convolution + channel * S::TAPS;
-      float sum = 0.f;
+    convolve_newest<WARPS * 32, OWN>(row, by.convolution, ring, slot, position, key_head, value_head,
+                                     first, q);
+    constexpr int FINISHED = (S::VALUE_DIM + WARPS * 32 - 1) / (WARPS * 32);
+    T norms[FINISHED], gates[FINISHED];
 #pragma unroll
-      for (int back = S::TAPS - 1; back > 0; back--)
-        if (position >= back)
-          sum = fmaf(float(taps[S::TAPS - 1 - back]),
-                     float(place(ring, slot, position - back)[channel]), sum);
-      sum = fmaf(float(taps[S::TAPS - 1]), float(newest), sum);
-      q[x] = activated(sum);
-      if (part == 2 || (value_head % S::SHARE == 0 && first == 0))
-        place(ring, slot, position)[channel] = newest;
+    for (int i = 0; i < FINISHED; i++) {
+      const int d = i * WARPS * 32 + threadIdx.x;
+      if (d >= S::VALUE_DIM) continue;
+      norms[i] = by.norm[d];
+      gates[i] = row[S::gate(value_head) + d];
     }
     __syncthreads();
     if (warp < 2) {
@@ -255,76 +247,136 @@ struct Delta {
 #pragma unroll
     for (int d = 0; d < S::VALUE_DIM; d += 32) squares += y[d + lane] * y[d + lane];
     squares = sum_of_warp(squares);
-    for (int d = threadIdx.x; d < S::VALUE_DIM; d += WARPS * 32)
-      to[d] = finished(y[d], squares, by.norm[d], row[S::gate(value_head) + d], by.epsilon);
+#pragma unroll
+    for (int i = 0; i < FINISHED; i++) {
+      const int d = i * WARPS * 32 + threadIdx.x;
+      if (d < S::VALUE_DIM) to[d] = finished(y[d], squares, norms[i], gates[i], by.epsilon);
+    }
   }
 
-  // The convolved heads, (tokens, CHANNELS), q and k normed: a warp has a token of one of HEADS. Of
-  // `spans`, [n][SPAN], the first token, how many, the slot, the position of the first and the number
-  // of its first piece; of each token its span in `owners`, or -1.
-  static constexpr int SPAN = 5;
+  // Leaves the convolved q, k and OWN elements of v from `first` on, of a row's newest token, and that
+  // in the ring. All that is read is asked for at once.
+  template <int THREADS, int OWN>
+  __device__ __forceinline__ static void convolve_newest(const T* row, const T* convolution,
+                                                         const T* ring, long slot, int position,
+                                                         int key_head, int value_head, int first,
+                                                         float* convolved) {
+    constexpr int ALL = 2 * S::KEY_DIM + OWN, TURNS = (ALL + THREADS - 1) / THREADS;
+    Neighbours<T, S::TAPS> taps[TURNS];
+    T inputs[TURNS][S::TAPS];
+    int channels[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int x = turn * THREADS + threadIdx.x, part = x / S::KEY_DIM < 2 ? x / S::KEY_DIM : 2;
+      if (x >= ALL) continue;
+      const int d = x - part * S::KEY_DIM + (part < 2 ? 0 : first);
+      const int head = part < 2 ? part * S::KEY_HEADS + key_head : 2 * S::KEY_HEADS + value_head;
+      channels[turn] = S::channel(head) + d;
+      taps[turn] = Neighbours<T, S::TAPS>::at(convolution + channels[turn] * S::TAPS);
+#pragma unroll
+      for (int back = 0; back < S::TAPS; back++)
+        inputs[turn][back] = back == 0 ? row[S::column(head) + d]
+                             : position >= back
+                                 ? place(ring, slot, position - back)[channels[turn]]
+                                 : T(0.f);
+    }
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int x = turn * THREADS + threadIdx.x;
+      if (x >= ALL) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int back = S::TAPS - 1; back >= 0; back--)
+        sum = fmaf(float(taps[turn].of[S::TAPS - 1 - back]), float(inputs[turn][back]), sum);
+      convolved[x] = activated(sum);
+      if (x >= 2 * S::KEY_DIM || (value_head % S::SHARE == 0 && first == 0))
+        place(ring, slot, position)[channels[turn]] = inputs[turn][0];
+    }
+  }
 
-  __device__ static void convolve(const T* heads, int width, int tokens, const int* owners,
-                                  const int* spans, const T* convolution, const T* ring, T* out) {
+  // A piece of a text: up to TOKENS tokens from `first` on, of which the first has the position.
+  static constexpr int TOKENS = 16;
+
+  struct Piece {
+    int first, tokens, slot, position;
+
+    __device__ __forceinline__ static Piece at(const int* pieces, int number) {
+      const int* of = pieces + number * 4;
+      return {of[0], of[1], of[2], of[3]};
+    }
+  };
+
+  // The convolved heads, (tokens, CHANNELS), q and k normed: a warp has a piece of one of HEADS.
+  __device__ static void convolve(const T* heads, int width, const int* pieces, int count,
+                                  const T* convolution, const T* ring, T* out) {
     const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    const int token = warp / S::HEADS, head = warp % S::HEADS;
-    if (token >= tokens || owners[token] < 0) return;
-    const bool is_value = head >= 2 * S::KEY_HEADS;
-    if (is_value)
-      convolve_head<S::VALUE_DIM, false>(heads, width, token, head, spans + owners[token] * SPAN,
-                                         convolution, ring, out, lane);
+    const int head = warp % S::HEADS;
+    if (warp / S::HEADS >= count) return;
+    const Piece piece = Piece::at(pieces, warp / S::HEADS);
+    if (head >= 2 * S::KEY_HEADS)
+      convolve_head<S::VALUE_DIM, false>(heads, width, piece, head, convolution, ring, out, lane);
     else
-      convolve_head<S::KEY_DIM, true>(heads, width, token, head, spans + owners[token] * SPAN,
-                                      convolution, ring, out, lane);
+      convolve_head<S::KEY_DIM, true>(heads, width, piece, head, convolution, ring, out, lane);
   }
 
   template <int DIM, bool NORMED>
-  __device__ __forceinline__ static void convolve_head(const T* heads, int width, int token,
-                                                       int head, const int* span,
+  __device__ __forceinline__ static void convolve_head(const T* heads, int width,
+                                                       const Piece& piece, int head,
                                                        const T* convolution, const T* ring, T* out,
                                                        int lane) {
-    constexpr int EACH = DIM / 32;
+    constexpr int EACH = DIM / 32, BEFORE = S::TAPS - 1;
     using Part = Neighbours<T, EACH>;
-    const int at = token - span[0], position = span[3] + at, d = lane * EACH;
-    const int channel = S::channel(head) + d;
-    const T* newest = heads + (long)token * width + S::column(head) + d;
-    float sums[EACH];
-    T taps[EACH * S::TAPS];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      sums[e] = 0.f;
-      const auto own = Neighbours<T, S::TAPS>::at(convolution + (channel + e) * S::TAPS);
-#pragma unroll
-      for (int tap = 0; tap < S::TAPS; tap++) taps[e * S::TAPS + tap] = own.of[tap];
-    }
-#pragma unroll
-    for (int back = S::TAPS - 1; back >= 0; back--) {
-      if (position < back) continue;
-      const Part x = Part::at(at >= back ? newest - (long)back * width
-                                         : place(ring, span[2], position - back) + channel);
-#pragma unroll
-      for (int e = 0; e < EACH; e++)
-        sums[e] = fmaf(float(taps[e * S::TAPS + S::TAPS - 1 - back]), float(x.of[e]), sums[e]);
-    }
-    float squares = 0.f;
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      sums[e] = activated(sums[e]);
-      squares += sums[e] * sums[e];
-    }
-    Part result;
-    if constexpr (NORMED) squares = sum_of_warp(squares);
+    const int channel = S::channel(head) + lane * EACH;
+    const T* newest = heads + (long)piece.first * width + S::column(head) + lane * EACH;
+    Neighbours<T, S::TAPS> taps[EACH];
+    // Of the tokens before the piece, and of its own: all are under way at once.
+    Part inputs[BEFORE + TOKENS];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-      result.of[e] = T(NORMED ? normed(sums[e], squares, head < S::KEY_HEADS) : sums[e]);
-    result.put(out + (long)token * S::CHANNELS + channel);
+      taps[e] = Neighbours<T, S::TAPS>::at(convolution + (channel + e) * S::TAPS);
+#pragma unroll
+    for (int i = 0; i < BEFORE; i++) {
+      const int back = BEFORE - i;
+      if (piece.position >= back) {
+        // Before a text's first piece of a step is what was kept.
+        inputs[i] = piece.slot < 0
+                        ? Part::at(newest - (long)back * width)
+                        : Part::at(place(ring, piece.slot, piece.position - back) + channel);
+      } else {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) inputs[i].of[e] = T(0.f);
+      }
+    }
+#pragma unroll
+    for (int token = 0; token < TOKENS; token++)
+      if (token < piece.tokens) inputs[BEFORE + token] = Part::at(newest + (long)token * width);
+#pragma unroll
+    for (int token = 0; token < TOKENS; token++) {
+      if (token >= piece.tokens) break;
+      float sums[EACH], squares = 0.f;
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        sums[e] = 0.f;
+#pragma unroll
+        for (int tap = 0; tap < S::TAPS; tap++)
+          sums[e] = fmaf(float(taps[e].of[tap]), float(inputs[token + tap].of[e]), sums[e]);
+        sums[e] = activated(sums[e]);
+        squares += sums[e] * sums[e];
+      }
+      Part result;
+      if constexpr (NORMED) squares = sum_of_warp(squares);
+#pragma unroll
+      for (int e = 0; e < EACH; e++)
+        result.of[e] = T(NORMED ? normed(sums[e], squares, head < S::KEY_HEADS) : sums[e]);
+      result.put(out + (long)(piece.first + token) * S::CHANNELS + channel);
+    }
   }
 
-  // Pieces of texts, and what `relate` makes of each for each head: `relations`, [2][TOKENS][TOKENS],
-  // the inverse of 1 + A and then M, and `figures`, [3][TOKENS]: beta, e^L, and e^(L of the last - L).
-  static constexpr int TOKENS = 16, RELATIONS = 2 * TOKENS * TOKENS, FIGURES = 3 * TOKENS;
+  // What `relate` makes of each piece for each head: `relations`, [2][TOKENS][TOKENS], the inverse of
+  // 1 + A and then M, and `figures`, [3][TOKENS]: beta, e^L, and e^(L of the last - L).
+  static constexpr int RELATIONS = 2 * TOKENS * TOKENS, FIGURES = 3 * TOKENS;
 
-  // A warp has a head's piece. `pieces`, [count][2]: the first token and how many.
+  // A warp has a head's piece.
   template <bool ROUNDED>
   __device__ static void relate(const T* convolved, const T* heads, int width, const int* pieces,
                                 int count, const Weights& by, T* relations, float* figures) {
@@ -332,8 +384,9 @@ struct Delta {
     const int in_block = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long number = (long)blockIdx.x * (blockDim.x / 32) + in_block;
     if (number >= (long)count * S::VALUE_HEADS) return;
-    const int value_head = number % S::VALUE_HEADS, piece = number / S::VALUE_HEADS;
-    const int first = pieces[piece * 2], tokens = pieces[piece * 2 + 1];
+    const int value_head = number % S::VALUE_HEADS;
+    const Piece piece = Piece::at(pieces, number / S::VALUE_HEADS);
+    const int first = piece.first, tokens = piece.tokens;
     float* sums = reinterpret_cast<float*>(shared) + in_block * (TOKENS * TOKENS + 2 * TOKENS);
     float *betas = sums + TOKENS, *related = betas + TOKENS;
     float own = 0.f, learns = 0.f;
@@ -423,11 +476,14 @@ struct Delta {
       }
   }
 
-  // How `chunk` divides a head: a warp has 16 rows of the matrix, a block two warps. What they take of
-  // a piece is copied while they are at the piece before.
+  // How `chunk` divides a head: a warp has 16 rows of the matrix, a block two warps. Of `spans`,
+  // [n][SPAN], the first token, how many, the slot, the position of the first and the number of its
+  // first piece.
   static constexpr int CHUNK_WARPS = 2, CHUNK_THREADS = 64, BLOCK_ROWS = 32;
   static constexpr int SPLITS = S::VALUE_DIM / BLOCK_ROWS, TILES = S::KEY_DIM / 8;
   static constexpr int KEY_STRIDE = S::KEY_DIM + 8, VALUE_STRIDE = BLOCK_ROWS + 8;
+  // Pieces whose copies are under way or there: a copy takes as long as two pieces do.
+  static constexpr int STAGES = 4, SPAN = 5;
 
   struct Stage {
     T keys[TOKENS][KEY_STRIDE], queries[TOKENS][KEY_STRIDE], values[TOKENS][VALUE_STRIDE];
@@ -498,20 +554,21 @@ struct Delta {
       const long number = (long)(span[4] + piece) * S::VALUE_HEADS + value_head;
       const int left = count - piece * TOKENS;
       if (piece < pieces)
-        copy_stage(stages[piece % 2], convolved + (long)(first + piece * TOKENS) * S::CHANNELS,
+        copy_stage(stages[piece % STAGES], convolved + (long)(first + piece * TOKENS) * S::CHANNELS,
                    left < TOKENS ? left : TOKENS, relations + number * RELATIONS,
                    figures + number * FIGURES, key_head, value_head, first_row);
       commit_copies();
     };
-    bring(0);
+#pragma unroll
+    for (int piece = 0; piece < STAGES - 1; piece++) bring(piece);
     for (int piece = 0; piece < pieces; piece++) {
-      bring(piece + 1);
-      wait_copies<1>();
+      wait_copies<STAGES - 2>();
+      // The stage that is filled next is done with, too.
       __syncthreads();
+      bring(piece + STAGES - 1);
       const int left = count - piece * TOKENS;
-      follow(state, stages[piece % 2], to + (long)piece * TOKENS * S::VALUES + warp * 16,
+      follow(state, stages[piece % STAGES], to + (long)piece * TOKENS * S::VALUES + warp * 16,
              left < TOKENS ? left : TOKENS, warp, lane);
-      __syncthreads();
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)

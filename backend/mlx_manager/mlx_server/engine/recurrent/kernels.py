@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import (
+    Kernel,
     KernelSource,
     Unsupported,
     bounded,
@@ -26,16 +27,35 @@ from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeig
 _SOURCE = Path(__file__).with_name("delta.cu")
 DIMS = (32, 64, 128, 256)
 TAPS = (2, 4, 8)
-STEP_WARPS = 4
 RELATE_WARPS = 4
 THREADS = 256
 CHUNK_THREADS = 64
 # Of a head's matrix, rows that a block has.
 BLOCK_ROWS = 32
-# Tokens of a piece.
+# Tokens of a piece, and pieces that a block has at a time.
 PIECE = 16
+_STAGES = 4
 _RELATIONS = 2 * PIECE * PIECE
 _FIGURES = 3 * PIECE
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """By how many blocks of how many warps a head's token is computed."""
+
+    warps: int
+    splits: int
+
+    @staticmethod
+    def of(shape: DeltaShape, rows: int) -> StepForm:
+        """Of few rows a head is one block's: 1 and 8 rows of 32 heads take 12.8 and 20.3 us so, and
+        22.9 and 18.4 by blocks of 32 rows of its matrix (H100)."""
+        if rows * shape.value_heads <= _FEW_HEADS:
+            return StepForm(16, 1)
+        return StepForm(4, shape.value_dim // BLOCK_ROWS)
+
+
+_FEW_HEADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +64,11 @@ class Texts:
 
     spans: (n, 5) int32, of each its first token in the step, how many tokens, the slot, the
     position of the first and the number of its first piece; a slot of -1 is padding, which has no
-    pieces. owners: (tokens,) int32, each token's span, -1 for padding. pieces: (m, 2) int32, of up
-    to `PIECE` tokens of a span: the first and how many.
+    pieces. pieces: (m, 4) int32, of up to `PIECE` tokens of a span: the first, how many, the slot
+    if it is the span's first piece, or -1, and the position of the first.
     """
 
     spans: mx.array
-    owners: mx.array
     pieces: mx.array
 
     @staticmethod
@@ -58,8 +77,6 @@ class Texts:
     ) -> Texts:
         """Of a step of so many tokens, those of spans one after another and then padding. counts,
         slots, positions: of each span."""
-        owners = np.full(tokens, -1, np.int32)
-        owners[: sum(counts)] = np.repeat(np.arange(len(counts)), counts)
         # A last span for the padding, which may be none.
         lengths = np.array([*counts, tokens - sum(counts)])
         firsts = np.cumsum([0, *lengths[:-1]])
@@ -68,10 +85,11 @@ class Texts:
         last = np.array([*slots, -1]), np.array([*positions, 0])
         spans = np.stack([firsts, lengths, *last, first_pieces], axis=1)
         own = np.repeat(np.arange(len(counts)), numbers)
-        starts = firsts[own] + (np.arange(len(own)) - first_pieces[own]) * PIECE
-        left = firsts[own] + lengths[own] - starts
-        pieces = np.stack([starts, np.minimum(left, PIECE)], axis=1)
-        return Texts(*(send(each.astype(np.int32)) for each in (spans, owners, pieces)))
+        done = (np.arange(len(own)) - first_pieces[own]) * PIECE
+        left = np.minimum(lengths[own] - done, PIECE)
+        begun = np.where(done, -1, last[0][own])
+        pieces = np.stack([firsts[own] + done, left, begun, last[1][own] + done], axis=1)
+        return Texts(*(send(each.astype(np.int32)) for each in (spans, pieces)))
 
 
 class DeltaKernels:
@@ -79,7 +97,7 @@ class DeltaKernels:
 
     def __init__(self, shape: DeltaShape) -> None:
         self.shape = shape
-        self._step = compiled_for_cuda(step_source(shape))
+        self._steps: dict[StepForm, Kernel] = {}
         self._convolve = compiled_for_cuda(convolve_source(shape))
         self._relate = compiled_for_cuda(relate_source(shape))
         self._chunk = compiled_for_cuda(chunk_source(shape))
@@ -106,10 +124,14 @@ class DeltaKernels:
         rows = heads.shape[0]
         if rows > MOST_QUERIES:
             raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
-        (out,) = self._step(
+        form = StepForm.of(self.shape, rows)
+        if form not in self._steps:
+            self._steps[form] = compiled_for_cuda(step_source(self.shape, form))
+        threads = form.warps * 32
+        (out,) = self._steps[form](
             inputs=[heads, lengths, slots, *_arrays(weights), *pool, self._arrivals],
-            grid=(rows * _blocks(self.shape) * STEP_WARPS * 32, 1, 1),
-            threadgroup=(STEP_WARPS * 32, 1, 1),
+            grid=(rows * self.shape.value_heads * form.splits * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
             output_shapes=[(rows, self.shape.values)],
             output_dtypes=[self.shape.dtype],
         )
@@ -121,8 +143,8 @@ class DeltaKernels:
         """All tokens of a step with prompts in it, (tokens, values); writes to `store` in place."""
         of, tokens = self.shape, heads.shape[0]
         (convolved,) = self._convolve(
-            inputs=[heads, texts.owners, texts.spans, weights.convolution, store.ring],
-            grid=(_whole(tokens * (2 * of.key_heads + of.value_heads) * 32), 1, 1),
+            inputs=[heads, texts.pieces, weights.convolution, store.ring],
+            grid=(_whole(texts.pieces.shape[0] * (2 * of.key_heads + of.value_heads) * 32), 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(tokens, of.channels)],
             output_dtypes=[of.dtype],
@@ -224,12 +246,11 @@ def _text(  # noqa: PLR0917
     return KernelSource(name, header, body, inputs, outputs, shared_memory)
 
 
-def step_source(shape: DeltaShape) -> KernelSource:
+def step_source(shape: DeltaShape, form: StepForm) -> KernelSource:
     body = (
         f"{_weights(shape, 'convolution', 'norm')}"
-        f"{_delta(shape)}step<{STEP_WARPS}, {shape.value_dim // BLOCK_ROWS}, "
-        f"{flag(shape.rounded)}>(heads, heads_shape[1], lengths, slots, weights, ring, states, "
-        "arrivals, out);"
+        f"{_delta(shape)}step<{form.warps}, {form.splits}, {flag(shape.rounded)}>(heads, "
+        "heads_shape[1], lengths, slots, weights, ring, states, arrivals, out);"
     )
     return _text(
         "delta_step",
@@ -238,17 +259,17 @@ def step_source(shape: DeltaShape) -> KernelSource:
             *("heads", "lengths", "slots"),
             *("convolution", "rates", "offsets", "norm", "ring", "states", "arrivals"),
         ),
-        threads=STEP_WARPS * 32,
-        shared_memory=4 * (2 * shape.key_dim + BLOCK_ROWS + shape.value_dim),
+        threads=form.warps * 32,
+        shared_memory=4 * (2 * shape.key_dim + shape.value_dim // form.splits + shape.value_dim),
     )
 
 
 def convolve_source(shape: DeltaShape) -> KernelSource:
     body = (
-        f"{_delta(shape)}convolve(heads, heads_shape[1], heads_shape[0], owners, spans, "
-        "convolution, ring, out);"
+        f"{_delta(shape)}convolve(heads, heads_shape[1], pieces, pieces_shape[0], convolution, "
+        "ring, out);"
     )
-    return _text("delta_convolve", body, ("heads", "owners", "spans", "convolution", "ring"))
+    return _text("delta_convolve", body, ("heads", "pieces", "convolution", "ring"))
 
 
 def relate_source(shape: DeltaShape) -> KernelSource:
@@ -281,7 +302,7 @@ def chunk_source(shape: DeltaShape) -> KernelSource:
         ("convolved", "relations", "figures", "heads", "spans", "ring", "states"),
         outputs=("out", "written"),
         threads=CHUNK_THREADS,
-        shared_memory=2 * stage,
+        shared_memory=_STAGES * stage,
     )
 
 

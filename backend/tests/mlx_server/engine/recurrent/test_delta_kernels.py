@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +22,10 @@ SHAPES = [
     DeltaShape(1, 1, 128, 128, 4, BF16, grouped=False, rounded=False, epsilon=1e-6),
     DeltaShape(1, 3, 32, 64, 2, F16, grouped=False, rounded=True, epsilon=1e-6),
 ]
+WHOLE, SPLIT = (partial(delta.StepForm.of, rows=rows) for rows in (1, 1000))
 SOURCES = (
-    delta.step_source,
+    lambda shape: delta.step_source(shape, SPLIT(shape)),
+    lambda shape: delta.step_source(shape, WHOLE(shape)),
     delta.convolve_source,
     delta.relate_source,
     delta.chunk_source,
@@ -30,7 +33,7 @@ SOURCES = (
     delta.restore_source,
 )
 TYPES = {
-    "lengths": I32, "slots": I32, "rates": F32, "offsets": F32, "states": F32, "owners": I32,
+    "lengths": I32, "slots": I32, "rates": F32, "offsets": F32, "states": F32,
     "spans": I32, "kept_state": F32, "slot": I32, "written": I32, "pieces": I32, "figures": F32,
     "arrivals": I32,
 }  # fmt: skip
@@ -56,46 +59,47 @@ class Device:
     number: int
     layer: Layer
 
-    def step(self, heads, pool, lengths, slots):
+    def step(self, heads, pool, lengths, slots, form):
         of = self.layer.shape
         out = np.full((len(heads), of.values), 0x7FC0, np.uint16)
-        threads = delta.STEP_WARPS * 32
+        threads = form(of).warps * 32
         arrivals = np.zeros(len(heads) * of.value_heads, np.int32)
         given = [heads, lengths, slots, *self._weights("convolution", "rates", "offsets", "norm")]
-        grid = (len(heads) * of.values // delta.BLOCK_ROWS * threads, 1, 1)
-        self._launch(0, [*given, *pool, arrivals], [out], grid, (threads, 1, 1))
+        grid = (len(heads) * of.value_heads * form(of).splits * threads, 1, 1)
+        which = (SPLIT, WHOLE).index(form)
+        self._launch(which, [*given, *pool, arrivals], [out], grid, (threads, 1, 1))
         assert not arrivals.any()
         return out
 
     def chunks(self, heads, pool, texts):
         of, tokens = self.layer.shape, len(heads)
         ring, states = pool
-        spans, owners, pieces = (np.array(each) for each in astuple(texts))
+        spans, pieces = (np.array(each) for each in astuple(texts))
         convolved = np.full((tokens, of.channels), 0x7FC0, np.uint16)
         y, out = (np.full((tokens, of.values), 0x7FC0, np.uint16) for _ in range(2))
-        warps = tokens * (2 * of.key_heads + of.value_heads)
-        given = [heads, owners, spans, *self._weights("convolution"), ring]
-        self._launch(1, given, [convolved], _blocks(warps * 32), (delta.THREADS, 1, 1))
+        warps = len(pieces) * (2 * of.key_heads + of.value_heads)
+        given = [heads, pieces, *self._weights("convolution"), ring]
+        self._launch(2, given, [convolved], _blocks(warps * 32), (delta.THREADS, 1, 1))
         warps, threads = len(pieces) * of.value_heads, delta.RELATE_WARPS * 32
         relations = np.full((warps, 2 * delta.PIECE**2), 0x7FC0, np.uint16)
         figures = np.full((warps, 3 * delta.PIECE), np.nan, np.float32)
         given = [convolved, heads, pieces, *self._weights("rates", "offsets")]
         grid = (-(-warps * 32 // threads) * threads, 1, 1)
-        self._launch(2, given, [relations, figures], grid, (threads, 1, 1))
+        self._launch(3, given, [relations, figures], grid, (threads, 1, 1))
         given = [convolved, relations, figures, heads, spans, ring, states]
         grid = (of.values // delta.BLOCK_ROWS * delta.CHUNK_THREADS, len(spans), 1)
         written = np.ones(1, np.int32)
-        self._launch(3, given, [y, written], grid, (delta.CHUNK_THREADS, 1, 1))
+        self._launch(4, given, [y, written], grid, (delta.CHUNK_THREADS, 1, 1))
         given = [y, heads, *self._weights("norm")]
         grid = _blocks(tokens * of.value_heads * 32)
-        self._launch(4, given, [out], grid, (delta.THREADS, 1, 1))
+        self._launch(5, given, [out], grid, (delta.THREADS, 1, 1))
         assert written == 0
         return out
 
     def restore(self, pool, slot, kept):
         done = np.ones(1, np.int32)
         given = [*kept, np.array([slot], np.int32), *pool]
-        self._launch(5, given, [done], (2 * delta.THREADS, 1, 1), (delta.THREADS, 1, 1))
+        self._launch(6, given, [done], (2 * delta.THREADS, 1, 1), (delta.THREADS, 1, 1))
 
     def _weights(self, *names):
         return [self.layer.memory(getattr(self.layer.weights, name)) for name in names]
@@ -118,7 +122,8 @@ def near(out, wanted, dtype):
     np.testing.assert_allclose(mine, wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
 
 
-def test_a_token_of_each_row_is_what_the_layer_gives(device):
+@pytest.mark.parametrize("form", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_a_token_of_each_row_is_what_the_layer_gives(device, form):
     layer = device.layer
     texts = [layer.text(n, salt) for n, salt in ((1, 1), (9, 2), (3, 3))]
     pool = layer.pool(slots=5)
@@ -129,7 +134,7 @@ def test_a_token_of_each_row_is_what_the_layer_gives(device):
     lengths = np.array([1, 9, 0, 3], np.int32)
     slots = np.array([order[0], order[1], 1, order[2]], np.int32)
     untouched = pool[1][1].copy()
-    out = device.step(layer.bits(heads), pool, lengths, slots)
+    out = device.step(layer.bits(heads), pool, lengths, slots, form)
     near(out[[0, 1, 3]], np.concatenate([layer.given(t)[-1:] for t in texts]), layer.shape.dtype)
     assert not out[2].any()
     np.testing.assert_array_equal(pool[1][1], untouched)
