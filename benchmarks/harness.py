@@ -305,10 +305,12 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
     mx.random.seed(0)
     model = family.Model(family.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32 if form == "f32" else mx.bfloat16)
+    embedding = model.model.embed_tokens
+    # No greedy answer ends before `max_tokens`, as those of `endless_demo` don't.
+    embedding.weight[mx.array(end_tokens(target))] = 0
     if "num_experts" in config:
         # So that tokens decide which experts a row gets, and not what random layers make alike of
         # all: of trained models all experts have rows.
-        embedding = model.model.embed_tokens
         embedding.weight = embedding.weight * 30
     if form == "4bit":
         config["quantization"] = {"group_size": 64, "bits": 4}

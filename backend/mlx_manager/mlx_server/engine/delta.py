@@ -38,7 +38,7 @@ Rule = Callable[..., tuple[mx.array, mx.array]]
 
 ON_CPU = 32
 """Tokens of a chunk: with more of them, the equations' inverse takes what the state's products
-save (512 tokens of 16 heads of 128: 38, 36 and 44 ms by 16, 32 and 64)."""
+save (512 tokens of 16 heads of 128: 38, 40 and 68 ms by 16, 32 and 64)."""
 ON_GPU = 64
 """There each chunk waits for the launches of the one before."""
 
