@@ -3,20 +3,23 @@ How models with them are served is in test_forward.py."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.rig import prompt
+from engine.rig import Rig, prompt, regret
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
-from tiny_models import FAMILIES, random_model
+from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.delta import (
@@ -237,6 +240,24 @@ def test_a_models_prompt_is_what_the_loop_makes_of_it(
         monkeypatch.setattr(gated_delta, "gated_delta_ops", rule)
         logits.append(model(tokens, cache=make_prompt_cache(model)))
     assert mx.allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+async def test_rows_of_a_batch_draw_what_the_loop_draws(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with Rig(folder, page_size=16, prefill_chunk=48) as rig:
+        assert rig.forward.kind == "separate"
+        assert isinstance(gated_delta.gated_delta_ops, ChunkedRule)
+        rows = [rig.row(prompt(n, i), 12) for i, n in enumerate((3, 40, 101, 130))]
+        rig.submit_together(rows)
+        await asyncio.gather(*(row.finished() for row in rows))
+        monkeypatch.setattr(gated_delta, "gated_delta_ops", LOOP)
+        for row in rows:
+            tokens, begin = row.sequence.tokens, row.sequence.prompt_length
+            drawn = partial(regret, rig.model, tokens[:begin], tokens[begin:])
+            assert await rig.thread.call(drawn) < 1e-3
 
 
 def test_models_are_given_it_when_it_is_found_out_how_they_run(
