@@ -324,16 +324,16 @@ struct Delta {
                                                        const Piece& piece, int head,
                                                        const T* convolution, const T* ring, T* out,
                                                        int lane) {
-    constexpr int EACH = DIM / 32, BEFORE = S::TAPS - 1;
+    constexpr int EACH = DIM / 32, BEFORE = S::TAPS - 1, GROUP = 4;
     using Part = Neighbours<T, EACH>;
     const int channel = S::channel(head) + lane * EACH;
     const T* newest = heads + (long)piece.first * width + S::column(head) + lane * EACH;
     Neighbours<T, S::TAPS> taps[EACH];
-    // Of the tokens before the piece, and of its own: all are under way at once.
-    Part inputs[BEFORE + TOKENS];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
       taps[e] = Neighbours<T, S::TAPS>::at(convolution + (channel + e) * S::TAPS);
+    // Of the tokens before some, and of these; and of those that come next, which are under way.
+    Part inputs[BEFORE + GROUP], coming[GROUP];
 #pragma unroll
     for (int i = 0; i < BEFORE; i++) {
       const int back = BEFORE - i;
@@ -347,28 +347,38 @@ struct Delta {
         for (int e = 0; e < EACH; e++) inputs[i].of[e] = T(0.f);
       }
     }
+    const auto ask = [&](int first) {
 #pragma unroll
-    for (int token = 0; token < TOKENS; token++)
-      if (token < piece.tokens) inputs[BEFORE + token] = Part::at(newest + (long)token * width);
+      for (int i = 0; i < GROUP; i++)
+        if (first + i < piece.tokens) coming[i] = Part::at(newest + (long)(first + i) * width);
+    };
+    ask(0);
+    for (int first = 0; first < piece.tokens; first += GROUP) {
 #pragma unroll
-    for (int token = 0; token < TOKENS; token++) {
-      if (token >= piece.tokens) break;
-      float sums[EACH], squares = 0.f;
+      for (int i = 0; i < GROUP; i++) inputs[BEFORE + i] = coming[i];
+      ask(first + GROUP);
 #pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        sums[e] = 0.f;
+      for (int i = 0; i < GROUP; i++) {
+        if (first + i >= piece.tokens) break;
+        float sums[EACH], squares = 0.f;
 #pragma unroll
-        for (int tap = 0; tap < S::TAPS; tap++)
-          sums[e] = fmaf(float(taps[e].of[tap]), float(inputs[token + tap].of[e]), sums[e]);
-        sums[e] = activated(sums[e]);
-        squares += sums[e] * sums[e];
+        for (int e = 0; e < EACH; e++) {
+          sums[e] = 0.f;
+#pragma unroll
+          for (int tap = 0; tap < S::TAPS; tap++)
+            sums[e] = fmaf(float(taps[e].of[tap]), float(inputs[i + tap].of[e]), sums[e]);
+          sums[e] = activated(sums[e]);
+          squares += sums[e] * sums[e];
+        }
+        Part result;
+        if constexpr (NORMED) squares = sum_of_warp(squares);
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+          result.of[e] = T(NORMED ? normed(sums[e], squares, head < S::KEY_HEADS) : sums[e]);
+        result.put(out + (long)(piece.first + first + i) * S::CHANNELS + channel);
       }
-      Part result;
-      if constexpr (NORMED) squares = sum_of_warp(squares);
 #pragma unroll
-      for (int e = 0; e < EACH; e++)
-        result.of[e] = T(NORMED ? normed(sums[e], squares, head < S::KEY_HEADS) : sums[e]);
-      result.put(out + (long)(piece.first + token) * S::CHANNELS + channel);
+      for (int i = 0; i < BEFORE; i++) inputs[i] = inputs[GROUP + i];
     }
   }
 
