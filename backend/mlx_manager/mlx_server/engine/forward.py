@@ -150,7 +150,8 @@ class Forward(Protocol):
         token_bytes: what a row keeps for each of its tokens besides pages. row_bytes: what it keeps
             whatever its length, while one step's follows the other's.
         prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
-            layers' state, or "none" can be reused.
+            layers' state, or "none" can be reused. worth: tokens that must be saved by a snapshot
+            for it to be worth the step that ends there.
         looks_ahead: whether a step may be queued before the last one's tokens have been read: not
             where the pages would be copied, since the step under way holds them.
         puts_together_ahead: whether `run` may be called before the last step's tokens have been
@@ -168,6 +169,7 @@ class Forward(Protocol):
     token_bytes: int
     row_bytes: int
     prefixes: Prefixes
+    worth: int
     looks_ahead: bool
     puts_together_ahead: bool
     horizon: int
@@ -247,6 +249,7 @@ class Plain:
     horizon: int = 0
     grain: int = 1
     abreast: int = 0
+    worth: int = 0
     token_bytes: int = 0
     row_bytes: int = 0
     stores: list[LayerStore]

@@ -83,7 +83,8 @@ class Scheduler:
         reuse: whether prefixes may be looked up.
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
             attached to the last page of its prefix. Prefixes then end where something is
-            attached, and prompts are cut at their last page border so that something can be.
+            attached, and prompts are cut at their last page border so that something can be,
+            unless what would be saved by that are fewer tokens than are `worth` it.
         horizon: tokens ahead that running rows get pages for, all of them at once, where there is
             plenty: their tables then change in few steps.
         abreast: running rows that are enough for a step, or 0 where it is best for all of them to
@@ -102,6 +103,7 @@ class Scheduler:
         reuse: bool,
         enter: Callable[[], bool] = lambda: True,
         restore: Callable[[Sequence, object], None] | None = None,
+        worth: int = 0,
         horizon: int = 0,
         abreast: int = 0,
         scored: int = sys.maxsize,
@@ -116,6 +118,7 @@ class Scheduler:
         self._forget = forget
         self.reuse = reuse
         self._restore = restore
+        self._worth = worth
         self._horizon = horizon
         self._abreast = abreast
         self._scored = scored
@@ -439,7 +442,7 @@ class Scheduler:
             return False
         size = self.pool.page_size
         for other in [*self.prefilling, *self._joining]:
-            end = (known + 1) * size if self._restore is None else self._last_border(other)
+            end = (known + 1) * size if self._restore is None else self._kept_border(other)
             if (
                 known * size < end < len(sequence.tokens)
                 and other.tokens[:end] == sequence.tokens[:end]
@@ -447,10 +450,12 @@ class Scheduler:
                 return True
         return False
 
-    def _last_border(self, sequence: Sequence) -> int:
-        """Where the last full page of a prompt ends that leaves a token to compute."""
+    def _kept_border(self, sequence: Sequence) -> int:
+        """Where the last full page of a prompt ends that leaves a token to compute; 0 if it is not
+        worth keeping what is there."""
         size = self.pool.page_size
-        return (len(sequence.tokens) - 1) // size * size
+        border = (len(sequence.tokens) - 1) // size * size
+        return border if border - sequence.adopted >= self._worth else 0
 
     def _room(self, count: int) -> bool:
         """Whether `count` pages can be had: free, new, cached, or new at others' expense."""
@@ -500,7 +505,7 @@ class Scheduler:
         that the step does for prompts is less than a page."""
         size = self.pool.page_size
         if self._restore is not None:
-            border = self._last_border(sequence)
+            border = self._kept_border(sequence)
             if sequence.computed < border <= sequence.computed + budget:
                 return Prefill(sequence, border - sequence.computed, final=False)
         if sequence.remaining <= budget:

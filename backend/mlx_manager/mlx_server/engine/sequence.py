@@ -39,6 +39,7 @@ class Sequence:
             way is done.
         pending: tokens drawn on the device that the host has not read yet (lookahead).
         cached: prompt tokens that were found in pages when the row was first admitted.
+        adopted: the same when it was last admitted.
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
         prompt_scores: of the prompt's tokens but the first, where they are asked for.
@@ -87,6 +88,7 @@ class Sequence:
         self.computed = 0
         self.pending = 0
         self.cached: int | None = None
+        self.adopted = 0
         self.started = False
         self.outcome: FinishReason | None = None
         self.ended = False
@@ -172,6 +174,7 @@ class Sequence:
         self.computed = tokens
         self._committed = len(self.table)
         self._node = node
+        self.adopted = tokens
         if self.cached is None:
             self.cached = tokens
 

@@ -229,6 +229,7 @@ class TextEngine:
             forget=self._forget,
             reuse=reuse,
             restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
+            worth=self._forward.worth,
             horizon=self._forward.horizon,
             abreast=self._forward.abreast,
             scored=self._scored,

@@ -54,6 +54,7 @@ class World:
     max_rows: int = 4
     reuse: bool = True
     states: bool = False
+    worth: int = 0
     horizon: int = 0
     abreast: int = 0
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class World:
             forget=self.forgotten.append,
             reuse=self.reuse,
             restore=self.restore if self.states else None,
+            worth=self.worth,
             horizon=self.horizon,
             abreast=self.abreast,
         )
@@ -688,6 +690,22 @@ def test_a_prompt_is_cut_where_its_state_is_to_be_kept() -> None:
     world.run()
     assert again.cached == 40
     assert again.key in world.restored
+
+
+def test_a_prompt_is_not_cut_for_a_state_that_would_save_little() -> None:
+    world = World(most=300, states=True, worth=30)
+    world.submit(distinct(30, 1))
+    assert [(p.tokens, p.final) for p in world.step().prefills] == [(30, True)]
+    first = world.submit(distinct(42, 2))
+    world.run()
+    # Of what is new, too little: it goes on from the same state as the one before it.
+    again = world.submit(first.tokens + [3] * 20)
+    assert [(p.tokens, p.final) for p in world.step().prefills] == [(23, True)]
+    assert again.cached == 40
+    last = world.submit(again.tokens + [4] * 20)
+    assert [p.final for p in world.step().prefills] == [False]
+    world.run()
+    assert last.cached == 40
 
 
 def test_pages_without_a_state_are_no_prefix() -> None:

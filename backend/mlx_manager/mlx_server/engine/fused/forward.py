@@ -49,6 +49,8 @@ GRAIN = 128
 # Or one of these few, for which there are kernels of their own: what is left of a prompt that is
 # known but for its end.
 FEW = (16, 32, 64)
+# A step takes the host as long as the device takes so many of a prompt's tokens.
+WORTH = 256
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
@@ -89,6 +91,7 @@ class FusedForward(OnPages):
     looks_ahead: bool = True
     horizon: int = HORIZON
     grain: int = GRAIN
+    worth: int = WORTH
 
     def __init__(self, stores: Sequence[Store], decoder: FusedDecoder, page_size: int) -> None:
         self._decoder = decoder

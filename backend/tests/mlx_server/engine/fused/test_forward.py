@@ -82,8 +82,9 @@ async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_pat
 
 @pytest.mark.parametrize(("seed", "memory"), [(1, 1 << 30), (2, 3_000_000)])
 async def test_layers_with_a_state_are_right_through_anything(
-    tmp_path: Path, seed: int, memory: int
+    tmp_path: Path, seed: int, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(FusedForward, "worth", 16)
     chance = random.Random(seed)
     folder = make_tiny_model(tmp_path / "m", "qwen3_5")
     how = {"prefill_chunk": 48, "max_rows": 6, "memory": memory}
