@@ -105,7 +105,7 @@ class FusedForward(OnPages):
         self._slots = Slots(list(self._states.values()))
         self.stores = [store for store in stores if isinstance(store, LayerStore)]
         self.prefixes: Prefixes = "snapshot" if self._states else "pages"
-        # Where there is no room for one more, it is made for as many again.
+        # Where there is no room for one more, it is made for as many again: see `Slots`.
         self.row_bytes = 2 * sum(store.shape.slot_bytes for store in self._states.values())
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -201,6 +201,7 @@ class FusedForward(OnPages):
         if (kept := self.snapshot(chunk.key)) is not None:
             self.restore(chunk.key, kept)
         self.forget(chunk.key)
+        self._slots.clear()
 
     def _are_tall(self, rows: int) -> bool:
         """Whether so many rows of `LONG` tokens are attended by tall blocks."""

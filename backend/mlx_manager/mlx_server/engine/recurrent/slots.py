@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
 
-# How many there are: few sizes, since compiled steps are put together anew for each. The last is
-# also by how many they grow then.
-SIZES = (4, 8, 16, 32)
+# How many there are: at most twice as many as sequences, and few sizes, since compiled steps are
+# put together anew for each. The last is also by how many they grow then.
+SIZES = (2, 4, 8, 16, 32)
 
 
 class Slots:
@@ -37,6 +37,16 @@ class Slots:
     def release(self, key: int) -> None:
         if (slot := self._of.pop(key, None)) is not None:
             self._free.append(slot)
+        if not self._of and len(self._free) > SIZES[-1]:
+            # A crowd has gone.
+            self.clear()
+
+    def clear(self) -> None:
+        """Give the memory up, if nobody has a slot."""
+        if not self._of:
+            self._free = []
+            for store in self._stores:
+                store.resize(0)
 
     def _grow(self) -> None:
         have = len(self._of)
