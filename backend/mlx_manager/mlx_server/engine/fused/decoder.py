@@ -47,7 +47,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening
-from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
@@ -206,17 +206,7 @@ class FusedDecoder:
 
     def stores(self, page_size: int, kernels: KernelSet) -> list[Store]:
         """Pages, or states, for its layers, none as yet, that `kernels` read."""
-
-        def made(part: Part) -> Store:
-            match part:
-                case AttentionPart():
-                    shape = LayerShape.of(part.kernels.shape, part.window)
-                    return LayerStore(shape, page_size, kernels)
-                case DeltaPart():
-                    return StateStore(part.kernels.shape)
-            raise TypeError(f"a layer of the kind {type(part).__name__}")
-
-        return [made(layer.part) for layer in self._layers]
+        return [layer.part.store(page_size, kernels) for layer in self._layers]
 
     def prepare(self, plan: StepPlan, stores: Sequence[Store]) -> None:
         """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""

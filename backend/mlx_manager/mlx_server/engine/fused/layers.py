@@ -31,9 +31,9 @@ from mlx_manager.mlx_server.engine.fused.projections import (
 )
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
-from mlx_manager.mlx_server.engine.kv.kernels import PagedKernels, Rotary, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import KernelSet, PagedKernels, Rotary, Splits
 from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, OpeningKernel, Turning
-from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
 from mlx_manager.mlx_server.engine.products.factors import Norm
@@ -288,6 +288,10 @@ class Part(ABC):
         return size * (hidden + heads + block.mlp.token_numbers)
 
     @abstractmethod
+    def store(self, page_size: int, kernels: KernelSet) -> Store:
+        """What its rows keep, nothing as yet. kernels: what reads pages."""
+
+    @abstractmethod
     def attend(
         self,
         heads: mx.array,
@@ -361,6 +365,9 @@ class AttentionPart(Part):
     def _own_numbers(self) -> int:
         shape = self.kernels.shape
         return (3 if self.rotary.gated else 2) * shape.q_heads * shape.head_dim
+
+    def store(self, page_size: int, kernels: KernelSet) -> LayerStore:
+        return LayerStore(LayerShape.of(self.kernels.shape, self.window), page_size, kernels)
 
     def attend(
         self,
@@ -438,6 +445,9 @@ class DeltaPart(Part):
     def _own_numbers(self) -> int:
         shape = self.kernels.shape
         return shape.channels + 2 * shape.values
+
+    def store(self, page_size: int, kernels: KernelSet) -> StateStore:
+        return StateStore(self.kernels.shape)
 
     def attend(
         self,
