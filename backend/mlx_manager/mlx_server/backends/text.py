@@ -315,6 +315,7 @@ class TextBackend:
             priority=request.priority,
             owner=request.caller.key,
             request_id=request.request_id,
+            turn=self._texts.last_turn(prepared.ids),
         )
 
     def _echoed(

@@ -9,7 +9,7 @@ recognition of the tokenizer's kind.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What is left: U+FFFD for a character that never became complete."""
         ...
+
+
+# Tokens that the beginning of an answer's turn may have.
+_BEGINNING = 64
 
 
 class TokenTexts:
@@ -65,6 +69,17 @@ class TokenTexts:
         if self._pieces is None:
             return self._decode([token_id]).encode()
         return self._pieces[token_id]
+
+    def last_turn(self, ids: Sequence[int]) -> int:
+        """How many tokens of a prompt come before its last turn but the answer's: before the
+        special token that begins both, as far as that can be told; 0 if not.
+
+        A chat template ends with the beginning of the answer's turn, whose special token, or the
+        last of them, is that of every turn.
+        """
+        near = range(len(ids) - 1, max(len(ids) - 1 - _BEGINNING, -1), -1)
+        last = next((i for i in near if ids[i] in self._special), 0)
+        return next((i for i in range(last - 1, -1, -1) if ids[i] == ids[last]), 0)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -229,7 +229,8 @@ class Forward(Protocol):
         ...
 
     def snapshot(self, key: int) -> Snapshot | None:
-        """The state of a sequence whose prompt is being processed, if it has any of its own."""
+        """The state of a sequence whose prompt is being processed, if it has any of its own: after
+        the last step, which has been queued whole."""
         ...
 
     def restore(self, key: int, snapshot: Snapshot) -> None:

@@ -25,6 +25,13 @@ from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
 AGEING = 8
 # How many waiting prompts are looked at in one step: a GPU's is to be full of short ones.
 LOOK = 128
+# Tokens that prompts begin alike with at least for something to be attached where they part: what
+# that takes is some hundred tokens' keys and values, and more.
+LEAST_BEGINNING = 64
+# Places where a prompt is cut for others, the last of them: each takes a step.
+MOST_BRANCHES = 2
+# Of the prompts that are here, those that one that comes is compared with.
+LATELY_COME = 16
 # A row has only just begun while it has drawn at most so many tokens; more where steps are so short
 # that pages are given ahead, and a burst's prompts take many of them.
 JUST_BEGUN = 2
@@ -83,8 +90,8 @@ class Scheduler:
         reuse: whether prefixes may be looked up.
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
             attached to the last page of its prefix. Prefixes then end where something is
-            attached, and prompts are cut at their last page border so that something can be,
-            unless what would be saved by that are fewer tokens than are `worth` it.
+            attached, and prompts are cut so that something can be: see `borders`.
+        worth: tokens that must be saved by that.
         horizon: tokens ahead that running rows get pages for, all of them at once, where there is
             plenty: their tables then change in few steps.
         abreast: running rows that are enough for a step, or 0 where it is best for all of them to
@@ -179,6 +186,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps
         self._shares.enter(sequence)
+        if self._restore is not None and not sequence.scores_prompt:
+            self._mark_beginnings(sequence)
         self.waiting.append(sequence)
 
     def may_queue(self, sequence: Sequence, most: int) -> bool:
@@ -401,7 +410,8 @@ class Scheduler:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
         if self.admitted >= self._max_rows:
             return Admission.LATER
-        known = self._known(sequence)
+        seen = self._seen(sequence)
+        known = self._usable(seen)
         if self.reuse and self._comes_shortly(sequence, len(known)):
             return Admission.LATER
         self.pool.retain(known)
@@ -423,18 +433,23 @@ class Scheduler:
         if known and self._restore is not None:
             self._restore(sequence, state)
             self.pool.attach(known[-1], state)
+        sequence.branches.add(len(seen) * self.pool.page_size)
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         return Admission.ADMITTED
 
-    def _known(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest prefix that need not be computed."""
+    def _seen(self, sequence: Sequence) -> list[int]:
+        """The pages of the longest prefix that others have computed."""
         reuse = self.reuse and not sequence.scores_prompt
-        known = self.pool.match(sequence.tokens) if reuse else []
+        return self.pool.match(sequence.tokens) if reuse else []
+
+    def _usable(self, seen: list[int]) -> list[int]:
+        """Those of `seen` pages that need not be computed."""
+        count = len(seen)
         if self._restore is not None:
-            while known and self.pool.attachment(known[-1]) is None:
-                known.pop()
-        return known
+            while count and self.pool.attachment(seen[count - 1]) is None:
+                count -= 1
+        return seen[:count]
 
     def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
         """Whether another prompt under way is computing what this one can go on from."""
@@ -442,20 +457,56 @@ class Scheduler:
             return False
         size = self.pool.page_size
         for other in [*self.prefilling, *self._joining]:
-            end = (known + 1) * size if self._restore is None else self._kept_border(other)
-            if (
+            ends = [(known + 1) * size] if self._restore is None else self.borders(other)
+            if any(
                 known * size < end < len(sequence.tokens)
                 and other.tokens[:end] == sequence.tokens[:end]
+                for end in ends
             ):
+                return True
+            if self._restore is not None and self._parts_from(other, sequence, known * size):
                 return True
         return False
 
-    def _kept_border(self, sequence: Sequence) -> int:
-        """Where the last full page of a prompt ends that leaves a token to compute; 0 if it is not
-        worth keeping what is there."""
+    def _parts_from(self, other: Sequence, sequence: Sequence, known: int) -> bool:
+        """Whether `other`, whose prompt is being computed, is still where both are alike, and this
+        is enough to wait for. known: tokens that `sequence` has already."""
+        common = self._common(other, sequence)
+        enough = common - known >= max(self._worth, LEAST_BEGINNING)
+        # There nothing is attached before the step is queued.
+        return enough and other.computed <= common and other in self.prefilling
+
+    def _common(self, one: Sequence, other: Sequence) -> int:
+        """Tokens of the full pages that both begin with."""
         size = self.pool.page_size
-        border = (len(sequence.tokens) - 1) // size * size
-        return border if border - sequence.adopted >= self._worth else 0
+        return alike(one.tokens, other.tokens) // size * size
+
+    def _mark_beginnings(self, sequence: Sequence) -> None:
+        """Have what a prompt and others that have come lately begin with kept by who is first."""
+        lately = [*self.prefilling, *self.waiting][-LATELY_COME:]
+        for other in lately:
+            common = self._common(sequence, other)
+            for each in (sequence, other):
+                if each.computed <= common:
+                    each.branches.add(common)
+
+    def borders(self, sequence: Sequence) -> list[int]:
+        """Where a prompt is cut so that something can be attached, at ends of full pages: the last
+        that leaves a token to compute, for who goes on from the prompt, and for who begins like it
+        those before where others go another way, and before its last turn, unless it goes on from
+        something by itself."""
+        size, begun = self.pool.page_size, sequence.adopted
+        last = (len(sequence.tokens) - 1) // size * size
+        found = []
+        others = sequence.branches if begun else {*sequence.branches, sequence.turn}
+        branches = {branch // size * size for branch in others}
+        for border in [*sorted(b for b in branches if b < last)[-MOST_BRANCHES:], last]:
+            alone = border == last and begun == sequence.adopted
+            least = self._worth if alone else max(self._worth, LEAST_BEGINNING)
+            if border and border - begun >= least:
+                found.append(border)
+                begun = border
+        return found
 
     def _room(self, count: int) -> bool:
         """Whether `count` pages can be had: free, new, cached, or new at others' expense."""
@@ -505,9 +556,9 @@ class Scheduler:
         that the step does for prompts is less than a page."""
         size = self.pool.page_size
         if self._restore is not None:
-            border = self._kept_border(sequence)
-            if sequence.computed < border <= sequence.computed + budget:
-                return Prefill(sequence, border - sequence.computed, final=False)
+            ahead = [end for end in self.borders(sequence) if end > sequence.computed]
+            if ahead and ahead[0] <= sequence.computed + budget:
+                return Prefill(sequence, ahead[0] - sequence.computed, final=False)
         if sequence.remaining <= budget:
             return Prefill(sequence, sequence.remaining, final=True)
         end = sequence.computed + budget
@@ -516,6 +567,18 @@ class Scheduler:
         elif not first:
             return None
         return Prefill(sequence, end - sequence.computed, final=False)
+
+
+def alike(a: list[int], b: list[int]) -> int:
+    """How many tokens both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def by_owner(sequences: Iterable[Sequence]) -> defaultdict[str, list[Sequence]]:

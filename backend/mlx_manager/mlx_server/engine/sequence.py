@@ -32,6 +32,7 @@ class Sequence:
         priority: lower ones are admitted first.
         owner: who has it counted, by name; owners share the engine evenly.
         request_id: of the request that it is a row of.
+        turn: prompt tokens before the last turn, which other prompts may begin with; 0 if unknown.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
@@ -40,6 +41,7 @@ class Sequence:
         pending: tokens drawn on the device that the host has not read yet (lookahead).
         cached: prompt tokens that were found in pages when the row was first admitted.
         adopted: the same when it was last admitted.
+        branches: tokens after which other prompts that begin alike go another way.
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
         prompt_scores: of the prompt's tokens but the first, where they are asked for.
@@ -66,6 +68,7 @@ class Sequence:
         priority: int = 0,
         owner: str = "",
         request_id: str = "",
+        turn: int = 0,
     ) -> None:
         self.key = next(_keys)
         self.tokens = list(prompt)
@@ -89,6 +92,8 @@ class Sequence:
         self.pending = 0
         self.cached: int | None = None
         self.adopted = 0
+        self.turn = turn
+        self.branches: set[int] = set()
         self.started = False
         self.outcome: FinishReason | None = None
         self.ended = False

@@ -370,6 +370,7 @@ class TextEngine:
             self._read(last)
         self._under_way = self._draw(self._undrawn)
         self._undrawn = None
+        self._take_snapshots()
         self._read(last)
         self._deliver()
         self._meter.host.add(self._clock() - began - self._waited)
@@ -474,7 +475,6 @@ class TextEngine:
         now = self._clock()
         self._waited += now - asked
         self._observe(step, now)
-        self._take_snapshots()
         rows = step.crew.rows
         scores = step.scores.read(rows, tokens)
         step.read = True
@@ -533,15 +533,17 @@ class TextEngine:
             row.follow_guide()
 
     def _take_snapshots(self) -> None:
-        """Keep the state of prompts that have just reached their last page border."""
+        """Keep the state of prompts that have just come to where the scheduler has cut them: when
+        their step has been queued, and before the next one is, whose rows may go on from there."""
         if self._forward.prefixes != "snapshot" or not self._limits.prefix_cache:
             return
         size = self._limits.page_size
         for row in self._scheduler.prefilling:
-            if row.computed == (len(row.tokens) - 1) // size * size > 0:
+            if row.computed in self._scheduler.borders(row):
                 self._scheduler.share(row)
-                # The pages that are found: where an equal one was known, not the row's own.
-                known = self._pool.match(row.tokens)
+                # The pages that are found: where an equal one was known, not the row's own. Others
+                # may have gone on from there.
+                known = self._pool.match(row.tokens)[: row.computed // size]
                 snapshot = self._forward.snapshot(row.key)
                 if len(known) * size == row.computed and snapshot is not None:
                     self._keep_snapshot(known[-1], snapshot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,11 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
+from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_manager import demo_model
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 
@@ -140,3 +143,36 @@ def test_an_incomplete_character_at_the_end_is_one_replacement(kind: str) -> Non
 def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
     tokenizer = KINDS[kind]
     assert streamed(tokenizer, [len(tokenizer) + 5], PLAIN) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ("<|eot|>the end<|eot|>world<|eot|>", "<|eot|>the end"),
+        ("<s><|eot|>the end<|eot|>world<|eot|>the <think>\n", "<s><|eot|>the end"),
+        # One turn alone, none, and a beginning that would be too long for one.
+        ("<s>the end<|eot|>the", ""),
+        ("the end", ""),
+        ("<|eot|>a<|eot|>" + "world, " * 80, ""),
+        ("", ""),
+    ],
+)
+def test_a_prompt_s_last_turn_begins_as_the_answer_s(text: str, before: str) -> None:
+    tokenizer = KINDS["byte level"]
+    ids = tokenizer.encode(text)
+    turn = TokenTexts(tokenizer).last_turn(ids)
+    assert tokenizer.decode(ids[:turn]) == before
+
+
+def test_prompts_that_differ_in_the_last_turn_alone_are_alike_up_to_it() -> None:
+    tokenizer = load_tokenizer(Path(demo_model.__file__).parent)
+    system = {"role": "system", "content": "You answer questions about the town. " * 20}
+    prompts = [
+        tokenizer.apply_chat_template(
+            [system, {"role": "user", "content": question}], add_generation_prompt=True
+        )
+        for question in ("How old is it?", "Who lives there, and since when?")
+    ]
+    turns = [TokenTexts(tokenizer).last_turn(ids) for ids in prompts]
+    assert turns[0] == turns[1] > 100
+    assert prompts[0][: turns[0]] == prompts[1][: turns[1]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.sampling import SamplerState
-from mlx_manager.mlx_server.engine.scheduler import LATELY, Schedule, Scheduler
+from mlx_manager.mlx_server.engine.scheduler import LATELY, Schedule, Scheduler, alike
 from mlx_manager.mlx_server.engine.sequence import Sequence
 
 NOBODY: Any = None
@@ -157,11 +157,11 @@ class World:
 
     def keep_states(self) -> None:
         for sequence in self.scheduler.prefilling:
-            last = (len(sequence.tokens) - 1) // self.page_size
-            if sequence.computed == last * self.page_size > 0:
+            if sequence.computed in self.scheduler.borders(sequence):
                 self.scheduler.share(sequence)
-                known = self.pool.match(sequence.tokens)
-                if len(known) == last:
+                count = sequence.computed // self.page_size
+                known = self.pool.match(sequence.tokens)[:count]
+                if len(known) == count:
                     self.pool.attach(known[-1], tuple(sequence.tokens[: sequence.computed]))
 
     def run(self, budget: int = 1000, most: int = 5000) -> int:
@@ -732,6 +732,71 @@ def test_with_states_equal_prompts_wait_and_others_that_begin_alike_do_not() -> 
     assert twin in world.scheduler.waiting
     world.run(budget=100)
     assert (agent.cached, twin.cached) == (0, 404)
+
+
+def test_a_state_is_kept_where_conversations_part() -> None:
+    world = World(most=300, states=True)
+    system = distinct(90, 1)
+    first = world.submit(system + distinct(30, 2))
+    world.run()
+    # Its pages tell where the second goes another way, and the third goes on from there.
+    second = world.submit(system + distinct(90, 3))
+    steps = [[p.tokens for p in world.step().prefills] for _ in range(3)]
+    assert steps == [[88], [88], [4]]
+    third = world.submit(system + distinct(50, 4))
+    world.run()
+    assert [row.cached for row in (first, second, third)] == [0, 0, 88]
+
+
+def test_conversations_that_come_together_wait_for_what_all_begin_with() -> None:
+    world = World(most=600, states=True, max_rows=8)
+    system = distinct(90, 1)
+    rows = [world.submit(system + distinct(20 + n, n + 2)) for n in range(4)]
+    assert [p.tokens for p in world.step(budget=60).prefills] == [60]
+    assert world.scheduler.waiting == rows[1:]
+    world.run(budget=200)
+    assert [row.cached for row in rows] == [0, 88, 88, 88]
+    assert world.prompt_tokens == 88 + sum(len(row.tokens) - 1 - 88 for row in rows)
+
+
+def test_a_first_prompt_is_cut_before_its_last_turn() -> None:
+    world = World(most=300, states=True)
+    first = row(distinct(90, 1) + distinct(20, 2), 1)
+    first.turn = 90
+    world.scheduler.submit(first)
+    # Its own end is too near to that to be kept, too.
+    assert [[p.tokens for p in world.step().prefills] for _ in range(2)] == [[88], [22]]
+    other = world.submit(distinct(90, 1) + distinct(30, 3))
+    world.run()
+    assert other.cached == 88
+    # What goes on from something need not be cut there.
+    later = row(other.tokens + distinct(90, 4) + distinct(8, 5), 1)
+    later.turn = len(other.tokens) + 90
+    world.scheduler.submit(later)
+    assert [p.tokens for p in world.step().prefills] == [(later.prompt_length - 1) // 4 * 4 - 116]
+
+
+def test_what_all_begin_with_is_not_waited_for_when_it_is_short_or_past() -> None:
+    world = World(most=600, states=True, max_rows=8)
+    first = world.submit(distinct(60, 1) + distinct(200, 2))
+    world.step(budget=40)
+    short = world.submit(distinct(60, 1) + distinct(20, 3))
+    world.step(budget=200)
+    assert short not in world.scheduler.waiting
+    world.run()
+    assert (first.cached, short.cached) == (0, 0)
+    late = World(most=600, states=True)
+    late.submit(distinct(90, 1) + distinct(200, 2))
+    late.step(budget=120)
+    second = late.submit(distinct(90, 1) + distinct(20, 3))
+    late.step(budget=400)
+    assert second not in late.scheduler.waiting
+
+
+@given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
+def test_what_prompts_begin_with_is_found(a: list[int], b: list[int]) -> None:
+    same = [x == y for x, y in zip(a, b, strict=False)]
+    assert alike(a, b) == (same.index(False) if False in same else len(same))
 
 
 # ---------------------------------------------------------------------------------------------

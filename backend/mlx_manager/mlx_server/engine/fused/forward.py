@@ -146,8 +146,7 @@ class FusedForward(OnPages):
         slot = self._slots.known(key)
         if slot is None:
             return None
-        # The next step writes there: what is left of this one is queued, and then the copies.
-        self._pieces.finish()
+        # The next step writes there.
         kept = Snapshot([list(store.kept(slot)) for store in self._states.values()])
         mx.async_eval(kept.leaves)  # type: ignore[no-untyped-call]
         return kept

@@ -114,19 +114,35 @@ async def test_layers_with_a_state_are_right_through_anything(
         assert reused
 
 
-@pytest.mark.usefixtures("little_at_once")
-async def test_a_state_is_kept_while_what_leads_to_it_is_not_queued_yet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("little", [False, True])
+async def test_a_state_is_kept_of_a_step_that_nothing_came_before(
+    tmp_path: Path, little: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if little:
+        request.getfixturevalue("little_at_once")
+    monkeypatch.setattr(FusedForward, "worth", 16)
     folder = make_tiny_model(tmp_path / "m", "qwen3_5")
     async with HandRig(folder, choose=on_kernels, prefill_chunk=2048) as rig:
-        running = rig.submit(prompt(9), 40)
-        rig.step(4)
-        for length in (400, 400, 430):
+        for length, cached in ((400, 0), (400, 384), (430, 384), (500, 416)):
             row = rig.submit(prompt(length, 3), 5)
-            rig.step(12)
+            rig.run()
             assert row.tokens == alone(rig.model, prompt(length, 3), 5)
-        assert row.sequence.cached == 384
+            assert row.sequence.cached == cached
+
+
+async def test_conversations_of_one_system_prompt_go_on_from_its_end(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "m", "qwen3_5")
+    async with HandRig(folder, choose=on_kernels, prefill_chunk=512) as rig:
+        running = rig.submit(prompt(9), 60)
+        rig.step(4)
+        together = [prompt(600, 3) + prompt(40, salt) for salt in (4, 5, 6)]
+        rows = [rig.submit(tokens, 5) for tokens in together]
         rig.run()
-        assert running.tokens == alone(rig.model, prompt(9), 40)
+        for row, tokens in zip(rows, together, strict=True):
+            assert row.tokens == alone(rig.model, tokens, 5)
+        # One of them computes it, and the others wait for that.
+        assert sorted(row.sequence.cached for row in rows) == [0, 592, 592]
+        assert running.tokens == alone(rig.model, prompt(9), 60)
 
 
 async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:
