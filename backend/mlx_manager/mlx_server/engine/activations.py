@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 
+from mlx_manager.mlx_server.engine.kv.attention import namespaces_of
 from mlx_manager.mlx_server.engine.kv.powers import gated_by, pays, silu_of
 
 Activation = Callable[..., mx.array]
@@ -41,8 +41,8 @@ def silu_by_powers(model: nn.Module) -> None:
     `mlx.nn.silu`, which they call by that name: for all models, where `pays` says so.
     """
     spaces: list[tuple[dict[str, Any], str, Activation]] = [(vars(nn), "silu", silu_of)]
-    for module in {type(module).__module__ for module in model.modules()}:
-        spaces += [(vars(sys.modules[module]), name, ours) for name, ours in OURS.items()]
+    for names in namespaces_of(model):
+        spaces += [(names, name, ours) for name, ours in OURS.items()]
     for space, name, ours in spaces:
         original = space.get(name)
         if original is not None and not isinstance(original, ByPowers):

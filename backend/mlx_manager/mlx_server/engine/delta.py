@@ -18,7 +18,6 @@ and "Gated Delta Networks"; Hugging Face's `torch_chunk_gated_delta_rule` is the
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -30,6 +29,7 @@ from mlx import nn
 from mlx_lm.models import gated_delta
 
 from mlx_manager.mlx_server.engine.evaluation import computed
+from mlx_manager.mlx_server.engine.kv.attention import namespaces_of
 from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -190,8 +190,7 @@ def computing_chunks(model: nn.Module) -> Steps[None]:
     it is called, so that all who import it are served at once, and stay so. Both are compared
     first, as a model's own logits, by which ways of running it are judged, will come from here.
     """
-    modules = {type(module).__module__ for module in model.modules()}
-    concerned = any("gated_delta_update" in vars(sys.modules[name]) for name in modules)
+    concerned = any("gated_delta_update" in names for names in namespaces_of(model))
     original = gated_delta.gated_delta_ops
     if mx.metal.is_available() or not concerned or isinstance(original, ChunkedRule):
         return

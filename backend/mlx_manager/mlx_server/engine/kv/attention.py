@@ -13,13 +13,13 @@ is padded. `StepPlan` says which tokens belong together.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -635,11 +635,19 @@ def route(model: nn.Module) -> None:
     is built from and that imported `scaled_dot_product_attention` from `base` gets it wrapped.
     Caches of any other type are served by the original, so other models are not affected.
     """
-    for name in {type(module).__module__ for module in model.modules()}:
-        namespace = vars(sys.modules[name])
+    for namespace in namespaces_of(model):
         original = namespace.get("scaled_dot_product_attention")
         if original is not None and not isinstance(original, _Routed):
             namespace["scaled_dot_product_attention"] = _Routed(original)
+
+
+def namespaces_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Of the Python modules that this model is built from: where its functions look names up. One
+    that a model's own folder brought is known to nobody else."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    calls = (vars(kind).get("__call__") for kind in kinds)
+    spaces = [call.__globals__ for call in calls if isinstance(call, FunctionType)]
+    return list({id(space): space for space in spaces}.values())
 
 
 class _Routed:

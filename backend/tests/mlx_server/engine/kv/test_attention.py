@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx import nn
+from mlx_lm.models import llama
 
 from mlx_manager.mlx_server.engine.kv import attention, store
 from mlx_manager.mlx_server.engine.kv.attention import (
@@ -23,6 +26,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     Span,
     StepPlan,
     attend,
+    namespaces_of,
     prepare,
 )
 from mlx_manager.mlx_server.engine.kv.kernels import (
@@ -532,3 +536,14 @@ def once(result: Any) -> Any:
     """Steps of one."""
     yield
     return result
+
+
+def test_names_are_found_where_modules_of_a_model_look_them_up() -> None:
+    own: dict[str, Any] = {"__name__": "brought_by_a_folder", "nn": nn, "helper": object()}
+    exec("class Own(nn.Linear):\n  def __call__(self, x):\n    return helper", own)
+    model = nn.Sequential(
+        own["Own"](2, 2), llama.MLP(SimpleNamespace(hidden_size=2, intermediate_size=2))
+    )
+    spaces = namespaces_of(model)
+    assert any(space is own for space in spaces)
+    assert any(space is vars(llama) for space in spaces)
