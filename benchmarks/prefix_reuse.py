@@ -18,7 +18,11 @@ from load_client import Answer
 from servers import Server, load, mlx_lm_server, our_server
 from workload import text_of_tokens
 
-QUESTIONS = ("Which page comes first?", "How many words are there?")
+# Longer than a page, as what people ask is.
+QUESTIONS = (
+    "Which page comes first? " + "Say it in one short sentence and quote the line. " * 4,
+    "How many words are there? " + "Count them twice and tell if that was the same. " * 4,
+)
 
 
 @dataclass(frozen=True, slots=True)
