@@ -457,24 +457,18 @@ class Scheduler:
             return False
         size = self.pool.page_size
         for other in [*self.prefilling, *self._joining]:
-            ends = [(known + 1) * size] if self._restore is None else self.borders(other)
+            if self._restore is None:
+                ends = [(known + 1) * size]
+            else:
+                # What it is past has been attached, or could not be.
+                ends = [end for end in self.borders(other) if end >= other.computed]
             if any(
                 known * size < end < len(sequence.tokens)
                 and other.tokens[:end] == sequence.tokens[:end]
                 for end in ends
             ):
                 return True
-            if self._restore is not None and self._parts_from(other, sequence, known * size):
-                return True
         return False
-
-    def _parts_from(self, other: Sequence, sequence: Sequence, known: int) -> bool:
-        """Whether `other`, whose prompt is being computed, is still where both are alike, and this
-        is enough to wait for. known: tokens that `sequence` has already."""
-        common = self._common(other, sequence)
-        enough = common - known >= max(self._worth, LEAST_BEGINNING)
-        # There nothing is attached before the step is queued.
-        return enough and other.computed <= common and other in self.prefilling
 
     def _common(self, one: Sequence, other: Sequence) -> int:
         """Tokens of the full pages that both begin with."""
