@@ -197,10 +197,31 @@ class FusedForward(OnPages):
             texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
             logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
             yield from computed([logits])
-        if (kept := self.snapshot(chunk.key)) is not None:
-            self.restore(chunk.key, kept)
+        yield from self._put_back(chunk.key)
         self.forget(chunk.key)
         self._slots.clear()
+
+    def _put_back(self, key: int) -> Steps[None]:
+        """Copy a sequence's states, where there are any, and put the copy in another slot.
+
+        Raises:
+            RuntimeError: there they are not what they were.
+        """
+        kept = self.snapshot(key)
+        if kept is None:
+            return
+        other = key - 1
+        self.restore(other, kept)
+        again = self.snapshot(other)
+        assert again is not None
+        for mine, own in zip(again.leaves[0], kept.leaves[0], strict=True):
+            assert mine is not None
+            assert own is not None
+            yield from computed([mine, own])
+            # By the host, as bytes: that compiles nothing.
+            if not np.array_equal(np.array(mine.view(mx.uint8)), np.array(own.view(mx.uint8))):
+                raise RuntimeError("states that are put back are not what they were")
+        self.forget(other)
 
     def _are_tall(self, rows: int) -> bool:
         """Whether so many rows of `LONG` tokens are attended by tall blocks."""

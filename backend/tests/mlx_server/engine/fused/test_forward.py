@@ -11,6 +11,7 @@ import pytest
 from engine.portable import Portable, plainly
 from engine.recurrent.portable import PortableDelta
 from engine.rig import HandRig, Row, alone, prompt
+from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
@@ -143,6 +144,16 @@ async def test_conversations_of_one_system_prompt_go_on_from_its_end(tmp_path: P
         # One of them computes it, and the others wait for that.
         assert sorted(row.sequence.cached for row in rows) == [0, 592, 592]
         assert running.tokens == alone(rig.model, prompt(9), 60)
+
+
+def test_a_decoder_whose_states_are_put_back_wrongly_is_not_used(tmp_path: Path) -> None:
+    class Wrong(PortableDelta):
+        def restore(self, store: Any, slot: int, kept: Any) -> Any:
+            return super().restore(store, slot, [kept[0], kept[1] + 1])
+
+    model, _ = load_model(make_tiny_model(tmp_path / "m", "qwen3_5"))
+    assert choose(model, PAGE, Portable, plainly, PortableDelta).kind == "fused"
+    assert choose(model, PAGE, Portable, plainly, Wrong).kind == "separate"
 
 
 async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:
