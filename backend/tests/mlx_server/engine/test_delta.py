@@ -153,7 +153,7 @@ SHAPES = st.tuples(
     st.sampled_from(BETAS),
     st.sampled_from([ON_CPU, ON_GPU]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_chunks_are_as_exact_as_the_loop(
     seed: int,
     shape: tuple[int, int, int, int, int, int],
