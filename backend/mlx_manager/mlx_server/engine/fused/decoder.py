@@ -216,11 +216,11 @@ class FusedDecoder:
             assert isinstance(store, LayerStore)
             prepare(shape.q_heads, store, plan, window)
 
-    def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> mx.array:
+    def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
         """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
         part = self._layers[number].part
         assert isinstance(part, DeltaPart)
-        return part.kernels.restore(store, slot, kept)
+        part.kernels.restore(store, slot, kept)
 
     def run_ragged(
         self, step: RaggedStep, stores: Sequence[Store], texts: Texts | None = None

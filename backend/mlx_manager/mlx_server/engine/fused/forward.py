@@ -153,11 +153,10 @@ class FusedForward(OnPages):
 
     def restore(self, key: int, snapshot: Snapshot) -> None:
         (slot,) = self._slots.of([key])
-        done = [
-            self._decoder.restore(number, store, slot, [part for part in kept if part is not None])
-            for (number, store), kept in zip(self._states.items(), snapshot.leaves, strict=True)
-        ]
-        mx.async_eval(done)  # type: ignore[no-untyped-call]
+        for (number, store), kept in zip(self._states.items(), snapshot.leaves, strict=True):
+            own = [part for part in kept if part is not None]
+            self._decoder.restore(number, store, slot, own)
+        mx.async_eval([store.written for store in self._states.values()])  # type: ignore[no-untyped-call]
 
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.

@@ -185,6 +185,12 @@ __device__ __forceinline__ void write_global(uint4* p, uint4 x) { __stcg(p, x); 
 namespace kernels {
 constexpr float kLog2e = 1.4426950408889634f;
 
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
+  return x;
+}
+
 // Whether this block is the last of `blocks` to arrive at `counter`, and sees what the others have
 // written. It sets the counter back to 0 for the next launch, so that counters are cleared once in
 // the life of the process. `last` is in shared memory that the block is done with.

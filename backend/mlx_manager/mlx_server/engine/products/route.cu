@@ -47,12 +47,6 @@ __device__ __forceinline__ float product_of(uint4 a, uint4 b, float sum, const T
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
-  return x;
-}
-
 // Of `x` and those of the lanes before this one.
 __device__ __forceinline__ int sum_up_to(int x, int lane) {
 #pragma unroll

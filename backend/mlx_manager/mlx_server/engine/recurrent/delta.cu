@@ -83,12 +83,6 @@ __device__ __forceinline__ float rounded_to(float x) { return float(T(x)); }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
-  return x;
-}
-
 template <typename S>
 struct Delta {
   using T = typename S::Element;
@@ -189,7 +183,7 @@ struct Delta {
       float squares = 0.f;
 #pragma unroll
       for (int e = 0; e < EACH; e++) squares += head[e * 32 + lane] * head[e * 32 + lane];
-      squares = sum_of_warp(squares);
+      squares = sum_of_lanes(squares);
 #pragma unroll
       for (int e = 0; e < EACH; e++)
         head[e * 32 + lane] = normed(head[e * 32 + lane], squares, warp == 0);
@@ -200,7 +194,7 @@ struct Delta {
     float both = 0.f;
 #pragma unroll
     for (int e = 0; e < EACH; e++) both = fmaf(key.of[e], query.of[e], both);
-    both = sum_of_warp(both);
+    both = sum_of_lanes(both);
     float told[ROWS], asked[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -246,7 +240,7 @@ struct Delta {
     float squares = 0.f;
 #pragma unroll
     for (int d = 0; d < S::VALUE_DIM; d += 32) squares += y[d + lane] * y[d + lane];
-    squares = sum_of_warp(squares);
+    squares = sum_of_lanes(squares);
 #pragma unroll
     for (int i = 0; i < FINISHED; i++) {
       const int d = i * WARPS * 32 + threadIdx.x;
@@ -371,7 +365,7 @@ struct Delta {
           squares += sums[e] * sums[e];
         }
         Part result;
-        if constexpr (NORMED) squares = sum_of_warp(squares);
+        if constexpr (NORMED) squares = sum_of_lanes(squares);
 #pragma unroll
         for (int e = 0; e < EACH; e++)
           result.of[e] = T(NORMED ? normed(sums[e], squares, head < S::KEY_HEADS) : sums[e]);
@@ -489,7 +483,8 @@ struct Delta {
   // How `chunk` divides a head: a warp has 16 rows of the matrix, a block two warps. Of `spans`,
   // [n][SPAN], the first token, how many, the slot, the position of the first and the number of its
   // first piece.
-  static constexpr int CHUNK_WARPS = 2, CHUNK_THREADS = 64, BLOCK_ROWS = 32;
+  static constexpr int CHUNK_WARPS = 2, CHUNK_THREADS = CHUNK_WARPS * 32;
+  static constexpr int BLOCK_ROWS = CHUNK_WARPS * 16;
   static constexpr int SPLITS = S::VALUE_DIM / BLOCK_ROWS, TILES = S::KEY_DIM / 8;
   static constexpr int KEY_STRIDE = S::KEY_DIM + 8, VALUE_STRIDE = BLOCK_ROWS + 8;
   // Pieces whose copies are under way or there: a copy takes as long as two pieces do.
@@ -698,7 +693,7 @@ struct Delta {
     float squares = 0.f;
 #pragma unroll
     for (int e = 0; e < EACH; e++) squares += float(own.of[e]) * float(own.of[e]);
-    squares = sum_of_warp(squares);
+    squares = sum_of_lanes(squares);
     const T* gate = heads + (long)token * width + S::gate(head) + lane * EACH;
 #pragma unroll
     for (int e = 0; e < EACH; e++)

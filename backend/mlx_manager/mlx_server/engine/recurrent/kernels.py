@@ -173,16 +173,15 @@ class DeltaKernels:
         )
         return out
 
-    def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> mx.array:
-        """Put a copy of a slot back, in place. To be evaluated: (1,) int32."""
-        (done,) = self._restore(
+    def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
+        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
+        (store.written,) = self._restore(
             inputs=[*kept, mx.array([slot], mx.int32), store.ring, store.states],
             grid=(64 * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
-        return done
 
 
 BuildDelta = Callable[[DeltaShape], "DeltaKernels | Unsupported"]

@@ -148,8 +148,8 @@ async def test_conversations_of_one_system_prompt_go_on_from_its_end(tmp_path: P
 
 def test_a_decoder_whose_states_are_put_back_wrongly_is_not_used(tmp_path: Path) -> None:
     class Wrong(PortableDelta):
-        def restore(self, store: Any, slot: int, kept: Any) -> Any:
-            return super().restore(store, slot, [kept[0], kept[1] + 1])
+        def restore(self, store: Any, slot: int, kept: Any) -> None:
+            super().restore(store, slot, [kept[0], kept[1] + 1])
 
     model, _ = load_model(make_tiny_model(tmp_path / "m", "qwen3_5"))
     assert choose(model, PAGE, Portable, plainly, PortableDelta).kind == "fused"
