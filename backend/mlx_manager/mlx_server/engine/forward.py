@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -678,8 +679,13 @@ def kept_in(caches: Sequence[Any]) -> list[mx.array]:
     for leaf in (leaf for entry in caches for leaf in _leaves(entry)):
         if isinstance(leaf, ArraysCache):
             found += [array for array in leaf.cache if array is not None]
-        elif not isinstance(leaf, PagedLayer) and not leaf.empty():
+        elif isinstance(leaf, PagedLayer) or leaf.empty():
+            continue
+        elif hasattr(leaf, "keys"):
             found += [leaf.keys, leaf.values]
+        else:
+            # One that an architecture brings itself (DeepSeek V4.1).
+            found += [array for _, array in tree_flatten(leaf.state) if array is not None]
     return found
 
 

@@ -69,6 +69,7 @@ KINDS = {
     # These compute attention themselves: soft caps, latent attention.
     "gemma2": FUSED,
     "deepseek_v3": SEPARATE,
+    "deepseek_v32": SEPARATE,
     "longcat_flash": SEPARATE,
     # These keep a state of another kind, all of it or beside keys and values.
     "mamba": SEPARATE,
@@ -87,12 +88,12 @@ KINDS = {
     "lfm2_moe": SEPARATE,
     "baichuan_m1": SEPARATE,
     "plamo2": SEPARATE,
-    # A cache in chunks; an indexer of keys without values; positions counted on the host.
+    # A cache in chunks; a cache of its own; positions counted on the host.
     "llama4": ALONE,
-    "deepseek_v32": ALONE,
+    "deepseek_v41": ALONE,
     "gpt_bigcode": ALONE,
 }
-PAGES_ALONE = {"deepseek_v3", "longcat_flash"}
+PAGES_ALONE = {"deepseek_v3", "deepseek_v32", "longcat_flash"}
 """Those of the separate ones whose pages are all there is to a prefix."""
 
 PAGE = 16

@@ -377,6 +377,25 @@ class PagedLayer:
     def offset(self) -> mx.array | int:
         return self.plan.first_position if self.chunk else self.plan.positions
 
+    @property
+    def keys(self) -> mx.array:
+        """Of all pages. Set by modules that keep the graphs of caches short which nothing reads
+        (DeepSeek V3.2's indexer): pages are computed at every step anyway."""
+        return self.store.keys
+
+    @keys.setter
+    def keys(self, _: mx.array) -> None:
+        pass
+
+    @property
+    def values(self) -> mx.array:
+        """Of all pages; set as `keys` are."""
+        return self.store.values
+
+    @values.setter
+    def values(self, _: mx.array) -> None:
+        pass
+
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | Window | None:
