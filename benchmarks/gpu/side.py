@@ -122,9 +122,13 @@ class Vllm:
     def __init__(self, folder: Path) -> None:
         from vllm import LLM
 
-        self._llm = LLM(
-            str(folder), gpu_memory_utilization=0.4, max_model_len=16384, max_num_seqs=128
-        )
+        how: Any = {"gpu_memory_utilization": 0.4, "max_model_len": 16384, "max_num_seqs": 128}
+        if (folder / "vllm").exists():
+            # Weights of its own drawing. FlashInfer's prefill wants a compiler and minutes.
+            folder = folder / "vllm"
+            how |= {"load_format": "dummy", "skip_tokenizer_init": True}
+            how |= {"language_model_only": True, "gdn_prefill_backend": "triton"}
+        self._llm = LLM(str(folder), **how)
 
     def told(self) -> dict[str, Any]:
         return {}
@@ -157,8 +161,9 @@ SIDES = {"ours": Ours, "kept": Ours, "mlx-lm": MlxLm, "vllm": Vllm}
 
 def main() -> None:
     # Libraries print what they like to standard output; the answers have a way of their own.
-    answers = sys.stdout
-    sys.stdout = sys.stderr
+    answers = os.fdopen(os.dup(1), "w")
+    # Of processes that they start, too.
+    os.dup2(2, 1)
     side: Side = SIDES[sys.argv[1]](Path(sys.argv[2]))
     print(json.dumps(side.told()), file=answers, flush=True)
     for line in sys.stdin:

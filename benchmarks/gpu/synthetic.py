@@ -177,6 +177,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "lfm2-1b": {
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "glm4-flash-8b": {
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "num_hidden_layers": 12,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
     "qwen3.5-9b": _QWEN35
     | {
         "hidden_size": 4096,
@@ -190,8 +216,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
 experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
-and Qwen 3.5 0.8B, 4B and 9B, and a fifth of the layers of 35B A3B, but for their larger
-vocabularies."""
+Qwen 3.5 0.8B, 4B and 9B, a fifth of the layers of 35B A3B, LFM 2 1.2B, and a quarter of GLM 4.7
+Flash, but for their vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -255,9 +281,51 @@ def write(shape: str, folder: Path, bits: int | None = None) -> Path:
         model, config = quantize_model(model, config, 64, bits)
     save_model(folder, model, donate_model=True)
     write_tokenizer(folder)
+    for_vllm = vllm_config_of(shape)
+    if for_vllm is not None:
+        (folder / "vllm").mkdir()
+        (folder / "vllm" / "config.json").write_text(json.dumps(for_vllm))
     save_config(config, folder / "config.json")
     mx.clear_cache()
     return folder
+
+
+def vllm_config_of(shape: str) -> dict[str, Any] | None:
+    """What vLLM wants to see where it is not the same: it has Qwen 3.5 with eyes alone, which are
+    not opened. The states are float32, as in ours."""
+    config = config_of(shape)
+    if config["model_type"] != "qwen3_5":
+        return None
+    kinds = ["linear_attention"] * (config["full_attention_interval"] - 1) + ["full_attention"]
+    rotary = dict(config["rope_parameters"])
+    rotary |= {"rope_type": rotary.pop("type"), "mrope_interleaved": True}
+    others = ("architectures", "rope_theta", "torch_dtype")
+    text = {name: value for name, value in config.items() if name not in others} | {
+        "model_type": "qwen3_5_text",
+        "dtype": "bfloat16",
+        "attn_output_gate": True,
+        "layer_types": kinds * (config["num_hidden_layers"] // len(kinds)),
+        "mamba_ssm_dtype": "float32",
+        "partial_rotary_factor": rotary["partial_rotary_factor"],
+        "rope_parameters": rotary,
+    }
+    eyes = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 128, "intermediate_size": 256}
+    eyes |= {"num_heads": 2, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2}
+    eyes |= {"temporal_patch_size": 2, "out_hidden_size": config["hidden_size"]}
+    eyes |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": []}
+    eyes |= {"hidden_act": "gelu_pytorch_tanh"}
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "image_token_id": VOCABULARY - 6,
+        "video_token_id": VOCABULARY - 5,
+        "vision_start_token_id": VOCABULARY - 4,
+        "vision_end_token_id": VOCABULARY - 3,
+        "text_config": text,
+        "vision_config": eyes,
+    }
 
 
 def is_of_experts(path: str, _: nn.Module) -> bool:
