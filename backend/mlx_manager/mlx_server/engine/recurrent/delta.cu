@@ -496,30 +496,51 @@ struct Delta {
     float figures[3][TOKENS];
   };
 
-  // Tokens beyond `tokens` are zeros.
-  __device__ __forceinline__ static void copy_stage(Stage& stage, const T* convolved, int tokens,
-                                                    const T* relations, const float* figures,
-                                                    int key_head, int value_head, int first_row) {
-    constexpr int KEYS = S::KEY_DIM / 8, VALUES = BLOCK_ROWS / 8, EACH = 2 * KEYS + VALUES;
-    for (int x = threadIdx.x; x < TOKENS * EACH; x += CHUNK_THREADS) {
-      const int token = x / EACH, piece = x % EACH;
-      const bool is_query = piece < KEYS, is_value = piece >= 2 * KEYS;
-      const int head = is_value ? 2 * S::KEY_HEADS + value_head
-                                : (is_query ? key_head : S::KEY_HEADS + key_head);
-      const int at = is_value ? piece - 2 * KEYS : piece % KEYS;
-      T* to = is_value ? stage.values[token]
-                       : (is_query ? stage.queries[token] : stage.keys[token]);
-      const int given = token < tokens ? token : 0;
-      copy_async(to + at * 8,
-                 convolved + (long)given * S::CHANNELS + S::channel(head) +
-                     (is_value ? first_row : 0) + at * 8,
-                 token < tokens ? 16 : 0);
+  // What a thread copies of every piece, found once: 16 bytes of keys and of queries of one token in
+  // AT_ONCE, and of values, relations and figures.
+  struct Copies {
+    static constexpr int OF_KEYS = S::KEY_DIM / 8, OF_VALUES = BLOCK_ROWS / 8;
+    static constexpr int AT_ONCE = CHUNK_THREADS / OF_KEYS;
+    static_assert(CHUNK_THREADS == TOKENS * OF_VALUES && CHUNK_THREADS == RELATIONS / 8 &&
+                  CHUNK_THREADS % OF_KEYS == 0 && TOKENS % AT_ONCE == 0);
+    int token, at, value_token, value_at;
+    const T *keys, *values, *relations;
+    const float* figures;
+
+    // From a span's first token and its first piece on.
+    __device__ __forceinline__ Copies(const T* convolved, const T* of, const float* more,
+                                      int value_head, int first_row) {
+      const int own = threadIdx.x;
+      token = own / OF_KEYS;
+      at = own % OF_KEYS * 8;
+      value_token = own / OF_VALUES;
+      value_at = own % OF_VALUES * 8;
+      keys = convolved + (long)token * S::CHANNELS +
+             S::channel(S::KEY_HEADS + value_head / S::SHARE) + at;
+      values = convolved + (long)value_token * S::CHANNELS +
+               S::channel(2 * S::KEY_HEADS + value_head) + first_row + value_at;
+      relations = of + value_head * RELATIONS + own * 8;
+      figures = more + value_head * FIGURES + own * 4;
     }
-    for (int x = threadIdx.x; x < RELATIONS / 8; x += CHUNK_THREADS)
-      copy_async(&stage.relations[0][0][0] + x * 8, relations + x * 8, 16);
-    if (threadIdx.x < FIGURES / 4)
-      copy_async(&stage.figures[0][0] + threadIdx.x * 4, figures + threadIdx.x * 4, 16);
-  }
+
+    // Begins those of the next piece. Tokens beyond `tokens` are zeros, for which nothing is read.
+    __device__ __forceinline__ void next(Stage& stage, int tokens) {
+#pragma unroll
+      for (int i = 0; i < TOKENS; i += AT_ONCE) {
+        const int bytes = token + i < tokens ? 16 : 0;
+        copy_async(stage.keys[token + i] + at, keys + i * S::CHANNELS, bytes);
+        copy_async(stage.queries[token + i] + at, keys + i * S::CHANNELS - S::KEYS, bytes);
+      }
+      copy_async(stage.values[value_token] + value_at, values, value_token < tokens ? 16 : 0);
+      copy_async(&stage.relations[0][0][0] + threadIdx.x * 8, relations, 16);
+      if (threadIdx.x < FIGURES / 4)
+        copy_async(&stage.figures[0][0] + threadIdx.x * 4, figures, 16);
+      keys += TOKENS * S::CHANNELS;
+      values += TOKENS * S::CHANNELS;
+      relations += S::VALUE_HEADS * RELATIONS;
+      figures += S::VALUE_HEADS * FIGURES;
+    }
+  };
 
   // 16 rows of the matrix, as tensor cores add to them.
   using State = float[TILES][4];
@@ -555,13 +576,11 @@ struct Delta {
         state[tile][half * 2 + 1] = pair.y;
       }
     const int pieces = (count + TOKENS - 1) / TOKENS;
+    const long before = (long)span[4] * S::VALUE_HEADS;
+    Copies copies(convolved + (long)first * S::CHANNELS, relations + before * RELATIONS,
+                  figures + before * FIGURES, value_head, first_row);
     const auto bring = [&](int piece) {
-      const long number = (long)(span[4] + piece) * S::VALUE_HEADS + value_head;
-      const int left = count - piece * TOKENS;
-      if (piece < pieces)
-        copy_stage(stages[piece % STAGES], convolved + (long)(first + piece * TOKENS) * S::CHANNELS,
-                   left < TOKENS ? left : TOKENS, relations + number * RELATIONS,
-                   figures + number * FIGURES, key_head, value_head, first_row);
+      if (piece < pieces) copies.next(stages[piece % STAGES], count - piece * TOKENS);
       commit_copies();
     };
 #pragma unroll
@@ -638,14 +657,21 @@ struct Delta {
     related(deltas, 0);
     as_factor(factor, deltas[0], deltas[1]);
     related(asked, 1);
+    unsigned given[4];
+    as_factor(given, asked[0], asked[1]);
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      // Turned, a thread has two rows of the matrix of one token.
+      const unsigned pair = transpose_matrix(given[n]);
+      const int token = n / 2 * 8 + row;
+      if (token < tokens)
+        *reinterpret_cast<unsigned*>(to + (long)token * S::VALUES + n % 2 * 8 + column) = pair;
+    }
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int token = n * 8 + column + e % 2;
-        if (token < tokens) to[(long)token * S::VALUES + row + e / 2 * 8] = T(asked[n][e]);
-        deltas[n][e] *= stage.figures[2][token];
-      }
+      for (int e = 0; e < 4; e++)
+        deltas[n][e] *= stage.figures[2][n * 8 + column + e % 2];
     as_factor(factor, deltas[0], deltas[1]);
     const float keeps = stage.figures[1][TOKENS - 1];
     const int token_added = lane / 8 % 2 * 8 + lane % 8, at_added = lane / 16 * 8;
