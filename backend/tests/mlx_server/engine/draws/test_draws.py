@@ -176,13 +176,14 @@ def test_steps_that_follow_one_another_draw_what_the_portable_way_draws(emulated
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 40, 1003, 9000])
 def test_the_best_token_is_the_first_of_the_largest_logits(compile_cuda, dtype, vocabulary):
-    library = compile_cuda([(kernel.best_source(dtype, SMALL), (dtype,), (U32,))])
+    library = compile_cuda([(kernel.best_source(of, SMALL), (of,), (U32,)) for of in DTYPES])
     problem = random_problem(vocabulary, dtype, CHANCES[:1])
     logits = mx.array(problem.logits).astype(dtype)
     tokens = np.full(len(problem.logits), NEVER, np.uint32)
     given = np.array(logits if dtype == F32 else logits.view(mx.uint16))
     threads = SMALL.threads
-    library.call(0, [given], [tokens], (len(tokens) * threads, 1, 1), (threads, 1, 1))
+    grid = len(tokens) * threads, 1, 1
+    library.call(DTYPES.index(dtype), [given], [tokens], grid, (threads, 1, 1))
     np.testing.assert_array_equal(tokens, problem.logits.argmax(axis=1))
 
 

@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.engine.kernels.mapped import (
 
 ON_CUDA = mx.cuda.is_available() and mx.default_device().type == mx.gpu
 ROOM = 4 * THREADS
+BOTH = [(TELL, (mx.uint32, mx.uint32), (mx.int32,)), (FETCH, (mx.uint32,), (mx.int32,))]
 
 
 def grid(words: int) -> tuple[int, int, int]:
@@ -32,7 +33,7 @@ def grid(words: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("words", [1, 5, THREADS, 300])
 def test_every_word_arrives_in_the_box_and_nothing_else(compile_cuda, words):
-    library = compile_cuda([(TELL, (mx.uint32, mx.uint32), (mx.int32,))])
+    library = compile_cuda(BOTH)
     numbers = np.random.default_rng(words).integers(0, 2**32, words, np.uint32)
     box, told = np.full(ROOM, 9, np.uint32), np.full(1, 5, np.int32)
     library.call(0, [numbers, box], [told], grid(words), (THREADS, 1, 1))
@@ -42,18 +43,17 @@ def test_every_word_arrives_in_the_box_and_nothing_else(compile_cuda, words):
 
 @pytest.mark.parametrize("words", [1, 5, THREADS, 300])
 def test_as_many_words_are_fetched_as_the_box_says(compile_cuda, words):
-    library = compile_cuda([(FETCH, (mx.uint32,), (mx.int32,))])
+    library = compile_cuda(BOTH)
     numbers = np.random.default_rng(words).integers(-(2**31), 2**31, words, np.int32)
     box = np.full(ROOM, 9, np.uint32)
     box[0], box[1 : words + 1] = words, numbers
     fetched = np.full(words + 1, 7, np.int32)
-    library.call(0, [box], [fetched], grid(words), (THREADS, 1, 1))
+    library.call(1, [box], [fetched], grid(words), (THREADS, 1, 1))
     assert fetched.tolist() == [*numbers.tolist(), 7]
 
 
 def test_nvidia_s_compiler_takes_them(nvidia_accepts):
-    nvidia_accepts([(TELL, (mx.uint32, mx.uint32), (mx.int32,))])
-    nvidia_accepts([(FETCH, (mx.uint32,), (mx.int32,))])
+    nvidia_accepts(BOTH)
 
 
 def test_arrays_are_sent_as_they_are():

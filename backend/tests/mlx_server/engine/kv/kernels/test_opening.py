@@ -33,6 +33,7 @@ KINDS = {
     "yarn": [Turning(16, HALVES, 1.1386294)],
     "two": [Turning(16, HALVES, 1.0), Turning(24, NEIGHBOURS, 0.5)],
 }
+PACKINGS = [(4, 64), (4, 32), (8, 64), (8, 128), (2, 64)]
 
 
 def entry(embeddings, turnings, scale=None):
@@ -59,21 +60,40 @@ def test_nvidia_s_compiler_takes_it(nvidia_accepts, bits, scale):
 class Emulated:
     """What `mx.fast.cuda_kernel` would give; what it writes into its inputs is there, too."""
 
-    def __init__(self, compile_cuda, *of) -> None:
-        self._library = compile_cuda([entry(*of)])
+    def __init__(self, library, number=0) -> None:
+        self._library, self._number = library, number
 
     def __call__(self, inputs, grid, threadgroup, output_shapes, output_dtypes):
         stored = [x.view(mx.uint16) if x.dtype in DTYPES else x for x in inputs]
         hidden, following = np.full(output_shapes[0], 77, np.uint16), np.full(output_shapes[1], 77)
         following = following.astype(np.int32)
         given = [np.array(x, copy=False) for x in stored]
-        self._library.call(0, given, [hidden, following], grid, threadgroup)
+        self._library.call(self._number, given, [hidden, following], grid, threadgroup)
         return [mx.array(hidden).view(output_dtypes[0]), mx.array(following)]
+
+
+@pytest.fixture(scope="module")
+def kernels(compile_cuda):
+    """Of one library, by the embeddings' dtype and the rotations' kind, or how they are packed."""
+    of = {
+        (dtype, kind): (random_embeddings(dtype, width=72), turnings)
+        for dtype in DTYPES
+        for kind, turnings in KINDS.items()
+    } | {
+        (dtype, *packing): (random_embeddings(dtype, packing[0], 256, packing[1]), [])
+        for dtype in DTYPES
+        for packing in PACKINGS
+    }
+    library = compile_cuda([entry(*each) for each in of.values()])
+    return {
+        name: OpeningKernel(Emulated(library, number), *each)
+        for number, (name, each) in enumerate(of.items())
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_lengths_and_rotations_are_those_of_the_operations(compile_cuda, dtype, kind):
+def test_embeddings_lengths_and_rotations_are_those_of_the_operations(kernels, dtype, kind):
     turnings = KINDS[kind]
     rng = np.random.default_rng(1)
     embeddings = random_embeddings(dtype, width=72)
@@ -82,7 +102,7 @@ def test_embeddings_lengths_and_rotations_are_those_of_the_operations(compile_cu
     frequencies = [
         mx.array(rng.uniform(1e-5, 1, turning.dims // 2).astype(np.float32)) for turning in turnings
     ]
-    kernel = emulated_kernel(compile_cuda, embeddings, turnings)
+    kernel = kernels[dtype, kind]
     hidden, following = kernel.open(tokens, before, frequencies)
     assert mx.array_equal(hidden, embeddings[tokens])
     assert following.tolist() == [2, 130_001, 778, 0]
@@ -115,15 +135,14 @@ def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
 
 
 def emulated_kernel(compile_cuda, embeddings, turnings, scale=None):
-    emulated = Emulated(compile_cuda, embeddings, turnings, scale)
-    return OpeningKernel(emulated, embeddings, turnings)
+    library = compile_cuda([entry(embeddings, turnings, scale)])
+    return OpeningKernel(Emulated(library), embeddings, turnings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 32), (8, 64), (8, 128), (2, 64)])
-def test_packed_embeddings_are_unpacked(compile_cuda, dtype, bits, group):
-    embeddings = random_embeddings(dtype, bits, 256, group)
-    kernel = emulated_kernel(compile_cuda, embeddings, [])
+@pytest.mark.parametrize(("bits", "group"), PACKINGS)
+def test_packed_embeddings_are_unpacked(kernels, dtype, bits, group):
+    embeddings, kernel = random_embeddings(dtype, bits, 256, group), kernels[dtype, bits, group]
     tokens = mx.array([49, 0, 7], mx.uint32)
     hidden, _ = kernel.open(tokens, mx.array([3, 4, 0], mx.int32), [])
     wide = [embeddings.scales.astype(F32), embeddings.biases.astype(F32)]
