@@ -4,6 +4,7 @@
 // thread of its group never reaches is a deadlock on a GPU; here it ends the process with a message.
 #pragma once
 #include <csetjmp>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -32,8 +33,19 @@ constexpr size_t kStack = 1 << 18;
 enum class Waits { nobody, warp, block, event, done };
 
 struct Free {
-  void operator()(char* memory) const { std::free(memory); }
+  void operator()(char* memory) const { munmap(memory, kStack); }
 };
+
+// Zeros that take no memory until they are touched, and then a page: thousands of stacks would be
+// gigabytes, and `calloc` writes what has been in use before, as huge pages are written whole.
+inline char* stack() {
+  void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+#ifdef MADV_NOHUGEPAGE
+  madvise(memory, kStack, MADV_NOHUGEPAGE);
+#endif
+  return static_cast<char*>(memory);
+}
 
 // A context only starts a fiber: to switch by contexts asks the system for the signal mask each time.
 struct Thread {
@@ -96,8 +108,7 @@ inline void begin(int size, std::function<void()> what) {
   body = std::move(what);
   threads.resize(size);
   for (auto& thread : threads) {
-    // Zeros that take no memory until they are touched: thousands of stacks would be gigabytes.
-    if (!thread.stack) thread.stack.reset(static_cast<char*>(std::calloc(1, kStack)));
+    if (!thread.stack) thread.stack.reset(stack());
     thread.waits = Waits::nobody;
     thread.started = false;
     getcontext(&thread.start);
