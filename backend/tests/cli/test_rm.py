@@ -105,7 +105,7 @@ def test_a_loaded_model_stays_until_it_is_unloaded(program, server: str, models_
     assert [path.name for path in models_dir.iterdir()] == ["mine"]
 
 
-def test_files_stay_that_are_loaded_under_another_name(program, tmp_path: Path) -> None:
+def test_files_stay_that_are_loaded_under_another_name(run, program, tmp_path: Path) -> None:
     models = tmp_path / "models"
     for name in ("mine", "twin"):
         shutil.copytree(demo_model_path(), models / name)
@@ -116,14 +116,14 @@ def test_files_stay_that_are_loaded_under_another_name(program, tmp_path: Path) 
     ) as server:
         admin = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame", "MLX_MANAGER_URL": server.url}
         for loaded, of in (("helper", "mine"), ("aide", "twin")):
-            assert program("load", loaded, **admin).returncode == 0
+            assert run("load", loaded, **admin).returncode == 0
             remove = ("rm", of, "--yes", "--models-dir", str(models))
             done = program(*remove, **admin)
             assert (done.returncode, done.stdout) == (5, "")
             assert (
                 f"has {loaded} loaded, from the files of {of}: `mlx-manager unload" in done.stderr
             )
-            assert program("unload", loaded, **admin).returncode == 0
+            assert run("unload", loaded, **admin).returncode == 0
             assert program(*remove, **admin).returncode == 0
     assert not list(models.iterdir())
 

@@ -466,7 +466,7 @@ async def test_what_rows_keep_besides_pages_is_granted_first(tmp_path: Path, fam
 async def test_prompts_that_are_kept_leave_room_for_many_rows(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "hybrid", "qwen3_next")
     async with HandRig(folder, memory=4_000_000) as rig:
-        for n in range(60):
+        for n in range(36):
             rig.submit(prompt(200, n + 1), 2)
             rig.run()
         assert rig.ledger.figures()["pages:tiny"] > 1_000_000
