@@ -25,6 +25,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
 from mlx_manager.mlx_server.utils import nvrtc
+from mlx_manager.mlx_server.utils.blas import load_fast_blas
 
 Compile = Callable[[Sequence[tuple]], "Library"]
 Accepts = Callable[[Sequence[tuple]], None]
@@ -80,6 +81,12 @@ class Library:
                     arguments.append(padded.ctypes.data_as(ctypes.c_void_p))
         arguments += [array.ctypes.data_as(ctypes.c_void_p) for array in outputs]
         self._library[f"kernel_{index}"](*arguments, *(ctypes.c_int(n) for n in (*grid, *group)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _products_of_a_server() -> None:
+    """On a CPU: those that a process has, too, where another test has loaded a model before."""
+    load_fast_blas()
 
 
 @pytest.fixture(scope="session")
