@@ -133,7 +133,7 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
     result.add_argument(
         "--model",
         default=model,
-        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts, hybrid or a folder",
+        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts, hybrid, latent or a folder",
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
@@ -276,6 +276,25 @@ def synthetic_hybrid(folder: Path) -> Path:
     return written_once(folder / "hybrid-8x1024", "f32", sizes)
 
 
+def synthetic_latent(folder: Path) -> Path:
+    """A GLM 4.7 Flash, 4 layers of half its width, 16 of 64 experts: 130 million parameters in
+    float32. Attention is latent: of keys and values 576 numbers a token are kept. Written once."""
+    sizes = {
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": LlamaShape().context,
+    }
+    return written_once(folder / "latent-4x1024", "f32", sizes)
+
+
 def written_once(target: Path, form: str, sizes: Mapping[str, Any]) -> Path:
     """`write_random_model` of what is not there as a whole."""
     if target.exists():
@@ -308,7 +327,7 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
     embedding = model.model.embed_tokens
     # No greedy answer ends before `max_tokens`, as those of `endless_demo` don't.
     embedding.weight[mx.array(end_tokens(target))] = 0
-    if "num_experts" in config:
+    if "num_experts_per_tok" in config:
         # So that tokens decide which experts a row gets, and not what random layers make alike of
         # all: of trained models all experts have rows.
         embedding.weight = embedding.weight * 30
@@ -322,7 +341,7 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
 
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
-    f32, bf16, 4bit, experts and hybrid are synthetic; anything else is a path."""
+    f32, bf16, 4bit, experts, hybrid and latent are synthetic; anything else is a path."""
     match name:
         case "demo":
             return endless_demo(folder)
@@ -334,5 +353,7 @@ def find_model(name: str, folder: Path) -> Path:
             return synthetic_experts(folder)
         case "hybrid":
             return synthetic_hybrid(folder)
+        case "latent":
+            return synthetic_latent(folder)
         case _:
             return Path(name)
