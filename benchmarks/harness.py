@@ -342,6 +342,11 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
     f32, bf16, 4bit, experts, hybrid and latent are synthetic; anything else is a path."""
+    synthetic = {
+        "experts": synthetic_experts,
+        "hybrid": synthetic_hybrid,
+        "latent": synthetic_latent,
+    }
     match name:
         case "demo":
             return endless_demo(folder)
@@ -349,11 +354,7 @@ def find_model(name: str, folder: Path) -> Path:
             return endless_demo(folder, name.removeprefix("demo-"))
         case "f32" | "bf16" | "4bit":
             return synthetic_llama(folder, name)
-        case "experts":
-            return synthetic_experts(folder)
-        case "hybrid":
-            return synthetic_hybrid(folder)
-        case "latent":
-            return synthetic_latent(folder)
+        case _ if name in synthetic:
+            return synthetic[name](folder)
         case _:
             return Path(name)
