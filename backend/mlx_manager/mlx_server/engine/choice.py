@@ -206,6 +206,10 @@ def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
     """
     forward = yield from way
     disagreement = yield from reference.disagreement(forward)
+    layers = forward.layers if isinstance(forward, RaggedForward | SeparateForward) else ()
+    if disagreement is None and any(layer.unread for layer in layers):
+        # As of an indexer, whose choice matters only far into a text.
+        disagreement = "what a layer keeps is not read by attention over pages"
     if disagreement is None:
         return forward
     if forward.kind == "fused":

@@ -333,7 +333,8 @@ class RaggedForward(OnPages):
             self._pass,
             reading,
         )
-        self.stores = [layer.store for layer in _layers(self._caches)]
+        self.layers = _layers(self._caches)
+        self.stores = [layer.store for layer in self.layers]
         if len(self.stores) < len(self._caches):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         route(model)
@@ -389,7 +390,8 @@ class SeparateForward(Plain):
             reading,
         )
         self._selection = HiddenSelection(model)
-        self.stores = [layer.store for layer in _layers(self._shared)]
+        self.layers = _layers(self._shared)
+        self.stores = [layer.store for layer in self.layers]
         paged = all(_is_paged(entry) for entry in self._shared)
         self.prefixes: Prefixes = "pages" if paged else "snapshot"
         self._own: dict[int, list[Any]] = {}

@@ -7,13 +7,15 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from engine.common_decoders import make
 from engine.rig import Rig, Row, prompt, regret
 from mlx import nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models import llama
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.config import EngineLimits
@@ -209,6 +211,27 @@ async def test_a_prompt_longer_than_a_chunk_may_be_the_first_to_come(
         row = rig.submit(prompt(90, 1), 5)
         await row.finished()
         await check(rig, [row])
+
+
+class Indexing(llama.Attention):
+    """Keeps keys by which it would choose what it sees, far into a text."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        own, index = cache
+        kept, _ = index.update_and_fetch(x[:, None], x[:, None])
+        seen = x if kept.shape[2] <= 1000 else mx.zeros_like(x)
+        return super().__call__(seen, mask, own)
+
+
+def test_what_a_module_reads_by_itself_is_never_what_one_step_alone_has_written() -> None:
+    of = {"model_type": "llama", **FAMILIES["llama"]}
+    model = random_model(of, seed=0, dtype=mx.float32)
+    assert choose(model, PAGE).kind == FUSED
+    model = random_model(of, seed=0, dtype=mx.float32)
+    for layer in model.layers:
+        layer.self_attn.__class__ = Indexing
+    model.make_cache = lambda: [CacheList(KVCache(), KVCache()) for _ in model.layers]
+    assert choose(model, PAGE).kind == ALONE
 
 
 def test_a_family_that_is_served_alone_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -357,11 +357,18 @@ class Pass:
 
 
 class PagedLayer:
-    """One layer's cache with mlx-lm's interface, over pages."""
+    """One layer's cache with mlx-lm's interface, over pages.
+
+    Attributes:
+        unread: whether it has been written to, and never attended to: who reads it otherwise has
+            been given nothing but the step's own keys and values.
+    """
 
     def __init__(self, store: LayerStore, reading: Reading, current: Pass) -> None:
         self.store = store
         self.reading = reading
+        self.unread = False
+        self._attended = False
         self._pass = current
 
     @property
@@ -415,7 +422,10 @@ class PagedLayer:
             self.store.write(keys[0], values[0], slots)
         else:
             self.store.write(keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), slots)
-        return (keys, values) if self.reading is Reading.PAGES else self.keys_and_values()
+        if self.reading is Reading.PAGES:
+            self.unread = not self._attended
+            return keys, values
+        return self.keys_and_values()
 
     def keys_and_values(self) -> KeysAndValues:
         """What later layers attend to that share this one's keys and values (Gemma 3n)."""
@@ -439,6 +449,7 @@ class PagedLayer:
         Returns:
             An array of the queries' shape, with the values' dim.
         """
+        self.unread, self._attended = False, True
         window = self.store.shape.window if mask is None else mask.size
         if self.chunk:
             group = self.plan.groups(window)[0]
