@@ -18,6 +18,7 @@ Which one is right is not looked up in a list of families but found out when a m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol
@@ -128,14 +129,18 @@ class RaggedStep:
         return cls(tokens, StepPlan(spans, page_size, padding), wanted, silent=not rows)
 
 
-Prefixes = Literal["pages", "snapshot", "none"]
+Prefixes = Literal["pages", "snapshot", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a row's layers that are not on pages, as it was after so many tokens."""
+    """The state of a row's layers that are not on pages, as it was after so many tokens.
+
+    caches: all that the row had, where none are on pages.
+    """
 
     leaves: list[list[mx.array | None]]
+    caches: Sequence[Any] = ()
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +156,9 @@ class Forward(Protocol):
         token_bytes: what a row keeps for each of its tokens besides pages. row_bytes: what it keeps
             whatever its length, while one step's follows the other's.
         prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
-            layers' state, or "none" can be reused. worth: tokens that must be saved by a snapshot
-            for it to be worth the step that ends there.
+            layers' state, or a "copy" of all that a row keeps, of which each that goes on from it
+            has its own. worth: tokens that must be saved by a snapshot for it to be worth the step
+            that ends there.
         looks_ahead: whether a step may be queued before the last one's tokens have been read: not
             where the pages would be copied, since the step under way holds them.
         puts_together_ahead: whether `run` may be called before the last step's tokens have been
@@ -488,7 +494,7 @@ class AloneForward(Plain):
     """Each row by itself, over mlx-lm's own caches."""
 
     kind: ClassVar[str] = "alone"
-    prefixes: Prefixes = "none"
+    prefixes: Prefixes = "copy"
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -520,6 +526,17 @@ class AloneForward(Plain):
 
     def state(self) -> list[mx.array]:
         return [array for own in self._own.values() for array in kept_in(own)]
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        own = self._own.get(key)
+        if own is None:
+            return None
+        # Arrays that they write into are theirs, and share the content until they do.
+        kept = deepcopy(own)
+        return Snapshot([[*kept_in(kept)]], kept)
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        self._own[key] = deepcopy(list(snapshot.caches))
 
     def _row(self, key: int, tokens: mx.array) -> mx.array:
         own = self._own.get(key)

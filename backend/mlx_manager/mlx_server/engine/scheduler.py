@@ -91,6 +91,8 @@ class Scheduler:
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
             attached to the last page of its prefix. Prefixes then end where something is
             attached, and prompts are cut so that something can be: see `borders`.
+        copies: whether who goes on from there holds all of it a second time, and takes pages for
+            that.
         worth: tokens that must be saved by that.
         horizon: tokens ahead that running rows get pages for, all of them at once, where there is
             plenty: their tables then change in few steps.
@@ -110,6 +112,7 @@ class Scheduler:
         reuse: bool,
         enter: Callable[[], bool] = lambda: True,
         restore: Callable[[Sequence, object], None] | None = None,
+        copies: bool = False,
         worth: int = 0,
         horizon: int = 0,
         abreast: int = 0,
@@ -125,6 +128,7 @@ class Scheduler:
         self._forget = forget
         self.reuse = reuse
         self._restore = restore
+        self._copies = copies
         self._worth = worth
         self._horizon = horizon
         self._abreast = abreast
@@ -414,9 +418,10 @@ class Scheduler:
         known = self._usable(seen)
         if self.reuse and self._comes_shortly(sequence, len(known)):
             return Admission.LATER
-        self.pool.retain(known)
         state = self.pool.attachment(known[-1]) if known else None
-        count = self.pool.pages_for(len(sequence.tokens) + 1) - len(known)
+        shared = [] if self._copies else known
+        self.pool.retain(shared)
+        count = self.pool.pages_for(len(sequence.tokens) + 1) - len(shared)
         # A page for each running row stays free, or this one would be paused again at once. Not who
         # is owed a row: others are paused for it, and it need not wait until pages are added.
         spare = 0 if self._owed(sequence) else len(self.running)
@@ -425,14 +430,16 @@ class Scheduler:
             self.pool.release(pages)
             pages = None
         if pages is None:
-            self.pool.release(known)
+            self.pool.release(shared)
             return Admission.NO_ROOM
-        node = self.pool.node(known[-1]) if known else ROOT
-        sequence.adopt(known, len(known) * self.pool.page_size, node)
+        node = self.pool.node(shared[-1]) if shared else ROOT
+        sequence.adopt(shared, len(known) * self.pool.page_size, node)
         sequence.table.extend(pages)
         if known and self._restore is not None:
             self._restore(sequence, state)
-            self.pool.attach(known[-1], state)
+            # The page may have been given up, even for this one.
+            if self.pool.attachment(known[-1]) is state:
+                self.pool.attach(known[-1], state)
         sequence.branches.add(len(seen) * self.pool.page_size)
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)

@@ -219,7 +219,7 @@ class TextEngine:
         ledger.add_relief(Relief.PAGES, self._relieve, self._spare)
 
     def _start_over(self) -> None:
-        reuse = self._limits.prefix_cache and self._forward.prefixes != "none"
+        reuse, prefixes = self._limits.prefix_cache, self._forward.prefixes
         self._pool = PagePool(self._limits.page_size, prefix_cache=reuse)
         self._scheduler = Scheduler(
             self._pool,
@@ -228,7 +228,8 @@ class TextEngine:
             enter=self._enter,
             forget=self._forget,
             reuse=reuse,
-            restore=self._restore if reuse and self._forward.prefixes == "snapshot" else None,
+            restore=self._restore if reuse and prefixes != "pages" else None,
+            copies=prefixes == "copy",
             worth=self._forward.worth,
             horizon=self._forward.horizon,
             abreast=self._forward.abreast,
@@ -535,7 +536,7 @@ class TextEngine:
     def _take_snapshots(self) -> None:
         """Keep the state of prompts that have just come to where the scheduler has cut them: when
         their step has been queued, and before the next one is, whose rows may go on from there."""
-        if self._forward.prefixes != "snapshot" or not self._limits.prefix_cache:
+        if self._forward.prefixes == "pages" or not self._limits.prefix_cache:
             return
         size = self._limits.page_size
         for row in self._scheduler.prefilling:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engine.common_decoders import make
-from engine.rig import Rig, Row, prompt, regret
+from engine.rig import HandRig, Rig, Row, prompt, regret
 from mlx import nn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
@@ -124,7 +124,7 @@ async def crowd(rig: Rig) -> list[Row]:
         in {
             "pages": {known},
             "snapshot": {known, 0},
-            "none": {0},
+            "copy": {known, 0},
         }[rig.forward.prefixes]
     )
     return rows
@@ -150,7 +150,7 @@ def prefixes(family: str) -> str:
         case "separate":
             return "pages" if family in PAGES_ALONE else "snapshot"
         case _:
-            return "none"
+            return "copy"
 
 
 def test_every_family_of_the_tiny_models_is_in_the_table() -> None:
@@ -211,6 +211,29 @@ async def test_a_prompt_longer_than_a_chunk_may_be_the_first_to_come(
         row = rig.submit(prompt(90, 1), 5)
         await row.finished()
         await check(rig, [row])
+
+
+@pytest.mark.parametrize("family", ["llama4", "deepseek_v41", "gpt_bigcode"])
+async def test_a_model_that_is_served_alone_goes_on_from_what_it_has_read(
+    family: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", family)
+    async with HandRig(folder, page_size=PAGE, prefill_chunk=48) as rig:
+        assert rig.forward.kind == ALONE
+        first = prompt(120, 1)
+        rig.submit(first, 8)
+        rig.run()
+        # The same again, a turn more, and another end, beside each other.
+        asked = [first, [*first, *prompt(30, 2)], [*first[:115], *prompt(20, 3)]]
+        rows = [rig.submit(tokens, 8) for tokens in asked]
+        rig.step(2)
+        # Each holds what it began with a second time.
+        assert rig.engine.stats().pages_held >= sum(len(tokens) // PAGE for tokens in asked)
+        rig.run()
+        assert [row.sequence.cached for row in rows] == [112, 112, 112]
+        for row, tokens in zip(rows, asked, strict=True):
+            assert regret(rig.model, tokens, row.tokens) <= TIE
+        assert rig.engine.stats().pages_held == 0
 
 
 class Indexing(llama.Attention):

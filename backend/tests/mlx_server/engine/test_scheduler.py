@@ -47,13 +47,15 @@ def at_most(tokens: int, alone: int = 0) -> Budget:
 
 @dataclass
 class World:
-    """An engine without a model. `most` pages may exist; `states`: pages alone are no prefix."""
+    """An engine without a model. `most` pages may exist; `states`: pages alone are no prefix.
+    `copies`: who goes on from a state has a copy of all there was."""
 
     most: int
     page_size: int = 4
     max_rows: int = 4
     reuse: bool = True
     states: bool = False
+    copies: bool = False
     worth: int = 0
     horizon: int = 0
     abreast: int = 0
@@ -71,6 +73,7 @@ class World:
             forget=self.forgotten.append,
             reuse=self.reuse,
             restore=self.restore if self.states else None,
+            copies=self.copies,
             worth=self.worth,
             horizon=self.horizon,
             abreast=self.abreast,
@@ -85,6 +88,8 @@ class World:
     def restore(self, sequence: Sequence, attachment: object) -> None:
         """A state is the tokens it was made from: it must be those the row begins with."""
         assert attachment == tuple(sequence.tokens[: sequence.computed])
+        if self.copies:
+            self.write(sequence, sequence.computed)
         self.restored[sequence.key] = attachment
 
     def submit(
@@ -180,10 +185,19 @@ class Days(RuleBasedStateMachine):
         max_rows=st.integers(1, 5),
         reuse=st.booleans(),
         states=st.booleans(),
+        copies=st.booleans(),
         page_size=st.sampled_from([1, 3, 4]),
         abreast=st.sampled_from([0, 1, 2]),
     )
-    def begin(self, max_rows: int, reuse: bool, states: bool, page_size: int, abreast: int) -> None:
+    def begin(
+        self,
+        max_rows: int,
+        reuse: bool,
+        states: bool,
+        copies: bool,
+        page_size: int,
+        abreast: int,
+    ) -> None:
         # Room for the longest row of all by itself, and for little else.
         self.world = World(
             most=-(-60 // page_size) + 2,
@@ -191,6 +205,7 @@ class Days(RuleBasedStateMachine):
             max_rows=max_rows,
             reuse=reuse,
             states=states and reuse,
+            copies=copies and states and reuse,
             abreast=abreast,
         )
         self.rows: list[Sequence] = []
