@@ -50,6 +50,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.latent import multiply_by_head
 from mlx_manager.mlx_server.engine.rotary import share_rotations
 
 
@@ -407,6 +408,7 @@ class SeparateForward(Plain):
         if mx.default_device() == mx.cpu:
             with_taps(model)
             silu_by_powers(model)
+            multiply_by_head(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return order_after(self._rows, keys)
