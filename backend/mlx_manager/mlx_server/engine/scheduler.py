@@ -91,9 +91,9 @@ class Scheduler:
         restore: given when pages alone do not make up a prefix: takes a sequence and what was
             attached to the last page of its prefix. Prefixes then end where something is
             attached, and prompts are cut so that something can be: see `borders`.
+        worth: tokens that must be saved by that.
         copies: whether who goes on from there holds all of it a second time, and takes pages for
             that.
-        worth: tokens that must be saved by that.
         horizon: tokens ahead that running rows get pages for, all of them at once, where there is
             plenty: their tables then change in few steps.
         abreast: running rows that are enough for a step, or 0 where it is best for all of them to
@@ -112,8 +112,8 @@ class Scheduler:
         reuse: bool,
         enter: Callable[[], bool] = lambda: True,
         restore: Callable[[Sequence, object], None] | None = None,
-        copies: bool = False,
         worth: int = 0,
+        copies: bool = False,
         horizon: int = 0,
         abreast: int = 0,
         scored: int = sys.maxsize,
@@ -128,8 +128,8 @@ class Scheduler:
         self._forget = forget
         self.reuse = reuse
         self._restore = restore
-        self._copies = copies
         self._worth = worth
+        self._copies = copies
         self._horizon = horizon
         self._abreast = abreast
         self._scored = scored
@@ -440,6 +440,9 @@ class Scheduler:
             # The page may have been given up, even for this one.
             if self.pool.attachment(known[-1]) is state:
                 self.pool.attach(known[-1], state)
+                # Who copies does not hold them, but has used them as much.
+                self.pool.retain(known)
+                self.pool.release(known)
         sequence.branches.add(len(seen) * self.pool.page_size)
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)

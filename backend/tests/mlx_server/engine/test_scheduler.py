@@ -55,8 +55,8 @@ class World:
     max_rows: int = 4
     reuse: bool = True
     states: bool = False
-    copies: bool = False
     worth: int = 0
+    copies: bool = False
     horizon: int = 0
     abreast: int = 0
     memory: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -73,8 +73,8 @@ class World:
             forget=self.forgotten.append,
             reuse=self.reuse,
             restore=self.restore if self.states else None,
-            copies=self.copies,
             worth=self.worth,
+            copies=self.copies,
             horizon=self.horizon,
             abreast=self.abreast,
         )
@@ -772,6 +772,18 @@ def test_conversations_that_come_together_wait_for_what_all_begin_with() -> None
     world.run(budget=200)
     assert [row.cached for row in rows] == [0, 88, 88, 88]
     assert world.prompt_tokens == 88 + sum(len(row.tokens) - 1 - 88 for row in rows)
+
+
+def test_a_copy_that_is_gone_on_from_is_given_up_after_one_that_is_not() -> None:
+    world = World(most=70, states=True, copies=True)
+    often, once = distinct(81, 1), distinct(81, 2)
+    for prompt in (often, once, often):
+        last = world.submit(prompt)
+        world.run()
+    assert last.cached == 80
+    world.submit(distinct(130, 3))
+    world.run()
+    assert len(world.pool.match(often)) == 20 > len(world.pool.match(once))
 
 
 def test_a_first_prompt_is_cut_before_its_last_turn() -> None:
