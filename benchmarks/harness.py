@@ -277,7 +277,7 @@ def synthetic_hybrid(folder: Path) -> Path:
 
 
 def synthetic_latent(folder: Path) -> Path:
-    """A GLM 4.7 Flash, 4 layers of half its width, 16 of 64 experts: 130 million parameters in
+    """A GLM 4.7 Flash, 4 layers of half its width, 16 of 64 experts: 190 million parameters in
     float32. Attention is latent: of keys and values 576 numbers a token are kept. Written once."""
     sizes = {
         "model_type": "glm4_moe_lite",
