@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +33,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import carrier
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
-from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, KernelSet
+from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, BuildWriter, KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.likeness import (
     MARGIN,
@@ -111,36 +112,39 @@ class Reference:
         return [distance(*pair) for mine, own in both for pair in zip(mine, own, strict=False)]
 
 
-def choose(
+def choose(  # noqa: PLR0917
     model: nn.Module,
     page_size: int,
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
+    writers: BuildWriter = gpu.build_writer,
 ) -> Forward:
     """`choosing` in one go."""
-    return finish(choosing(model, page_size, kernels, compile, deltas))
+    return finish(choosing(model, page_size, kernels, compile, deltas, writers))
 
 
-def choosing(
+def choosing(  # noqa: PLR0917
     model: nn.Module,
     page_size: int,
     kernels: BuildKernels = gpu.build,
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
+    writers: BuildWriter = gpu.build_writer,
 ) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
     Pauses within each pass through the model, so that others' steps fit in between.
 
-    kernels, deltas: what builds a GPU's kernels; there are none on a CPU. compile: of fused steps.
+    kernels, deltas, writers: what builds a GPU's kernels; there are none on a CPU. compile: of
+    fused steps.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
     """
     yield from computing_chunks(model)
     reference = yield from Reference.of(model, page_size)
-    built = KernelSet(kernels)
+    built = KernelSet(kernels, build_writer=writers)
     decoder = FusedDecoder.building(model, page_size, built.find, compile=compile, deltas=deltas)
     forward = yield from _first_right(model, built, decoder, reference)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
@@ -162,12 +166,15 @@ def _first_right(
         yield from built.building(attention_shapes(model, page_size))
     others: list[Steps[Forward]] = [
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
+        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built)),
         joining(model, page_size),
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
         _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
-        _at_once(lambda: SeparateForward(model, page_size, Reading.PAGES)),
-        _at_once(lambda: SeparateForward(model, page_size, Reading.GATHERED)),
-        _at_once(lambda: SeparateForward(model, page_size, Reading.GROUPED)),
+    ]
+    others += [
+        _at_once(partial(SeparateForward, model, page_size, reading, kernels))
+        for reading in (Reading.PAGES, Reading.GATHERED, Reading.GROUPED)
+        for kernels in (built, None)
     ]
     name, reasons = type(model).__module__, []
     for way in (

@@ -376,11 +376,20 @@ def order_after(before: Sequence[int], keys: Sequence[int]) -> list[int]:
 
 
 class SeparateForward(Plain):
-    """Running rows as one batch (rows, 1); each chunk as (1, tokens)."""
+    """Running rows as one batch (rows, 1); each chunk as (1, tokens).
+
+    kernels: what writes to the pages on a GPU, and reads them where the module attends over pages.
+    """
 
     kind: ClassVar[str] = "separate"
 
-    def __init__(self, model: nn.Module, page_size: int, reading: Reading) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        page_size: int,
+        reading: Reading,
+        kernels: KernelSet | None = None,
+    ) -> None:
         self._model = model
         self._page_size = page_size
         self._pass = Pass()
@@ -389,10 +398,12 @@ class SeparateForward(Plain):
         # A step's state is there beside the last one's, and so is a batch beside the new row's.
         self.row_bytes = 2 * sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, ArraysCache))
         self._reading = reading
+        self.looks_ahead = kernels is not None
+        gathered = reading in (Reading.GATHERED, Reading.GROUPED)
         self._shared = _paged(
             make_prompt_cache(model),
             self._shapes,
-            lambda shape: LayerStore(shape, page_size),
+            lambda shape: LayerStore(shape, page_size, kernels, gathered=gathered),
             self._pass,
             reading,
         )
@@ -415,21 +426,28 @@ class SeparateForward(Plain):
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits: list[mx.array] = []
+        out = mx.zeros((1, 1))
         if decode:
             self._arrange(decode.keys)
-            logits.append(self._pass_through(decode.spans, decode.tokens[:, None], self._batch))
+            out = self._pass_through(decode.spans, decode.tokens[:, None], self._batch)
+            logits.append(out)
         for number, chunk in enumerate(chunks):
-            if decode or number:
+            if (decode or number) and not self.looks_ahead:
                 # Each pass writes to the same pages: evaluated in between, it does so in place.
                 mx.eval(logits, self.state())
             own = self._own.get(chunk.key)
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
             tokens = mx.array([chunk.tokens], mx.int32)
+            if self.looks_ahead:
+                # A GPU would go through several at a time, whose launches count in one place what
+                # has arrived. It is 0.
+                tokens = tokens + (out.reshape(-1)[:1] < -mx.inf).astype(mx.int32)
             out = self._pass_through([chunk.span], tokens, own, chunk=chunk)
             if chunk.final or chunk.every:
                 logits.append(out)
-        return mx.concatenate(logits) if logits else mx.zeros((1, 1))
+        # Where nobody draws, the last pass is waited for.
+        return mx.concatenate(logits) if logits else out
 
     def forget(self, key: int) -> None:
         self._own.pop(key, None)

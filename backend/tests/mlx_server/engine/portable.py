@@ -5,7 +5,20 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Pools, Splits
+
+
+class PortableWriter:
+    """`Writer`, as `kernels.build_writer` would give it."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+
+    def write(self, k_pool, v_pool, k, v, slots):
+        # Pools are written in place, so that whoever holds them sees it.
+        put(k_pool, k.transpose(0, 2, 1, 3).reshape(-1, k.shape[1], k.shape[3]), slots)
+        put(v_pool, v.transpose(0, 2, 1, 3).reshape(-1, v.shape[1], v.shape[3]), slots)
+        return mx.zeros((1,), mx.int32)
 
 
 class Portable:
@@ -13,18 +26,13 @@ class Portable:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
+        self.write = PortableWriter(shape.pools).write
 
     def plan(self, lengths, *, window=None, table_rows=None) -> Splits:
         rows = np.arange(len(lengths)) if table_rows is None else np.asarray(table_rows)
         items = np.zeros((max(len(rows), 1), 8), np.int32)
         items[: len(rows), 1] = rows
         return Splits(items=mx.array(items), divided=False)
-
-    def write(self, k_pool, v_pool, k, v, slots):
-        # Pools are written in place, so that whoever holds them sees it.
-        put(k_pool, k.transpose(0, 2, 1, 3).reshape(-1, k.shape[1], k.shape[3]), slots)
-        put(v_pool, v.transpose(0, 2, 1, 3).reshape(-1, v.shape[1], v.shape[3]), slots)
-        return mx.zeros((1,), mx.int32)
 
     def rotate_and_write(self, qkv, rotations, head_norms, keys, values, slots, *, rotary):
         q, k, v = self._finished(qkv, rotations, head_norms, rotary)

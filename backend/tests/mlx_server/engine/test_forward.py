@@ -20,7 +20,15 @@ from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.forward import AloneForward, working_bytes
+from mlx_manager.mlx_server.engine.forward import (
+    AloneForward,
+    Chunk,
+    SeparateForward,
+    working_bytes,
+)
+from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
+from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.text_engine import chunk_of, with_chunk
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.blocked import BlockedLinear
@@ -293,6 +301,38 @@ def test_a_model_that_is_served_on_pages_still_runs_over_mlx_lms_own_caches() ->
     assert choose(model, PAGE).kind == FUSED
     assert mx.allclose(model(tokens, cache=make_prompt_cache(model)), before, atol=1e-5)
     assert mx.allclose(model(tokens), before, atol=1e-4)
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.gpu, reason="needs a GPU")
+def test_several_prompts_of_one_step_give_on_a_gpu_what_each_gives_by_itself() -> None:
+    """Their contexts are long enough to be divided among blocks, which count what has arrived."""
+    sizes = {"hidden_size": 512, "block_dim": 512, "num_attention_heads": 8, "head_dim": 64}
+    config = {"model_type": "lfm2", **FAMILIES["lfm2"], **sizes}
+    model = random_model(config, seed=0, dtype=mx.bfloat16)
+    pages, before, own = 64, 1536, 512
+    texts = [prompt(before + own, seed) for seed in range(8)]
+    tables = [PageTable(list(range(row, pages * 8, 8))) for row in range(8)]
+
+    def logits(at_once: int) -> mx.array:
+        forward = SeparateForward(model, 32, Reading.PAGES, KernelSet())
+        for store in forward.stores:
+            store.resize(pages * 8)
+        rows = []
+        for first in range(0, 8, at_once):
+            keys = range(first, first + at_once)
+            for end, queries, final in ((before, before, False), (before + own, own, True)):
+                chunks = [
+                    Chunk(k, Span(tables[k], end, queries), texts[k][end - queries : end], final)
+                    for k in keys
+                ]
+                out = forward.run(None, chunks)
+                mx.eval(out, forward.state())
+            rows.append(out)
+        return mx.concatenate(rows)
+
+    together, alone = logits(8), logits(1)
+    assert together.shape[0] == 8
+    assert bool((together == alone).all())
 
 
 @pytest.mark.parametrize("form", ["dense", "quantised", "in blocks"])

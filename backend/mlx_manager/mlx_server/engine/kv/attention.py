@@ -417,7 +417,7 @@ class PagedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
-        slots = self.plan.slots if self.store.kernels is None else self.plan.numbers
+        slots = self.plan.numbers if self.store.writes_in_place else self.plan.slots
         if self.chunk:
             self.store.write(keys[0], values[0], slots)
         else:
@@ -451,6 +451,10 @@ class PagedLayer:
         """
         self.unread, self._attended = False, True
         window = self.store.shape.window if mask is None else mask.size
+        if self.chunk and self.store.kernels is not None:
+            by_token = queries.transpose(2, 1, 0, 3)
+            out = attend(by_token, self.store, self.plan, scale, window, sinks)
+            return out.transpose(2, 1, 0, 3)
         if self.chunk:
             group = self.plan.groups(window)[0]
             return _attend_chunk(queries, group, self.store, scale, sinks)

@@ -12,9 +12,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv import room
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
+    KernelSet,
+    PagedKernels,
+    Pools,
+    Writer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,10 @@ class LayerShape:
         """Of a layer that attends so."""
         dim = shape.head_dim
         return LayerShape(shape.kv_heads, dim, dim, shape.dtype, window)
+
+    @property
+    def pools(self) -> Pools:
+        return Pools(self.kv_heads, self.key_dim, self.value_dim, self.dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -88,21 +99,38 @@ class LayerStore:
     (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice. After
     the slots of the `pages` that there are may come room for more.
 
-    kernels: what writes to the pages, and may read them, on a GPU; None for MLX's own operations.
+    Args:
+        kernels: what writes to the pages on a GPU, and reads them where there is a kernel for that;
+            None for MLX's own operations.
+        gathered: whether pages are read by nothing else but `gather`.
 
     Raises:
-        RuntimeError: no kernel serves this shape here.
+        RuntimeError: no kernel writes this shape here.
     """
 
-    def __init__(self, shape: LayerShape, page_size: int, kernels: KernelSet | None = None) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        page_size: int,
+        kernels: KernelSet | None = None,
+        *,
+        gathered: bool = False,
+    ) -> None:
         self.shape = shape
         self.page_size = page_size
-        self.kernels = kernels
-        self._writer = None if kernels is None else kernels[self.attention(shape.kv_heads)]
+        self._writer: PagedKernels | Writer | None = None
+        self.kernels: KernelSet | None = None
+        if kernels is not None:
+            self._writer, self.kernels = self._served(kernels, gathered)
         self.written = mx.zeros((1,), mx.int32)
         self.pages = 0
         self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
         self.values = mx.zeros((shape.kv_heads, 0, shape.value_dim), shape.dtype)
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whatever else holds the pages; wants numbers of slots."""
+        return self._writer is not None
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -142,15 +170,25 @@ class LayerStore:
         mx.eval(self.keys, self.values)
         return True
 
-    def attention(self, q_heads: int) -> AttentionShape:
-        """What kernels for so many query heads are compiled for.
-
-        Raises:
-            RuntimeError: no kernel reads keys and values of different sizes.
-        """
+    def _served(
+        self, kernels: KernelSet, gathered: bool
+    ) -> tuple[PagedKernels | Writer, KernelSet | None]:
+        """What writes, and what reads, if anything does."""
         of = self.shape
-        if of.key_dim != of.value_dim:
-            raise RuntimeError(f"keys of {of.key_dim} elements and values of {of.value_dim}")
+        if not gathered and of.key_dim == of.value_dim:
+            attending = kernels.find(self.attention(of.kv_heads))
+            if not isinstance(attending, Unsupported):
+                return attending, kernels
+        match kernels.writer(of.pools):
+            case Unsupported(reason):
+                raise RuntimeError(reason)
+            case writer:
+                return writer, None
+
+    def attention(self, q_heads: int) -> AttentionShape:
+        """What kernels that attend for so many query heads are compiled for, which read keys and
+        values of one size."""
+        of = self.shape
         return AttentionShape(q_heads, of.kv_heads, of.key_dim, self.page_size, of.dtype)
 
     def write(self, keys: mx.array, values: mx.array, slots: Numbers | slice) -> None:
@@ -182,12 +220,23 @@ class LayerStore:
         These read whole pages, and leave out what a row may not see by a weight of 0: what is no
         number, as another row may have left there, would be none times 0 either.
         """
+        if self.kernels is not None:
+            return
+        size = self.page_size
         if self._writer is not None:
+            # In place, too: a step may be under way.
+            of = self.shape
+            slots = np.array(pages)[:, None] * size + np.arange(size)
+            keys, values = (
+                mx.zeros((of.kv_heads, slots.size, dim), of.dtype)
+                for dim in (of.key_dim, of.value_dim)
+            )
+            self.write(keys, values, Numbers(slots.reshape(-1).astype(np.int32)))
             return
         for first, end in _runs(pages):
-            slots = slice(first * self.page_size, end * self.page_size)
-            self.keys[:, slots] = 0
-            self.values[:, slots] = 0
+            slice_ = slice(first * size, end * size)
+            self.keys[:, slice_] = 0
+            self.values[:, slice_] = 0
 
     def after_write(self, x: mx.array) -> mx.array:
         """`x`, in time for reading with it what the step writes.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.portable import Portable, plainly
+from engine.portable import Portable, PortableWriter, plainly
 from engine.recurrent.portable import PortableDelta
 from engine.rig import HandRig, Row, alone, prompt
 from mlx_lm.utils import load_model
@@ -22,7 +22,9 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
-on_kernels = partial(choose, kernels=Portable, compile=plainly, deltas=PortableDelta)
+on_kernels = partial(
+    choose, kernels=Portable, compile=plainly, deltas=PortableDelta, writers=PortableWriter
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,13 @@ on_kernels = partial(choose, kernels=Portable, compile=plainly, deltas=PortableD
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
         ("gemma3n", "ragged"),
+        ("gemma4_text", "ragged"),
         ("qwen3_moe", "ragged"),
+        # States beside pages that kernels read, and pages that the module reads by itself.
+        ("falcon_h1", "separate"),
+        ("lfm2", "separate"),
+        ("deepseek_v3", "separate"),
+        ("kimi_linear", "separate"),
     ],
 )
 async def test_rows_that_join_and_leave_draw_what_each_draws_alone(

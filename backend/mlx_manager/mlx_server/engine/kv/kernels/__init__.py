@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.engine.kernels.cuda import device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
@@ -14,6 +15,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, Query
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 __all__ = [
@@ -24,10 +26,13 @@ __all__ = [
     "Features",
     "KernelSet",
     "PagedKernels",
+    "Pools",
     "QueryRun",
     "Rotary",
     "Splits",
+    "Writer",
     "build",
+    "build_writer",
     "building_chunks",
     "checking_chunks",
     "first_right",
@@ -37,9 +42,12 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
+BuildWriter = Callable[[Pools], Writer | Unsupported]
 BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+# Of a block on Apple GPUs.
+MOST_THREADS = 1024
 
 
 def build(shape: AttentionShape) -> PagedKernels | Unsupported:
@@ -51,6 +59,20 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
+
+
+def build_writer(of: Pools) -> Writer | Unsupported:
+    """What writes into pages that no kernel reads, on the default device."""
+    if mx.default_device().type != mx.gpu:
+        return Unsupported("the default device is no GPU")
+    if mx.metal.is_available():
+        return (
+            metal.writer(of) if of.widest <= MOST_THREADS else Unsupported(f"heads of {of.widest}")
+        )
+    if of.key_dim % cuda.PIECE or of.value_dim % cuda.PIECE:
+        return Unsupported(f"heads of {of.key_dim} and {of.value_dim} elements")
+    device = device_for(of.dtype)
+    return device if isinstance(device, Unsupported) else cuda.writer(of)
 
 
 def building_chunks(shape: AttentionShape) -> Steps[ChunkKernels | Unsupported]:
@@ -79,9 +101,16 @@ def first_right(choices: Iterable[ChunkKernels]) -> Steps[ChunkKernels | Unsuppo
 class KernelSet:
     """The kernels of one model: layers of the same shape share them."""
 
-    def __init__(self, build: BuildKernels = build, build_chunks: BuildChunks = building_chunks):
+    def __init__(
+        self,
+        build: BuildKernels = build,
+        build_chunks: BuildChunks = building_chunks,
+        build_writer: BuildWriter = build_writer,
+    ) -> None:
         self._build = build
         self._build_chunks = build_chunks
+        self._build_writer = build_writer
+        self._writers: dict[Pools, Writer | Unsupported] = {}
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
         self._chunks: dict[AttentionShape, ChunkKernels | Unsupported] = {}
 
@@ -89,6 +118,11 @@ class KernelSet:
         if shape not in self._built:
             self._built[shape] = self._build(shape)
         return self._built[shape]
+
+    def writer(self, of: Pools) -> Writer | Unsupported:
+        if of not in self._writers:
+            self._writers[of] = self._build_writer(of)
+        return self._writers[of]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
         """Built and checked in one go, unless `building` has. Every layer of a step asks."""

@@ -330,21 +330,23 @@ inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T
     to[d] = is_value ? mine.values[d] : fresh.finished(mine, token, d);
 }
 
-// Writes one token of one head, one element a thread. A slot below 0 is skipped.
-template <typename T, int D, typename Slots>
+// Writes one token of one head, keys of K elements and values of V, one of each a thread. A slot
+// below 0 is skipped.
+template <typename T, int K, int V, typename Slots>
 inline void write_token(const device T* k_pool, const device T* v_pool, const device T* k,
                         const device T* v, Slots slot_of_token, long pool_slots, int tokens,
                         const constant int64_t* k_strides, const constant int64_t* v_strides,
                         uint3 position) {
-  const int head = int(position.x) / D, d = int(position.x) % D;
+  const int widest = K > V ? K : V;
+  const int head = int(position.x) / widest, d = int(position.x) % widest;
   const int row = int(position.y) / tokens, token = int(position.y) % tokens;
   const long slot = slot_of_token[position.y];
   if (slot < 0) return;
-  const long to = (head * pool_slots + slot) * D + d;
+  const long to = head * pool_slots + slot;
   const long k_from = row * k_strides[0] + head * k_strides[1] + token * k_strides[2];
   const long v_from = row * v_strides[0] + head * v_strides[1] + token * v_strides[2];
-  const_cast<device T*>(k_pool)[to] = k[k_from + d * k_strides[3]];
-  const_cast<device T*>(v_pool)[to] = v[v_from + d * v_strides[3]];
+  if (d < K) const_cast<device T*>(k_pool)[to * K + d] = k[k_from + d * k_strides[3]];
+  if (d < V) const_cast<device T*>(v_pool)[to * V + d] = v[v_from + d * v_strides[3]];
 }
 
 }  // namespace kernels

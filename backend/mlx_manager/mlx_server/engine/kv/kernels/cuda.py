@@ -35,12 +35,15 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import (
     Splits,
     plan,
 )
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 
 HEADS_SOURCE = Path(__file__).with_name("heads.cu")
 _SOURCE = Path(__file__).with_name("attention.cu")
 
 WARPS = 4
 MOST_STAGES = 3
+# Elements of a head that a thread writes.
+PIECE = 8
 # Blocks wanted in the place of each that the device has room for at a time. Where contexts are
 # alike, up to so many times their average, one saves every other block's start and end; where they
 # are not, the end of a launch would be uneven.
@@ -124,9 +127,7 @@ class CudaKernels(LaunchedKernels):
     def __init__(
         self, shape: AttentionShape, device: CudaDevice, launch: CudaLaunch | None = None
     ) -> None:
-        threads = -(-shape.kv_heads * shape.head_dim // 8 // THREADS) * THREADS
-        write = compiled_for_cuda(write_source(shape), ensure_row_contiguous=False)
-        super().__init__(shape, write, (threads, THREADS))
+        super().__init__(shape, writer(shape.pools))
         self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
         self._device = device
         self._blocks = shape.kv_heads * -(-shape.group // 16)
@@ -263,9 +264,17 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
     )
 
 
-def write_source(shape: AttentionShape) -> KernelSource:
+def writer(of: Pools) -> Writer:
+    """Of heads that have a multiple of `PIECE` elements."""
+    threads = -(-of.kv_heads * of.widest // PIECE // THREADS) * THREADS
+    kernel = compiled_for_cuda(write_source(of), ensure_row_contiguous=False)
+    return Writer(kernel, threads, THREADS)
+
+
+def write_source(of: Pools) -> KernelSource:
+    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
     body = (
-        f"kernels::write_token<{TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[1], k_shape[2], k_strides, v_strides);\n"
         "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
     )

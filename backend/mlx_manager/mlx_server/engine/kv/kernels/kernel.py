@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_manager.mlx_server.engine.kv.kernels.splits import BlockKind, Splits
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
@@ -29,6 +30,10 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: mx.Dtype
+
+    @property
+    def pools(self) -> Pools:
+        return Pools(self.kv_heads, self.head_dim, self.head_dim, self.dtype)
 
     @property
     def group(self) -> int:

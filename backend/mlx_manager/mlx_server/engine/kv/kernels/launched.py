@@ -11,26 +11,21 @@ import mlx.core as mx
 from mlx_manager.mlx_server.engine.kernels.kernel import Kernel
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Writer
 
 # Of a block that normalises, rotates and writes.
 THREADS = 128
 
 
 class LaunchedKernels(ABC):
-    """The launches; see `PagedKernels`.
-
-    write: the kernel that does it, by `write_threads` for a token, and so many of them a block.
-    """
+    """The launches; see `PagedKernels`."""
 
     _merges: ClassVar[bool]
     """Whether the kernel for contexts that are divided is another."""
 
-    def __init__(
-        self, shape: AttentionShape, write: Kernel, write_threads: tuple[int, int]
-    ) -> None:
+    def __init__(self, shape: AttentionShape, writer: Writer) -> None:
         self.shape = shape
-        self._write = write
-        self._write_threads = write_threads
+        self._writer = writer
         self._rotate: dict[Rotary, Kernel] = {}
         self._no_sinks = mx.zeros((1,), mx.float32)
         self._no_norm = mx.zeros((1,), shape.dtype)
@@ -44,15 +39,7 @@ class LaunchedKernels(ABC):
     def write(
         self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
     ) -> mx.array:
-        threads, block = self._write_threads
-        (dep,) = self._write(
-            inputs=[k_pool, v_pool, k, v, slots],
-            grid=(threads, k.shape[0] * k.shape[2], 1),
-            threadgroup=(block, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.int32],
-        )
-        return dep
+        return self._writer.write(k_pool, v_pool, k, v, slots)
 
     def rotate_and_write(  # noqa: PLR0917
         self,

@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.engine.kernels.metal import TYPES
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Lengths, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 
 _SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4
@@ -38,9 +39,7 @@ class MetalKernels(LaunchedKernels):
     _merges = True
 
     def __init__(self, shape: AttentionShape) -> None:
-        dim = shape.head_dim
-        write = compiled_for_metal(write_source(shape), ensure_row_contiguous=False)
-        super().__init__(shape, write, (shape.kv_heads * dim, dim))
+        super().__init__(shape, writer(shape.pools))
         self._heads = min(shape.group, HEADS_PER_BLOCK)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[Variant, _Pair] = {}
@@ -172,9 +171,15 @@ def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
     )
 
 
-def write_source(shape: AttentionShape) -> KernelSource:
+def writer(of: Pools) -> Writer:
+    kernel = compiled_for_metal(write_source(of), ensure_row_contiguous=False)
+    return Writer(kernel, of.kv_heads * of.widest, of.widest)
+
+
+def write_source(of: Pools) -> KernelSource:
+    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
     body = (
-        f"kernels::write_token<{TYPES[shape.dtype]}, {shape.head_dim}>(k_pool, v_pool, k, v, "
+        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
         "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
         "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 0;"
     )

@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary, Variant
 from mlx_manager.mlx_server.engine.kv.kernels.splits import BlockKind, Splits, plan
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
 
 DEVICE = CudaDevice(multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024)
 NOWHERE = 1 << 28
@@ -350,11 +351,14 @@ def test_queries_may_share_a_row_of_pages(cuda_on_cpu, metal_on_cpu):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
-@pytest.mark.parametrize("layout", ["rows", "chunk", "strided"])
+@pytest.mark.parametrize(
+    ("layout", "key_dim", "value_dim"),
+    [("rows", 80, 80), ("chunk", 80, 80), ("strided", 80, 80), ("rows", 96, 16), ("chunk", 16, 72)],
+)
 def test_write_puts_tokens_into_their_slots_and_nowhere_else(
-    backend, layout, compile_cuda, compile_metal
+    backend, layout, key_dim, value_dim, compile_cuda, compile_metal
 ):
-    written = shape(8, 4, 80, BF16)
+    written = Pools(4, key_dim, value_dim, BF16)
     sources, compile_entries = (
         (cuda.write_source, compile_cuda)
         if backend == "cuda"
@@ -364,21 +368,24 @@ def test_write_puts_tokens_into_their_slots_and_nowhere_else(
     rng = np.random.default_rng(0)
     tokens = {"rows": (5, 1), "chunk": (1, 5), "strided": (5, 1)}[layout]
     k, v = (
-        stored(rng.normal(size=(tokens[0], 4, tokens[1], 80)).astype(np.float32), BF16)
-        for _ in range(2)
+        stored(rng.normal(size=(tokens[0], 4, tokens[1], dim)).astype(np.float32), BF16)
+        for dim in (key_dim, value_dim)
     )
     if layout == "chunk":
         k = np.ascontiguousarray(k.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     if layout == "strided":
         v = np.asfortranarray(v)
     slots = np.array([31, 0, -1, 7, 16], np.int32)
-    k_pool, v_pool = (np.full((4, 48, 80), 7, np.uint16) for _ in range(2))
+    k_pool, v_pool = (np.full((4, 48, dim), 7, np.uint16) for dim in (key_dim, value_dim))
     expected = [pool.copy() for pool in (k_pool, v_pool)]
     for pool, new in zip(expected, (k, v), strict=True):
-        for slot, values in zip(slots, new.transpose(0, 2, 1, 3).reshape(5, 4, 80), strict=True):
+        for slot, values in zip(slots, new.transpose(0, 2, 1, 3).reshape(5, 4, -1), strict=True):
             if slot >= 0:
                 pool[:, slot] = values
-    grid, group = ((384, 5, 1), (128, 1, 1)) if backend == "cuda" else ((320, 5, 1), (80, 1, 1))
+    widest = written.widest
+    grid, group = (
+        ((384, 5, 1), (128, 1, 1)) if backend == "cuda" else ((4 * widest, 5, 1), (widest, 1, 1))
+    )
     done = np.zeros(1, np.int32)
     library.call(0, [k_pool, v_pool, k, v, slots], [done], grid, group)
     np.testing.assert_array_equal(k_pool, expected[0])
