@@ -99,6 +99,22 @@ HYBRIDS = {
         "moe_intermediate_size": 64,
     },
 }
+# Routers that score by sigmoids, corrected for the choice; experts shared without a gate; a first
+# layer without experts.
+CORRECTED = {
+    "head_dim": 32,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "attention_bias": True,
+    "rope_scaling": None,
+}
 EXPERTS = {
     "qwen3_moe": {
         "head_dim": 32,
@@ -124,6 +140,41 @@ EXPERTS = {
         "sliding_window": 24,
         "rope_scaling": {**YARN, "factor": 32.0},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "glm4_moe": {**CORRECTED, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    # Without norms of q and k, and with weights that don't add up to the scale.
+    "solar_open": {
+        **CORRECTED,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+        "partial_rotary_factor": 1.0,
+    },
+    "dots1": {**CORRECTED, "attention_bias": False, "mlp_bias": False},
+    "exaone_moe": {
+        **CORRECTED,
+        "num_experts": 6,
+        "num_shared_experts": 1,
+        "is_moe_layer": [False, True, True],
+        "sliding_window": 24,
+        "layer_types": ["full_attention"] * 3,
+    },
+    # Softmax over all, of weights as they are.
+    "deepseek": {
+        **CORRECTED,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+    },
+    "ernie4_5_moe": {
+        "head_dim": 32,
+        "use_bias": False,
+        "moe_intermediate_size": 64,
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+        "moe_gate_act": "softmax",
     },
 }
 

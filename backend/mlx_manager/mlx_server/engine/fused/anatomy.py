@@ -13,14 +13,28 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma2, gemma3_text, qwen2_moe, qwen3_5, qwen3_next
+from mlx_lm.models import (
+    deepseek,
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    gemma2,
+    gemma3_text,
+    glm4_moe,
+    glm4_moe_lite,
+    qwen2_moe,
+    qwen3_5,
+    qwen3_next,
+)
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
-from mlx_manager.mlx_server.engine.products.factors import Activation
+from mlx_manager.mlx_server.engine.products.factors import Activation, Scoring
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights
 
 
@@ -40,12 +54,23 @@ _SCALES = ("scale", "sm_scale")
 _GIVEN = {"self", "x", "mask", "cache"}
 _GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 # Names of a router and its experts.
-_ROUTES = (("gate", "switch_mlp"), ("router", "experts"))
+_ROUTES = (("gate", "switch_mlp"), ("router", "experts"), ("gate", "experts"))
 _EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
-# Of an expert that all rows share, and its gate.
+# Of an expert that all rows share, and its gate, or of several that have none.
 _SHARED = {"shared_expert", "shared_expert_gate"}
+_SHARED_WHOLLY = {"shared_experts"}
 # Routers whose softmax is over all experts, which nothing in them tells.
 _OVER_ALL = (qwen2_moe.Qwen2MoeSparseMoeBlock,)
+# Routers that are modules of their own, by how they score, and layers that say how by a module.
+_GATES_BY_SIGMOID = (
+    deepseek_v3.MoEGate,
+    dots1.Dots1TopkRouter,
+    exaone_moe.MoEGate,
+    glm4_moe.MoEGate,
+    glm4_moe_lite.MoEGate,
+)
+_GATES_BY_SOFTMAX = (deepseek.MoEGate, deepseek_v2.MoEGate)
+_SCORINGS = {nn.Softmax: Scoring.SOFTMAX, nn.Sigmoid: Scoring.SIGMOID}
 # Names of a layer's MLP.
 _MLPS = ("mlp", "block_sparse_moe")
 # Names of a layer's norms before and behind attention, and before and behind the MLP.
@@ -95,26 +120,29 @@ class Gates:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What every row goes through besides, as large as so many `times` an expert. gate: its sigmoid
-    is what that is weighted by."""
+    is what that is weighted by, if it has one."""
 
-    gate: nn.Module
+    gate: nn.Module | None
     gate_up: tuple[nn.Module, nn.Module]
     down: nn.Module
     times: int
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        return (self.gate, *self.gate_up, self.down)
+        return (*([] if self.gate is None else [self.gate]), *self.gate_up, self.down)
 
     @staticmethod
     def of(mlp: nn.Module, experts: Sequence[nn.Module]) -> Shared | None:
         """None for one of another kind, or that is stored otherwise than the `experts`' layers."""
-        own, gate = mlp.shared_expert, mlp.shared_expert_gate
+        wholly = _parts(mlp) >= _SHARED_WHOLLY
+        own = mlp.shared_experts if wholly else mlp.shared_expert
+        gate = None if wholly else mlp.shared_expert_gate
         if _parts(own) != _GATES[0]:
             return None
         layers = (own.gate_proj, own.up_proj, own.down_proj)
         linears = (nn.Linear, nn.QuantizedLinear)
-        known = all(type(each) in linears and "bias" not in each for each in (gate, *layers))
+        all_linears = layers if gate is None else (gate, *layers)
+        known = all(type(each) in linears and "bias" not in each for each in all_linears)
         alike = {_stored(layer)[1:] for layer in (*layers, *experts)}
         times, rest = divmod(layers[0].weight.shape[0], experts[0].weight.shape[1])
         if not known or len(alike) > 1 or rest or "bias" in experts[0]:
@@ -123,18 +151,64 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    """Experts that are such MLPs, of which a row goes through the `chosen` of its largest logits.
+class Choice:
+    """How a row's `chosen` experts are found and weighted by what a router gives: see `Experts`."""
 
-    gate_up: two layers of all experts, as `down` is. normalised: whether weights are the softmax of
-    the chosen ones' logits, or of all. shared: what all rows go through, if there is anything.
+    chosen: int
+    normalised: bool
+    scoring: Scoring = Scoring.SOFTMAX
+    correction: mx.array | None = None
+    scale: float = 1.0
+
+    @staticmethod
+    def of(mlp: nn.Module, router: nn.Module) -> Choice | None:
+        """None for one of another kind.
+
+        Raises:
+            NotFusable: experts are chosen in groups.
+        """
+        if isinstance(router, (*_GATES_BY_SIGMOID, *_GATES_BY_SOFTMAX)):
+            return Choice._of_gate(router)
+        # Numbers beside the modules are corrections: of routers that are not known.
+        corrected = any(isinstance(part, mx.array) for part in mlp.values())
+        if type(router) not in (nn.Linear, nn.QuantizedLinear) or corrected:
+            return None
+        if isinstance(mlp, ernie4_5_moe.Ernie4_5_MoeMLP):
+            scoring = _SCORINGS.get(type(mlp.gate_act))
+            return scoring and Choice(mlp.k, normalised=True, scoring=scoring)
+        chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
+        if not isinstance(chosen, int) or _parts(mlp) & {"gate_act", *_SHARED_WHOLLY}:
+            return None
+        over_all = isinstance(mlp, _OVER_ALL) or not getattr(mlp, "norm_topk_prob", True)
+        return Choice(chosen, normalised=not over_all)
+
+    @staticmethod
+    def _of_gate(gate: nn.Module) -> Choice:
+        groups = getattr(gate, "n_group", None) or 1
+        in_groups = getattr(gate, "topk_method", "group_limited_greedy") == "group_limited_greedy"
+        grouped = in_groups and groups > 1 and gate.topk_group != groups
+        _expect(not grouped, "experts that are chosen in groups")
+        scale = float(getattr(gate, "routed_scaling_factor", 1.0))
+        if isinstance(gate, _GATES_BY_SOFTMAX):
+            return Choice(gate.top_k, normalised=False, scale=scale)
+        normalised = gate.top_k > 1 and gate.norm_topk_prob
+        correction = gate.e_score_correction_bias
+        return Choice(gate.top_k, normalised, Scoring.SIGMOID, correction, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts that are such MLPs, of which a row goes through those that the router gives the
+    largest scores.
+
+    gate_up: two layers of all experts, as `down` is. shared: what all rows go through, if there is
+    anything.
     """
 
     router: nn.Module
     gate_up: tuple[nn.Module, nn.Module]
     down: nn.Module
-    chosen: int
-    normalised: bool
+    choice: Choice
     activation: Activation
     shared: Shared | None = None
 
@@ -145,30 +219,32 @@ class Routes:
 
     @staticmethod
     def of(mlp: nn.Module) -> Routes | None:
-        """None for one of another kind."""
+        """None for one of another kind.
+
+        Raises:
+            NotFusable: experts are chosen in groups.
+        """
         parts = _parts(mlp)
-        shares = parts >= _SHARED
-        named = next((names for names in _ROUTES if parts - _SHARED == set(names)), None)
+        shares = parts >= _SHARED or parts >= _SHARED_WHOLLY
+        own = parts - (_SHARED if parts >= _SHARED else _SHARED_WHOLLY) - {"gate_act"}
+        named = next((names for names in _ROUTES if own == set(names)), None)
         if named is None or _parts(mlp[named[1]]) != _EXPERTS:
             return None
         router, experts = (mlp[name] for name in named)
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
-        chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
-        known = type(router) in (nn.Linear, nn.QuantizedLinear) and all(
+        known = all(
             type(layer) in (SwitchLinear, QuantizedSwitchLinear)
             and layer.get("global_scale") is None
             for layer in layers
         )
         alike = len(set(map(_stored, layers))) == len({"bias" in layer for layer in layers}) == 1
-        activation = _activation(experts.activation)
-        if not (known and alike and isinstance(chosen, int)) or activation is None:
+        choice, activation = Choice.of(mlp, router), _activation(experts.activation)
+        if not (known and alike) or choice is None or activation is None:
             return None
-        over_all = isinstance(mlp, _OVER_ALL) or not getattr(mlp, "norm_topk_prob", True)
         shared = Shared.of(mlp, layers) if shares else None
         if shares and shared is None:
             return None
-        of = (router, layers[:2], layers[2], chosen)
-        return Routes(*of, normalised=not over_all, activation=activation, shared=shared)
+        return Routes(router, layers[:2], layers[2], choice, activation, shared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,18 +148,21 @@ def mlp_of(
         raise NotFusable("a norm behind experts")
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
-    joined = _Joined(anatomy)
+    joined, choice = _Joined(anatomy), anatomy.choice
     dtype, shared = norm.weight.dtype, joined.times
     experts = Experts(
         joined.router.astype(dtype),
         flat(made_of(stored_in(anatomy.gate_up[0]), joined.gates_and_ups)),
         flat(made_of(stored_in(anatomy.down), joined.down)),
-        anatomy.chosen + shared,
-        anatomy.normalised,
+        choice.chosen + shared,
+        choice.normalised,
         anatomy.activation,
         anatomy.router.bias.astype(dtype) if "bias" in anatomy.router else None,
         _biases(anatomy, dtype),
         shared,
+        choice.scoring,
+        None if choice.correction is None else choice.correction.astype(mx.float32),
+        choice.scale,
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")
@@ -170,8 +173,8 @@ def mlp_of(
 class _Joined:
     """Arrays of a layer's experts, lazily, those that all rows share behind the others.
 
-    gates_and_ups: (2, experts, inner, ...). down: (experts, width, ...). router: (experts, width).
-    times: how many are shared.
+    gates_and_ups: (2, experts, inner, ...). down: (experts, width, ...). router: (experts, width),
+    without the shared if these have no gate. times: how many are shared.
     """
 
     def __init__(self, anatomy: Routes) -> None:
@@ -187,8 +190,9 @@ class _Joined:
             own = arrays_of(stored_in(shared.down))
             parts = [each.reshape(each.shape[0], self.times, -1).swapaxes(0, 1) for each in own]
             self.down = [mx.concatenate(list(both)) for both in zip(self.down, parts, strict=True)]
-            gates = mx.repeat(_dense(shared.gate), self.times, axis=0)
-            self.router = mx.concatenate([self.router, gates.astype(self.router.dtype)])
+            if shared.gate is not None:
+                gates = mx.repeat(_dense(shared.gate), self.times, axis=0)
+                self.router = mx.concatenate([self.router, gates.astype(self.router.dtype)])
         self.gates_and_ups = [mx.stack(list(pair)) for pair in zip(*pairs, strict=True)]
 
     def _behind(self, experts: mx.array, shared: mx.array) -> mx.array:

@@ -146,6 +146,10 @@ __device__ __forceinline__ int shuffle(int x, int lane) {
   return __shfl_sync(0xffffffffu, x, lane);
 }
 
+__device__ __forceinline__ float shuffle(float x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // Reads past the first-level cache, where another block's results can't be seen.

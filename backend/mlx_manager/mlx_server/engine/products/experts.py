@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Activation,
     Experts,
     Norm,
+    Scoring,
     Weight,
     arrays_of,
 )
@@ -47,7 +48,8 @@ _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
 @dataclass(frozen=True, slots=True)
 class RouterForm:
     """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
-    is."""
+    is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale: see
+    `Experts`."""
 
     each: int
     held: int
@@ -58,10 +60,25 @@ class RouterForm:
     bias: bool
     width: int
     epsilon: float
+    gated: bool = True
+    scoring: Scoring = Scoring.SOFTMAX
+    corrected: bool = False
+    scale: float = 1.0
 
     @property
     def threads(self) -> int:
         return _ROUTER_WARPS * 32
+
+    @property
+    def logits(self) -> int:
+        """Of a row."""
+        return self.experts if self.gated else self.experts - self.shared
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of inputs that not all routers have."""
+        there = {"bias": self.bias, "correction": self.corrected}
+        return tuple(name for name, is_there in there.items() if is_there)
 
     @property
     def shared_memory(self) -> int:
@@ -73,7 +90,7 @@ class RouterForm:
         return -(-rows // self.each)
 
     def blocks(self, rows: int) -> int:
-        return self.groups(rows) * -(-self.experts // _ROUTER_TILE)
+        return self.groups(rows) * -(-self.logits // _ROUTER_TILE)
 
     def most_errands(self, rows: int) -> int:
         """How many there may be."""
@@ -153,7 +170,19 @@ class ExpertKernels:
         each = 1 if rows == 1 else _ROUTED
         bias = experts.router_bias is not None
         numbers = (experts.count, experts.chosen, experts.shared)
-        return RouterForm(each, held, *numbers, experts.normalised, bias, experts.width, epsilon)
+        return RouterForm(
+            each,
+            held,
+            *numbers,
+            experts.normalised,
+            bias,
+            experts.width,
+            epsilon,
+            gated=experts.gated,
+            scoring=experts.scoring,
+            corrected=experts.correction is not None,
+            scale=experts.scale,
+        )
 
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
@@ -163,15 +192,16 @@ class ExpertKernels:
             raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
         pairs = rows * form.chosen
         of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
-        bias = [] if experts.router_bias is None else [experts.router_bias]
+        may_be = (experts.router_bias, experts.correction)
+        optional = [array for array in may_be if array is not None]
         kernel = self._kernel(route_source, form)
         return kernel(
-            inputs=[hidden, norm.weight, experts.router, *bias, self._routed],
+            inputs=[hidden, norm.weight, experts.router, *optional, self._routed],
             grid=(form.blocks(rows) * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=[
                 (rows, width),
-                (rows, form.experts),
+                (rows, form.logits),
                 *of_pairs,
                 (form.most_errands(rows), _ERRAND),
             ],
@@ -248,9 +278,14 @@ def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = Fa
 
 def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
-    flags = f"{flag(form.normalised)}, {flag(form.bias)}"
-    constants = f"{TYPES[dtype]}, {numbers}, {flags}, {form.held}"
-    rows, bias = "x_shape[0]", "bias" if form.bias else "nullptr"
+    constants = f"{TYPES[dtype]}, {numbers}, {flag(form.bias)}, {form.held}"
+    rows = "x_shape[0]"
+    bias, correction = (
+        name if name in form.optional else "nullptr" for name in ("bias", "correction")
+    )
+    flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
+    scoring = f"kernels::Scoring::{form.scoring.value}"
+    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {real(form.scale)}}}"
     pairs = f"{rows} * {form.chosen}"
     bound = f"{form.experts} + {pairs} / {form.held}"
     return KernelSource(
@@ -258,11 +293,11 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
         body=(
             f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
-            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, done, normed, "
-            f"logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
+            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, {choice}, done, "
+            f"normed, logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
             f"{real(form.epsilon)}, most);"
         ),
-        inputs=("x", "norm", "router", *(("bias",) if form.bias else ()), "done"),
+        inputs=("x", "norm", "router", *form.optional, "done"),
         outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
         shared_memory=form.shared_memory,
     )

@@ -20,6 +20,13 @@ class Activation(Enum):
     CLAMPED_SILU = "ClampedSilu"
 
 
+class Scoring(Enum):
+    """What experts' scores are of their logits; the value is its name in route.cu."""
+
+    SOFTMAX = "kSoftmax"
+    SIGMOID = "kSigmoid"
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm of the rows before the product; `weight` is (inputs,)."""
@@ -97,14 +104,18 @@ def arrays_of(weight: Weight) -> list[mx.array]:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """MLPs of one size, of which each row goes through the `chosen` that its router gives the
-    largest logits.
+    largest scores.
 
-    router: (experts, width). gate_up: (2 * experts * inner, width), the gates of all experts and
-        then the ups. down: (experts * width, inner). normalised: what a row's experts give is
-        weighted by the softmax of their logits alone; otherwise by that of all experts'.
-    router_bias: (experts,). biases: of `gate_up` and of `down`, a number for each of their lines.
+    router: (experts, width), or without those that are shared. gate_up: (2 * experts * inner,
+        width), the gates of all experts and then the ups. down: (experts * width, inner).
+    normalised: what a row's experts give is weighted by their scores over the sum of these: of a
+        softmax, that of their logits alone; otherwise by the scores as they are among all experts'.
+    router_bias: (experts,), of logits. biases: of `gate_up` and of `down`, a number for each of
+        their lines.
     shared: so many of the experts, the last, are every row's, and are among the `chosen`; what they
-        give is weighted by the sigmoids of their logits.
+        give is weighted by the sigmoids of their logits, or by 1 where the router has none.
+    correction: (experts that are not shared,) float32, added to scores, which are sigmoids then,
+        for the choice alone. scale: of the weights of experts that are not shared.
     """
 
     router: mx.array
@@ -116,10 +127,18 @@ class Experts:
     router_bias: mx.array | None = None
     biases: tuple[mx.array, mx.array] | None = None
     shared: int = 0
+    scoring: Scoring = Scoring.SOFTMAX
+    correction: mx.array | None = None
+    scale: float = 1.0
 
     @property
     def count(self) -> int:
-        return self.router.shape[0]
+        return self.down.shape[0] // self.width
+
+    @property
+    def gated(self) -> bool:
+        """Whether the router has logits of all experts."""
+        return self.router.shape[0] == self.count
 
     @property
     def width(self) -> int:

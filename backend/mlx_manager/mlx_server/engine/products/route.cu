@@ -5,8 +5,11 @@
 //   given = down(gated)
 //   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
 //
+// Some routers score by the sigmoid of each logit instead, and choose by that plus a correction of
+// each expert. Weights are multiplied by `scale`.
+//
 // Some layers have experts that all rows share, the last SHARED, which are always among the CHOSEN:
-// their weights are sigmoids of their logits.
+// their weights are sigmoids of their logits, or 1 where the router has none for them.
 //
 // with biases behind the router, and behind gate, up and down, where there are any.
 //
@@ -57,14 +60,35 @@ __device__ __forceinline__ int sum_up_to(int x, int lane) {
   return x;
 }
 
-// A block has EACH rows, up to 8, and 16 experts. NORMALISED: a row's weights add up to 1; otherwise
-// they are those of a softmax over all experts. BIAS: a number of each expert is added to its logits.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool NORMALISED,
+__device__ __forceinline__ float sigmoid_of(float x) {
+  return 1.f / (1.f + power_of_two(-x * kLog2e));
+}
+
+// What an expert's score is made of its logit by.
+enum class Scoring { kSoftmax, kSigmoid };
+
+// How a row's experts are chosen and weighted. GATED: there are logits of those that are shared,
+// too. NORMALISED: a row's weights add up to 1, before they are scaled; otherwise they are the
+// scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction.
+template <Scoring SCORING, bool GATED, bool NORMALISED, bool CORRECTED>
+struct Choice {
+  static constexpr bool kSigmoid = SCORING == Scoring::kSigmoid, kGated = GATED;
+  static constexpr bool kNormalised = NORMALISED, kCorrected = CORRECTED;
+  static_assert(kSigmoid || !CORRECTED);
+
+  const float* correction;
+  float scale;
+};
+
+// A block has EACH rows, up to 8, and 16 experts. CHOICE: see `Choice`. BIAS: a number of each
+// expert is added to its logits.
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, typename CHOICE,
           bool BIAS>
 struct Router {
   static constexpr int OWN = EXPERTS - SHARED, OWN_CHOSEN = CHOSEN - SHARED;
-  static constexpr int SHARES = WARPS / EACH, OF_LANE = (EXPERTS + 31) / 32;
-  static constexpr int TILE = 16, TILES = (EXPERTS + TILE - 1) / TILE, COLUMNS = 8;
+  static constexpr int LOGITS = CHOICE::kGated ? EXPERTS : OWN;
+  static constexpr int SHARES = WARPS / EACH, OF_LANE = (OWN + 31) / 32;
+  static constexpr int TILE = 16, TILES = (LOGITS + TILE - 1) / TILE, COLUMNS = 8;
   // Pieces of 16 bytes that 4 lanes take of a row, and how often a warp asks for weights before the
   // rows are normed.
   static constexpr int PIECES = 4, EARLY = 4;
@@ -114,13 +138,13 @@ struct Router {
 
   __device__ __forceinline__ Weights weights_at(const T* router, int first, int turn) const {
     const int pieces = inputs / 8, piece = (turn * WARPS + warp) * PIECES;
-    const int upper = first + lane / 4, lower = upper + 8, last = EXPERTS - 1;
+    const int upper = first + lane / 4, lower = upper + 8, last = LOGITS - 1;
     if (piece >= pieces) return {};
     const uint4* of = reinterpret_cast<const uint4*>(router) + piece + lane % 4;
     return {of[(upper < last ? upper : last) * pieces], of[(lower < last ? lower : last) * pieces]};
   }
 
-  // Leaves the logits of experts from `first` on; those of a row are EXPERTS.
+  // Leaves the logits of experts from `first` on; those of a row are LOGITS.
   __device__ __forceinline__ void multiply(const T* router, const T* bias, int first,
                                            const Weights (&early)[EARLY], float* logits) {
     const T* type = nullptr;
@@ -145,25 +169,35 @@ struct Router {
     for (int e = 0; e < 4; e++) own[e / 2 * 8 * COLUMNS + e % 2] = sums[e];
     __syncthreads();
     const int expert = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS;
-    if (expert < TILE && first + expert < EXPERTS && column < rows) {
+    if (expert < TILE && first + expert < LOGITS && column < rows) {
       float sum = BIAS ? float(bias[first + expert]) : 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += merged[w * TILE * COLUMNS + threadIdx.x];
-      logits[column * EXPERTS + first + expert] = float(T(sum));
+      logits[column * LOGITS + first + expert] = float(T(sum));
     }
   }
 
-  // Of equal logits the first is the larger.
-  __device__ __forceinline__ void choose(const float* logits, int* chosen, float* scores) {
+  // Of equal ones the first is the larger.
+  __device__ __forceinline__ void choose(const float* logits, const CHOICE& choice, int* chosen,
+                                         float* scores) {
     const int row = warp;
     if (row >= rows) return;
-    float own[OF_LANE], all = 0.f, top = 0.f, total = 0.f, score = 0.f;
+    // What a lane's experts are chosen by, and their scores where that is something else.
+    float own[OF_LANE], plain[CHOICE::kCorrected ? OF_LANE : 1];
+    float all = 0.f, top = 0.f, total = 0.f, score = 0.f;
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < OF_LANE; i++) {
       const int expert = i * 32 + lane;
-      own[i] = expert < OWN ? read_shared_result(logits + row * EXPERTS + expert)
-                            : minus_infinity();
+      own[i] = minus_infinity();
+      if (expert < OWN) {
+        own[i] = read_shared_result(logits + row * LOGITS + expert);
+        if (CHOICE::kSigmoid) own[i] = sigmoid_of(own[i]);
+      }
+      if constexpr (CHOICE::kCorrected) {
+        plain[i] = own[i];
+        if (expert < OWN) own[i] += choice.correction[expert];
+      }
     }
 #pragma unroll
     for (int k = 0; k < OWN_CHOSEN; k++) {
@@ -184,15 +218,22 @@ struct Router {
           at = from;
         }
       }
-      if (k == 0) {
+      if (!CHOICE::kSigmoid && k == 0) {
         top = best;
-        if (!NORMALISED) {
+        if (!CHOICE::kNormalised) {
 #pragma unroll
           for (int i = 0; i < OF_LANE; i++) all += power_of_two((own[i] - top) * kLog2e);
           all = sum_of_lanes(all);
         }
       }
-      const float weight = power_of_two((best - top) * kLog2e);
+      float weight = CHOICE::kSigmoid ? best : power_of_two((best - top) * kLog2e);
+      if constexpr (CHOICE::kCorrected) {
+        float found = 0.f;
+#pragma unroll
+        for (int i = 0; i < OF_LANE; i++)
+          if (i * 32 + lane == at) found = plain[i];
+        weight = shuffle(found, at % 32);
+      }
       total += weight;
       if (lane == k) {
         score = weight;
@@ -202,11 +243,16 @@ struct Router {
       for (int i = 0; i < OF_LANE; i++)
         if (i * 32 + lane == at) own[i] = minus_infinity();
     }
-    score /= NORMALISED ? total : all;
+    if (CHOICE::kNormalised)
+      score /= CHOICE::kSigmoid ? total + 1e-20f : total;
+    else if (!CHOICE::kSigmoid)
+      score /= all;
+    score *= choice.scale;
     if (SHARED && lane >= OWN_CHOSEN && lane < CHOSEN) {
       mine = OWN + lane - OWN_CHOSEN;
-      const float logit = read_shared_result(logits + row * EXPERTS + mine);
-      score = 1.f / (1.f + power_of_two(-logit * kLog2e));
+      score = 1.f;
+      if constexpr (CHOICE::kGated)
+        score = sigmoid_of(read_shared_result(logits + row * LOGITS + mine));
     }
     if (lane < CHOSEN) {
       chosen[row * CHOSEN + lane] = mine;
@@ -259,16 +305,16 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
 
 // The last block of those that have the same rows chooses, and the last of all puts the pairs in
 // order. `done` counts them: all, and then those of the same rows.
-template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool NORMALISED,
-          bool BIAS, int HELD>
+template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool BIAS, int HELD,
+          typename CHOICE>
 __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
-                                           const T* bias, const int* done, T* normed,
-                                           float* logits, int* chosen, float* scores, int* places,
+                                           const T* bias, CHOICE choice, const int* done,
+                                           T* normed, float* logits, int* chosen, float* scores, int* places,
                                            int* order, int* errands, int rows, int inputs,
                                            float epsilon, int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
-  using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, NORMALISED, BIAS>;
+  using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, BIAS>;
   const int group = blockIdx.x / Own::TILES, tile = blockIdx.x % Own::TILES;
   const int first = group * EACH, left = rows - first;
   Own own;
@@ -284,11 +330,12 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
     early[turn] = own.weights_at(router, tile * Own::TILE, turn);
   own.norm_rows(x + (long)first * inputs, norm,
                 tile == 0 ? normed + (long)first * inputs : nullptr, epsilon);
-  own.multiply(router, bias, tile * Own::TILE, early, logits + (long)first * EXPERTS);
+  own.multiply(router, bias, tile * Own::TILE, early, logits + (long)first * Own::LOGITS);
   // What is behind the numbers is still read while these are written.
   int *numbers = reinterpret_cast<int*>(shared), *last = numbers + 3 * EXPERTS + 1;
   if (!arrives_last(done + 1 + group, Own::TILES, last)) return;
-  own.choose(logits + (long)first * EXPERTS, chosen + first * CHOSEN, scores + first * CHOSEN);
+  own.choose(logits + (long)first * Own::LOGITS, choice, chosen + first * CHOSEN,
+             scores + first * CHOSEN);
   if constexpr (EACH == 1) {
     // The only row: its pairs are in order as they are.
     const int i = threadIdx.x;

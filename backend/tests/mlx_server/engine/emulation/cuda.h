@@ -192,6 +192,7 @@ inline unsigned upper_halves(unsigned a, unsigned b) { return a >> 16 | (b & 0xf
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float shuffle_xor(float x, int lanes) { return group::exchange(x, group::lane() ^ lanes); }
 inline int shuffle(int x, int lane) { return group::exchange(x, lane); }
+inline float shuffle(float x, int lane) { return group::exchange(x, lane); }
 inline bool any_lane(bool x) {
   group::self().shown[0] = x;
   group::warp_barrier();

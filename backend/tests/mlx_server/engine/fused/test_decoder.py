@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Activation,
     Packed,
     Scaled,
+    Scoring,
     arrays_of,
 )
 from mlx_manager.mlx_server.models.weights import convert, forms_of
@@ -134,14 +135,20 @@ class PortableExperts:
             logits = logits + experts.router_bias
         shared, count = experts.shared, experts.chosen - experts.shared
         logits, always = mx.split(logits, [experts.count - shared], axis=1)
-        chosen = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
-        if experts.normalised:
-            scores = mx.softmax(mx.take_along_axis(logits, chosen, 1), axis=-1)
+        if experts.scoring is Scoring.SIGMOID:
+            scores = mx.sigmoid(logits)
         else:
-            scores = mx.take_along_axis(mx.softmax(logits, axis=-1), chosen, 1)
+            scores = mx.softmax(logits, axis=-1)
+        correction = 0.0 if experts.correction is None else experts.correction
+        chosen = mx.argpartition(-(scores + correction), count - 1, axis=-1)[:, :count]
+        scores = mx.take_along_axis(scores, chosen, 1)
+        if experts.normalised:
+            scores = scores / scores.sum(axis=1, keepdims=True)
+        scores = scores * experts.scale
         last = mx.arange(experts.count - shared, experts.count, dtype=chosen.dtype)
-        chosen = mx.concatenate([chosen, mx.broadcast_to(last, always.shape)], axis=1)
-        scores = mx.concatenate([scores, mx.sigmoid(always)], axis=1)
+        chosen = mx.concatenate([chosen, mx.broadcast_to(last, (len(scores), shared))], axis=1)
+        given = mx.sigmoid(always) if experts.gated else mx.ones((len(scores), shared))
+        scores = mx.concatenate([scores, given], axis=1)
         of = (experts.count, experts.inner, experts.width)
         gates, ups = plain(experts.gate_up).reshape(2, *of)
         downs = plain(experts.down).reshape(of[0], of[2], of[1])
@@ -475,7 +482,7 @@ def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
     assert of.experts.rows == set(CHECKED_ROWS)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "dots1"])
 def test_layers_with_experts_are_repeated_and_the_module_keeps_working(family):
     model = make(family, EXPERTS[family])
     tokens = mx.array([[5, 6, 7]])

@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.engine.products.experts import (
     mix_source,
     route_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Activation, Packed
+from mlx_manager.mlx_server.engine.products.factors import Activation, Packed, Scoring
 from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
@@ -27,7 +27,8 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """held: pairs of an errand. shared: of the chosen, experts that all rows have."""
+    """held: pairs of an errand. shared: of the chosen, experts that all rows have. gated: the router
+    has logits of those, too."""
 
     name: str
     rows: int
@@ -42,12 +43,22 @@ class Case:
     bias: bool = False
     dtype: mx.Dtype = BF16
     shared: int = 0
+    gated: bool = True
+    scoring: Scoring = Scoring.SOFTMAX
+    corrected: bool = False
+    scale: float = 1.0
 
     @property
     def router(self) -> RouterForm:
         numbers = (self.experts, self.chosen, self.shared)
-        of = (*numbers, self.normalised, self.bias, self.width)
-        return RouterForm(1 if self.rows == 1 else 8, self.held, *of, EPSILON)
+        of = (*numbers, self.normalised, self.bias, self.width, EPSILON)
+        how = (self.gated, self.scoring, self.corrected, self.scale)
+        return RouterForm(1 if self.rows == 1 else 8, self.held, *of, *how)
+
+    @property
+    def own(self) -> int:
+        """Of the chosen, experts that are not shared."""
+        return self.chosen - self.shared
 
     def form(self, inputs: int) -> WarpForm:
         packing = self.packing
@@ -66,6 +77,8 @@ class Case:
 
 
 FLOATS = Packing(4, 32, 64, floats=1)
+SIGMOID = {"scoring": Scoring.SIGMOID}
+CORRECTED = SIGMOID | {"corrected": True}
 CASES = [
     Case("one-row", 1, 16, 4),
     Case("few-rows", 5, 40, 8, normalised=False),
@@ -75,6 +88,17 @@ CASES = [
     Case("all-experts", 9, 4, 4),
     Case("shared", 6, 41, 9, shared=1),
     Case("shared-of-one-row", 1, 18, 6, shared=2, normalised=False),
+    Case("sigmoid", 9, 64, 4, **SIGMOID),
+    Case("sigmoid-as-it-is", 2, 40, 4, normalised=False, scale=0.5, **SIGMOID),
+    Case("sigmoid-of-one", 9, 12, 1, normalised=False, bias=True, **SIGMOID),
+    Case("corrected", 2, 64, 4, dtype=F16, **CORRECTED),
+    Case("corrected-of-one-row", 1, 128, 8, scale=2.5, **CORRECTED),
+    Case("corrected-as-it-is", 9, 128, 8, normalised=False, scale=1.8, **CORRECTED),
+    Case("corrected-shared", 9, 65, 5, shared=1, gated=False, scale=1.8, **CORRECTED),
+    Case("corrected-shared-of-one-row", 1, 130, 10, shared=2, gated=False, **CORRECTED),
+    Case("corrected-gated", 2, 66, 10, shared=2, normalised=False, scale=3.0, **CORRECTED),
+    Case("scaled", 9, 66, 8, normalised=False, shared=2, gated=False, scale=16.0),
+    Case("scaled-of-one-row", 1, 34, 4, shared=2, gated=False, scale=0.5),
     Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
     Case("packed-8-bits", 21, 8, 3, packing=Packing(8, 64, 64), held=16, dtype=F16),
     Case("packed-narrowly", 7, 8, 3, packing=Packing(4, 64, 64), width=192, bias=True),
@@ -118,9 +142,9 @@ def _of(packed: bool) -> list[Case]:
 def routing_entries(case: Case) -> list[tuple]:
     """What routes, and what mixes."""
     of, route = case.dtype, route_source(case.dtype, case.router)
-    bias = [of] if case.bias else []
+    optional = [of] * case.bias + [F32] * case.corrected
     return [
-        (route, (of, of, of, *bias, I32), (of, F32, I32, F32, I32, I32, I32)),
+        (route, (of, of, of, *optional, I32), (of, F32, I32, F32, I32, I32, I32)),
         (mix_source(of, case.chosen), (of, of, I32, F32), (of,)),
     ]
 
@@ -146,10 +170,11 @@ class Problem:
         self.case = case
         self.rng = np.random.default_rng(seed)
         self.x, self.norm = self.draw(case.rows, case.width), self.draw(case.width)
-        self.router = self.draw(case.experts, case.width, scale=case.width**-0.5)
+        self.router = self.draw(case.router.logits, case.width, scale=case.width**-0.5)
+        self.correction = self.rng.normal(size=case.experts - case.shared).astype(np.float32)
         self.gate_up, self.gate_up_arrays = self.weight(2 * case.experts * case.inner, case.width)
         self.down, self.down_arrays = self.weight(case.experts * case.width, case.inner)
-        sizes = (case.experts, 2 * case.experts * case.inner, case.experts * case.width)
+        sizes = (case.router.logits, 2 * case.experts * case.inner, case.experts * case.width)
         self.biases = [self.draw(size) if case.bias else np.zeros(size) for size in sizes]
 
     def bias(self, number: int) -> list[np.ndarray]:
@@ -175,17 +200,27 @@ class Problem:
     def logits(self, normed: np.ndarray) -> np.ndarray:
         return rounded(normed @ self.router.T + self.biases[0], self.case.dtype)
 
-    def scores(self, chosen: np.ndarray, normed: np.ndarray) -> np.ndarray:
-        logits = self.logits(normed)
+    def competing(self, normed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the experts that are not shared: what each is chosen by, and what it is weighted by
+        before that is normalised or scaled."""
+        case = self.case
+        logits = self.logits(normed)[:, : case.experts - case.shared]
+        if case.scoring is Scoring.SIGMOID:
+            scores = sigmoid(logits)
+            return scores + self.correction * case.corrected, scores
         weights = np.exp(logits - logits.max(1, keepdims=True))
-        own = np.take_along_axis(weights, chosen, 1)
-        shared = self.case.shared
-        competing = (own, -shared) if self.case.normalised else (weights, -shared)
-        scores = own / _all_but(*competing).sum(1, keepdims=True)
-        if shared:
-            logits = np.take_along_axis(logits, chosen, 1)
-            scores[:, -shared:] = 1 / (1 + np.exp(-logits[:, -shared:]))
-        return scores
+        return logits, weights / weights.sum(1, keepdims=True)
+
+    def scores(self, chosen: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        case = self.case
+        _, scores = self.competing(normed)
+        own = np.take_along_axis(scores, chosen[:, : case.own], 1)
+        if case.normalised:
+            own = own / own.sum(1, keepdims=True)
+        shared = np.ones((case.rows, case.shared))
+        if case.gated and case.shared:
+            shared = sigmoid(self.logits(normed)[:, -case.shared :])
+        return np.concatenate([own * case.scale, shared], axis=1)
 
     def result(self, chosen: np.ndarray, scores: np.ndarray, normed: np.ndarray) -> np.ndarray:
         of = self.case
@@ -204,8 +239,8 @@ class Problem:
         return out
 
 
-def _all_but(numbers: np.ndarray, last: int) -> np.ndarray:
-    return numbers[:, : last or None]
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-logits))
 
 
 def unset(*shape: int, dtype) -> np.ndarray:
@@ -221,7 +256,7 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
     pairs, done = case.rows * case.chosen, np.zeros(1 + case.router.groups(case.rows), np.int32)
     out = [
         unset(case.rows, case.width, dtype=of),
-        np.full((case.rows, case.experts), np.nan, np.float32),
+        np.full((case.rows, case.router.logits), np.nan, np.float32),
         np.full((case.rows, case.chosen), -1, np.int32),
         np.full((case.rows, case.chosen), np.nan, np.float32),
         np.full(pairs, -1, np.int32),
@@ -229,7 +264,7 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
         np.full((case.router.most_errands(case.rows), 4), -1, np.int32),
     ]
     given = [bits(array, of) for array in (problem.x, problem.norm, problem.router)]
-    given += problem.bias(0)
+    given += problem.bias(0) + [problem.correction] * case.corrected
     threads = case.router.threads
     grid = (case.router.blocks(case.rows) * threads, 1, 1)
     library, number = kernels.routing
@@ -239,14 +274,13 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_row_gets_the_experts_of_its_largest_logits(kernels, case):
+def test_a_row_gets_the_experts_of_its_largest_scores(kernels, case):
     problem = Problem(case, seed=7)
     normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
     np.testing.assert_allclose(floats(normed, case.dtype), problem.normed, rtol=1e-2, atol=1e-6)
     exact = floats(normed, case.dtype)
-    logits = problem.logits(exact)
-    own, competing = case.chosen - case.shared, _all_but(logits, -case.shared)
-    kept = np.sort(np.take_along_axis(logits, chosen, 1)[:, :own], 1)
+    own, (competing, _) = case.own, problem.competing(exact)
+    kept = np.sort(np.take_along_axis(competing, chosen[:, :own], 1), 1)
     np.testing.assert_allclose(kept, np.sort(competing, 1)[:, -own:], rtol=1e-2, atol=1e-3)
     assert np.all(chosen[:, own:] == np.arange(case.experts - case.shared, case.experts))
     assert all(len(set(row)) == case.chosen for row in chosen)
