@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from engine.common_decoders import DIMENSIONS, GEMMA3, MODELS, make
+from engine.common_decoders import CORRECTED, DIMENSIONS, EXPERTS, GEMMA3, MODELS, drawn, make
 from engine.portable import Portable, plainly
+from mlx import nn
+from mlx_lm.models import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    glm4_moe,
+    glm4_moe_lite,
+    minimax,
+    mistral4,
+)
 
-from mlx_manager.mlx_server.engine.fused.anatomy import Common
+from mlx_manager.mlx_server.engine.fused.anatomy import Choice, Common, NotFusable, Routes
 from mlx_manager.mlx_server.engine.fused.check import check
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.products.factors import Scoring
 
 PAGE = 16
 MINISTRAL = {
@@ -75,3 +87,98 @@ def test_a_module_with_a_language_model_alone_is_that(tied):
 def test_a_device_without_kernels_is_the_reason():
     declined = FusedDecoder.build(make("llama", {}), PAGE, lambda _: Unsupported("no GPU here"))
     assert declined == Unsupported("the module is no common decoder: no GPU here")
+
+
+IN_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+AS_THEY_ARE = {"norm_topk_prob": False, "n_shared_experts": None}
+# Layers with a router of their own kind, and what differs from `CORRECTED`.
+SIGMOIDS = [
+    (glm4_moe, "MoE", {}),
+    (glm4_moe, "MoE", AS_THEY_ARE),
+    (glm4_moe, "MoE", {"num_experts_per_tok": 1}),
+    (glm4_moe, "MoE", {"n_group": 2, "topk_group": 2}),
+    (glm4_moe_lite, "Glm4MoeLiteMoE", {}),
+    (glm4_moe_lite, "Glm4MoeLiteMoE", AS_THEY_ARE),
+    (deepseek_v3, "DeepseekV3MoE", {"n_shared_experts": 1}),
+    (dots1, "Dots1MoE", {"mlp_bias": False}),
+]
+ROUTED = [*SIGMOIDS, (deepseek_v2, "DeepseekV2MoE", {"topk_method": "greedy"})]
+
+
+def routed_layer(module, name: str, changes: dict) -> nn.Module:
+    config = DIMENSIONS | EXPERTS["glm4_moe"] | {"rope_scaling": {}} | changes
+    mx.random.seed(5)
+    layer = getattr(module, name)(module.ModelArgs.from_dict({"model_type": "", **config}))
+    layer.apply(drawn)
+    return layer
+
+
+def scores_of(choice: Choice, logits: mx.array) -> np.ndarray:
+    """(rows, experts): what experts are weighted by, those that are not chosen by 0."""
+    sigmoid = choice.scoring is Scoring.SIGMOID
+    scores = np.array(mx.sigmoid(logits) if sigmoid else mx.softmax(logits, axis=-1))
+    by = scores if choice.correction is None else scores + np.array(choice.correction)
+    last = np.argsort(-by, axis=1)[:, choice.chosen :]
+    np.put_along_axis(scores, last, 0.0, axis=1)
+    if choice.normalised:
+        scores /= scores.sum(1, keepdims=True)
+    return scores * choice.scale
+
+
+@pytest.mark.parametrize(("module", "name", "changes"), ROUTED)
+def test_routers_choose_and_weigh_as_they_are_read(module, name, changes):
+    layer = routed_layer(module, name, changes)
+    routes = Routes.of(layer)
+    assert routes is not None
+    x = mx.random.normal((40, 64))
+    chosen, scores = layer.gate(x[None])
+    wanted = np.zeros((40, routes.router.weight.shape[0]), np.float32)
+    np.put_along_axis(wanted, np.array(chosen[0]), np.array(scores[0]), axis=1)
+    mine = scores_of(routes.choice, x @ routes.router.weight.T)
+    np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("module", "name", "changes"), ROUTED)
+def test_what_all_rows_go_through_without_a_gate_is_so_many_experts(module, name, changes):
+    routes = Routes.of(routed_layer(module, name, changes))
+    assert routes is not None
+    shared = (CORRECTED | changes)["n_shared_experts"]
+    assert (routes.shared and (routes.shared.gate, routes.shared.times)) == (
+        shared and (None, shared)
+    )
+
+
+@pytest.mark.parametrize(("module", "name", "changes"), SIGMOIDS)
+def test_experts_that_are_chosen_in_groups_are_declined(module, name, changes):
+    layer = routed_layer(module, name, changes | IN_GROUPS)
+    with pytest.raises(NotFusable, match="in groups"):
+        Routes.of(layer)
+
+
+def test_groups_are_the_reason_that_a_whole_model_is_declined():
+    of = EXPERTS["glm4_moe"] | IN_GROUPS
+    declined = FusedDecoder.build(make("glm4_moe", of), PAGE, Portable)
+    assert "experts that are chosen in groups" in declined.reason
+
+
+def test_deepseek_v2_s_groups_are_declined_where_it_chooses_by_them():
+    by_groups = IN_GROUPS | {"topk_method": "group_limited_greedy"}
+    with pytest.raises(NotFusable, match="in groups"):
+        Routes.of(routed_layer(deepseek_v2, "DeepseekV2MoE", by_groups))
+    greedy = IN_GROUPS | {"topk_method": "greedy"}
+    assert Routes.of(routed_layer(deepseek_v2, "DeepseekV2MoE", greedy)) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(minimax, "MiniMaxSparseMoeBlock"), (mistral4, "Mistral4MoE")]
+)
+def test_routers_without_a_module_that_says_how_they_score_are_not_guessed(module, name):
+    sizes = {"num_local_experts": 6, "shared_intermediate_size": 64, "rotary_dim": 16}
+    sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    assert Routes.of(routed_layer(module, name, sizes | {"qk_rope_head_dim": 16})) is None
+
+
+def test_shared_experts_that_are_stored_otherwise_are_declined():
+    layer = routed_layer(glm4_moe, "MoE", {})
+    nn.quantize(layer.shared_experts, group_size=32, bits=8)
+    assert Routes.of(layer) is None

@@ -299,6 +299,23 @@ def test_a_row_gets_the_experts_of_its_largest_scores(kernels, case):
     assert np.all(errands[len(there) :, 2] == 0)
 
 
+SIGMOIDS = [case for case in CASES if case.scoring is Scoring.SIGMOID]
+
+
+@pytest.mark.parametrize("case", SIGMOIDS, ids=lambda case: case.name)
+def test_of_equal_scores_those_of_the_first_experts_are_chosen(kernels, case):
+    problem = Problem(case, seed=3)
+    problem.router[:] = 0
+    problem.biases[0][:] = 0
+    count = problem.correction.size
+    # A quarter of the experts, which are not the first.
+    problem.correction[:] = np.arange(count) % 4 == 3
+    chosen = routed(problem, kernels(case))[2]
+    by = problem.correction * case.corrected
+    first = np.argsort(-by, kind="stable")[: case.own]
+    assert np.array_equal(chosen[:, : case.own], np.tile(first, (case.rows, 1)))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     of, problem = case.dtype, Problem(case, seed=CASES.index(case))
@@ -350,7 +367,18 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
     assert 128 % form.outputs == 0
 
 
-@pytest.mark.parametrize("name", ["one-row", "many-rows", "shared", "packed", "floats-bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one-row",
+        "many-rows",
+        "shared",
+        "corrected-shared",
+        "corrected-shared-of-one-row",
+        "packed",
+        "floats-bias",
+    ],
+)
 def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):
     (case,) = (case for case in CASES if case.name == name)
     nvidia_accepts([*routing_entries(case), *product_entries(case)])

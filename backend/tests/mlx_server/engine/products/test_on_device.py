@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Link,
     Norm,
     Packed,
+    Scoring,
     Weight,
 )
 
@@ -203,6 +204,41 @@ def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     kept = np.sort(np.take_along_axis(logits, of_rows[:, :-shared], 1), 1)
     largest = np.sort(logits[:, :-shared], 1)[:, shared - chosen :]
     np.testing.assert_allclose(kept, largest, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize(("count", "chosen"), [(64, 4), (128, 8)])
+def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chosen):
+    shared, width, inner = 1, 512, 256
+    (x, exact), (router, _) = random(rows, width), random(count, width)
+    gate_up, _ = weight(2 * (count + shared) * inner, width, None)
+    down, _ = weight((count + shared) * width, inner, None)
+    router, correction = router * width**-0.5, mx.random.normal((count,))
+    experts = Experts(
+        router,
+        gate_up,
+        down,
+        chosen + shared,
+        normalised=True,
+        shared=shared,
+        scoring=Scoring.SIGMOID,
+        correction=correction,
+        scale=1.8,
+    )
+    assert kernels.experts.serves(experts)
+    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    logits = normed(exact) @ np.array(router.astype(mx.float32)).T
+    plain = 1 / (1 + np.exp(-logits))
+    corrected = plain + np.array(correction)
+    of_rows, scores = np.array(made[2]), np.array(made[3])
+    assert np.all(of_rows[:, -1] == count)
+    assert np.all(scores[:, -1] == 1)
+    of_rows = of_rows[:, :-1]
+    kept = np.sort(np.take_along_axis(corrected, of_rows, 1), 1)
+    np.testing.assert_allclose(kept, np.sort(corrected, 1)[:, -chosen:], rtol=2e-2, atol=2e-2)
+    own = np.take_along_axis(plain, of_rows, 1)
+    wanted = 1.8 * own / own.sum(1, keepdims=True)
+    np.testing.assert_allclose(scores[:, :-1], wanted, rtol=2e-2)
 
 
 def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
