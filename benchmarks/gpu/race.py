@@ -109,7 +109,7 @@ def race_steps(shape: str, folder: Path, options: argparse.Namespace) -> None:
             worker = Worker(name, folder, python, environment)
             stack.callback(worker.close)
             workers.append(worker)
-        for worker in workers:
+            # One after the other: vLLM takes for its own what others allot meanwhile.
             print(worker.name, worker.wait(), file=sys.stderr, flush=True)
         table = []
         peers = [name for name in options.sides if name != "ours"]
