@@ -50,6 +50,12 @@ MODELS = {
         },
     ),
     "qwen2": ("qwen2", {}),
+    # Of whose layers some have no rotation.
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "glm4": (
+        "glm4",
+        {"head_dim": 32, "attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "phi3": ("phi3", {}),
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE}),

@@ -31,6 +31,7 @@ from mlx_lm.models import (
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
+from mlx_lm.models.smollm3 import NoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
@@ -42,7 +43,9 @@ class NotFusable(Exception):
     """The module is no common decoder; the message says what is different."""
 
 
-_ROPES = (nn.RoPE, Llama3RoPE, YarnRoPE, SuScaledRoPE, ProportionalRoPE)
+_ROPES = (nn.RoPE, Llama3RoPE, YarnRoPE, SuScaledRoPE, ProportionalRoPE, NoPE)
+# Of a rotation that does nothing, which is taken for one of no frequency.
+_UNTURNED = 16
 _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
@@ -79,6 +82,10 @@ _NORMS = (
     (
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    (
+        ("input_layernorm", "post_self_attn_layernorm"),
+        ("post_attention_layernorm", "post_mlp_layernorm"),
     ),
 )
 _BODY = {"embed_tokens", "layers", "norm"}
@@ -309,12 +316,7 @@ class Anatomy(Surroundings):
             sizes = {norm.weight.size for norm in head_norms}
             epsilons = {norm.eps for norm in head_norms}
             _expect(sizes == {dim} and len(epsilons) == 1, "norms over all heads at once")
-        dims = (
-            attention.rope.dim
-            if isinstance(attention.rope, SuScaledRoPE)
-            else (attention.rope.dims)
-        )
-        traditional = not isinstance(attention.rope, SuScaledRoPE) and attention.rope.traditional
+        dims, traditional = _turned(attention.rope)
         _expect(traditional or dims % 16 == 0, f"rotation of {dims} elements")
         return Anatomy(
             qkv=qkv,
@@ -415,6 +417,8 @@ class Rotation:
             case nn.RoPE():
                 turns = np.arange(0, rotary.dims, 2) / rotary.dims
                 frequencies, amplitude = rope.base**-turns * rope.scale, 1.0
+            case NoPE():
+                frequencies, amplitude = np.zeros(rotary.dims // 2), 1.0
             case SuScaledRoPE():
                 frequencies, amplitude = 1 / np.array(rope._freqs, np.float64), rope._scale
             case YarnRoPE():
@@ -528,6 +532,17 @@ class Common:
 @partial(mx.compile, shapeless=True)
 def _capped(logits: mx.array, most: float) -> mx.array:
     return mx.tanh(logits / most) * most
+
+
+def _turned(rope: nn.Module) -> tuple[int, bool]:
+    """How many elements of a head `rope` turns, and whether pairs are neighbours."""
+    match rope:
+        case NoPE():
+            return _UNTURNED, False
+        case SuScaledRoPE():
+            return rope.dim, False
+        case _:
+            return rope.dims, rope.traditional
 
 
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
