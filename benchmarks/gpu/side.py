@@ -124,10 +124,12 @@ class Vllm:
 
         how: Any = {"gpu_memory_utilization": 0.4, "max_model_len": 16384, "max_num_seqs": 128}
         if (folder / "vllm").exists():
-            # Weights of its own drawing. FlashInfer's prefill wants a compiler and minutes.
+            # Weights of its own drawing.
             folder = folder / "vllm"
             how |= {"load_format": "dummy", "skip_tokenizer_init": True}
-            how |= {"language_model_only": True, "gdn_prefill_backend": "triton"}
+            if "vision_config" in json.loads((folder / "config.json").read_text()):
+                # FlashInfer's prefill wants a compiler and minutes.
+                how |= {"language_model_only": True, "gdn_prefill_backend": "triton"}
         self._llm = LLM(str(folder), **how)
 
     def told(self) -> dict[str, Any]:

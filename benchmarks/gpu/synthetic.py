@@ -291,11 +291,29 @@ def write(shape: str, folder: Path, bits: int | None = None) -> Path:
 
 
 def vllm_config_of(shape: str) -> dict[str, Any] | None:
-    """What vLLM wants to see where it is not the same: it has Qwen 3.5 with eyes alone, which are
-    not opened. The states are float32, as in ours."""
+    """What vLLM wants to see where it is not the same, for weights of its own drawing."""
     config = config_of(shape)
-    if config["model_type"] != "qwen3_5":
-        return None
+    match config["model_type"]:
+        case "qwen3_5":
+            return _with_eyes(config)
+        case "glm4_moe_lite":
+            names = ("model_type", "architectures", "num_hidden_layers", "vocab_size")
+            return {name: config[name] for name in (*names, "rms_norm_eps")} | {
+                "dtype": "bfloat16",
+                "rope_parameters": {"rope_theta": config["rope_theta"], "rope_type": "default"},
+                # As published, and what mlx-lm's module has of itself.
+                "first_k_dense_replace": 1,
+                "moe_layer_freq": 1,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "num_nextn_predict_layers": 0,
+            }
+    return None
+
+
+def _with_eyes(config: dict[str, Any]) -> dict[str, Any]:
+    """Qwen 3.5, which vLLM has with eyes alone, which are not opened. The states are float32, as
+    in ours."""
     kinds = ["linear_attention"] * (config["full_attention_interval"] - 1) + ["full_attention"]
     rotary = dict(config["rope_parameters"])
     rotary |= {"rope_type": rotary.pop("type"), "mrope_interleaved": True}
