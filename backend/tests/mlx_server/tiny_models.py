@@ -110,6 +110,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": DECODER
     | {"num_hidden_layers": 4, "sliding_window": 32, "sliding_window_pattern": 2},
     "deepseek_v3": DECODER | LATENT | ROUTED,
+    # Latent attention without experts.
+    "glm4_moe_lite": DECODER | LATENT | ROUTED | {"first_k_dense_replace": 2},
     "gpt_oss": DECODER
     | {
         "num_local_experts": 4,

@@ -33,7 +33,12 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import carrier
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
-from mlx_manager.mlx_server.engine.kv.kernels import BuildKernels, BuildWriter, KernelSet
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    BuildKernels,
+    BuildLatents,
+    BuildWriter,
+    KernelSet,
+)
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.likeness import (
     MARGIN,
@@ -119,9 +124,10 @@ def choose(  # noqa: PLR0917
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
     writers: BuildWriter = gpu.build_writer,
+    latents: BuildLatents = gpu.building_latents,
 ) -> Forward:
     """`choosing` in one go."""
-    return finish(choosing(model, page_size, kernels, compile, deltas, writers))
+    return finish(choosing(model, page_size, kernels, compile, deltas, writers, latents))
 
 
 def choosing(  # noqa: PLR0917
@@ -131,13 +137,14 @@ def choosing(  # noqa: PLR0917
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
     writers: BuildWriter = gpu.build_writer,
+    latents: BuildLatents = gpu.building_latents,
 ) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
     Pauses within each pass through the model, so that others' steps fit in between.
 
-    kernels, deltas, writers: what builds a GPU's kernels; there are none on a CPU. compile: of
-    fused steps.
+    kernels, deltas, writers, latents: what builds a GPU's kernels; there are none on a CPU.
+    compile: of fused steps.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
@@ -145,7 +152,9 @@ def choosing(  # noqa: PLR0917
     yield from computing_chunks(model)
     reference = yield from Reference.of(model, page_size)
     built = KernelSet(kernels, build_writer=writers)
-    decoder = FusedDecoder.building(model, page_size, built.find, compile=compile, deltas=deltas)
+    decoder = FusedDecoder.building(
+        model, page_size, built.find, compile=compile, deltas=deltas, latents=latents
+    )
     forward = yield from _first_right(model, built, decoder, reference)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # What draws is compiled and checked here, and not in the step of whoever draws first.

@@ -105,6 +105,27 @@ HYBRIDS = {
         "moe_intermediate_size": 64,
     },
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": None,
+}
+# With ranks and sizes that are multiples of a group.
+PACKABLE = {**LATENT, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# Latent attention, with and without a rank of its own for queries.
+LATENTS = {
+    "rank": ("glm4_moe_lite", LATENT),
+    "no rank": ("glm4_moe_lite", {**LATENT, "q_lora_rank": None}),
+    "biases": ("glm4_moe_lite", {**LATENT, "attention_bias": True}),
+    "yarn": (
+        "deepseek_v3",
+        {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+}
 # Routers that score by sigmoids, corrected for the choice; experts shared without a gate; a first
 # layer without experts.
 CORRECTED = {
@@ -147,6 +168,8 @@ EXPERTS = {
         "rope_scaling": {**YARN, "factor": 32.0},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "glm4_moe_lite": {**CORRECTED, **PACKABLE, "n_routed_experts": 6},
+    "deepseek_v3": {**CORRECTED, **PACKABLE, "n_routed_experts": 6},
     "glm4_moe": {**CORRECTED, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     # Without norms of q and k, and with weights that don't add up to the scale.
     "solar_open": {

@@ -5,7 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Pools, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import (
+    AttentionShape,
+    ChunkPlan,
+    LatentShape,
+    Pools,
+    Rotary,
+    Splits,
+)
 
 
 class PortableWriter:
@@ -100,6 +107,75 @@ class Portable:
         return mx.fast.scaled_dot_product_attention(
             q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
         )[0]
+
+
+class PortableLatents:
+    """`LatentKernels`, as `kernels.building_latents` would give them."""
+
+    def __init__(self, shape: LatentShape) -> None:
+        self.shape = shape
+
+    @staticmethod
+    def building(shape: LatentShape, *, traditional: bool):
+        yield None
+        return PortableLatents(shape)
+
+    plan = Portable.plan
+
+    def chunk_plan(self, runs) -> ChunkPlan:
+        runs = [(run.first, run.count, run.row, run.length) for run in runs]
+        return ChunkPlan(items=mx.array(runs, mx.int32), parts=0)
+
+    def write(
+        self, projected, rotation, norms, latents, turns, slots, *, traditional, epsilon
+    ):  # fmt: skip
+        of = self.shape
+        ends = [of.queried, of.queried + of.rank, of.queried + of.rank + of.dims]
+        queries, latent, key, _ = mx.split(projected, ends, axis=1)
+        put(latents, mx.fast.rms_norm(latent, norms[1], epsilon)[:, None], slots)
+        rotary = Rotary(of.dims, traditional, None)
+        put(turns, turned(key[:, None], rotation[: len(key)], rotary), slots)
+        return queries if norms[0] is None else mx.fast.rms_norm(queries, norms[0], epsilon)
+
+    def attend(
+        self, absorbed, queries, rotation, latents, turns, table, lengths, *,
+        scale, splits, traditional,
+    ):  # fmt: skip
+        pages = np.array(table)[np.array(splits.items)[:, 1]]
+        sees = np.array(lengths)[: absorbed.shape[1]].tolist()
+        of_rows = list(zip(pages, sees, strict=False))
+        pools = (latents, turns)
+        return self._attended(absorbed, queries, rotation, pools, of_rows, scale, traditional)
+
+    def attend_chunks(
+        self, absorbed, queries, rotation, latents, turns, table, plan, *, scale, traditional
+    ):
+        table = np.array(table)
+        of_rows = {}
+        for first, count, row, length in np.array(plan.items).tolist():
+            for number in range(count):
+                of_rows[first + number] = (table[row], length + number)
+        of_rows = [of_rows[number] for number in range(absorbed.shape[1])]
+        pools = (latents, turns)
+        return self._attended(absorbed, queries, rotation, pools, of_rows, scale, traditional)
+
+    def _attended(self, absorbed, queries, rotation, pools, of_rows, scale, traditional):
+        of, size = self.shape, self.shape.page_size
+        tokens = absorbed.shape[1]
+        own = queries.reshape(tokens, of.q_heads, -1)[..., of.plain :]
+        own = turned(own, rotation[:tokens], Rotary(of.dims, traditional, None))
+        rows = []
+        for number, (pages, length) in enumerate(of_rows):
+            if length == 0:
+                rows.append(mx.zeros((of.q_heads, of.rank), of.dtype))
+                continue
+            places = np.arange(length)
+            seen = mx.array(pages[places // size] * size + places % size)
+            latent, key = pools[0][0, seen], pools[1][0, seen]
+            scores = absorbed[:, number] @ latent.T + own[number] @ key.T
+            weights = mx.softmax(scale * scores.astype(mx.float32), axis=-1).astype(of.dtype)
+            rows.append(weights @ latent)
+        return mx.stack(rows, axis=1)
 
 
 def put(pool, tokens, slots):

@@ -79,6 +79,7 @@ KINDS = {
     # These compute attention themselves: soft caps, latent attention.
     "gemma2": FUSED,
     "deepseek_v3": SEPARATE,
+    "glm4_moe_lite": SEPARATE,
     "deepseek_v32": SEPARATE,
     "longcat_flash": SEPARATE,
     # These keep a state of another kind, all of it or beside keys and values.
@@ -103,7 +104,7 @@ KINDS = {
     "deepseek_v41": ALONE,
     "gpt_bigcode": ALONE,
 }
-PAGES_ALONE = {"deepseek_v3", "deepseek_v32", "longcat_flash"}
+PAGES_ALONE = {"deepseek_v3", "glm4_moe_lite", "deepseek_v32", "longcat_flash"}
 """Those of the separate ones whose pages are all there is to a prefix."""
 
 PAGE = 16

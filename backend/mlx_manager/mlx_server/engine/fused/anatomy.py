@@ -30,11 +30,13 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.smollm3 import NoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentShape
 from mlx_manager.mlx_server.engine.products.factors import Activation, Scoring
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights
 
@@ -51,6 +53,10 @@ _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
     {"qkv_proj", "o_proj", "rope"},
 )
+# Of latent attention, besides what makes the queries.
+_LATENT = {"kv_a_proj_with_mqa", "kv_a_layernorm", "embed_q", "unembed_out", "o_proj", "rope"}
+_LATENT_QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
+_BY_HEAD = (MultiLinear, QuantizedMultiLinear)
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _SCALES = ("scale", "sm_scale")
@@ -346,6 +352,76 @@ class Anatomy(Surroundings):
 
 
 @dataclass(frozen=True, slots=True)
+class Latents(Surroundings):
+    """A layer whose tokens meet in attention to latents: see `fused.latent`.
+
+    queries: what makes them of a rank of their own, behind its norm; None if `qkv` makes them.
+    absorb, expand: a matrix for each head, of what meets latents and of what is found among them.
+    """
+
+    query_norm: nn.RMSNorm | None
+    queries: nn.Module | None
+    latent_norm: nn.RMSNorm
+    absorb: nn.Module
+    expand: nn.Module
+    rope: nn.Module
+    rotary: Rotary
+    shape: LatentShape
+    scale: float
+
+    @staticmethod
+    def of(block: nn.Module, page_size: int) -> Latents:
+        mlp, attention_norms, mlp_norms = _around(block, "self_attn")
+        own = block.self_attn
+        _expect(_parts(own) - _LATENT in _LATENT_QUERIES, "latent attention of other parts")
+        given = signature(type(own).__call__).parameters.keys()
+        _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
+        _expect(isinstance(own.rope, _ROPES), f"{type(own.rope).__name__}")
+        absorb, expand = own.embed_q, own.unembed_out
+        _expect(type(absorb) in _BY_HEAD and type(expand) in _BY_HEAD, "heads' matrices of a kind")
+        ranked = "q_a_proj" in own
+        first = "q_a_proj" if ranked else "q_proj"
+        norms = [_norm(own.kv_a_layernorm), *([_norm(own.q_a_layernorm)] if ranked else [])]
+        _expect(len({norm.eps for norm in norms}) == 1, "norms that differ")
+        heads, rank = absorb.weight.shape[:2]
+        qkv = _linears(own, (first, "kv_a_proj_with_mqa"))
+        queries = _linears(own, ("q_b_proj",))[0] if ranked else None
+        dims = qkv[1].weight.shape[0] - rank
+        made = qkv[0] if queries is None else queries
+        shape = LatentShape(
+            q_heads=heads,
+            rank=rank,
+            dims=dims,
+            plain=made.weight.shape[0] // heads - dims,
+            queried=qkv[0].weight.shape[0],
+            page_size=page_size,
+            dtype=attention_norms.before.weight.dtype,
+        )
+        _, traditional = _turned(own.rope)
+        return Latents(
+            qkv=qkv,
+            output=_linears(own, ("o_proj",))[0],
+            mlp=mlp,
+            attention_norms=attention_norms,
+            mlp_norms=mlp_norms,
+            query_norm=norms[1] if ranked else None,
+            queries=queries,
+            latent_norm=norms[0],
+            absorb=absorb,
+            expand=expand,
+            rope=own.rope,
+            rotary=Rotary(dims, traditional, None),
+            shape=shape,
+            scale=own.scale,
+        )
+
+    def _own_weights(self) -> list[mx.array]:
+        parts = (self.query_norm, self.queries, self.latent_norm, self.absorb, self.expand)
+        there = [part for part in parts if part is not None]
+        return [array for part in there for _, array in tree_flatten(part.parameters())]
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrence(Surroundings):
     """A layer whose tokens meet in a state that each changes by the gated delta rule."""
 
@@ -471,7 +547,7 @@ class Common:
     vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if they have one.
     """
 
-    layers: list[Anatomy | Recurrence]
+    layers: list[Anatomy | Latents | Recurrence]
     rotations: list[Rotation]
     kinds: list[int]
     embed: nn.Module
@@ -493,16 +569,19 @@ class Common:
         windows = _windows(model)
         _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
         layers = [
-            Recurrence.of(block) if "linear_attn" in block else Anatomy.of(block, window, page_size)
+            _layer(block, window, page_size)
             for block, window in zip(body.layers, windows, strict=True)
         ]
         rotations: dict[tuple[Any, ...], Rotation] = {}
         kinds = []
         for layer in layers:
-            kind = _kind(layer.rope) if isinstance(layer, Anatomy) else None
-            if isinstance(layer, Anatomy) and kind is not None and kind not in rotations:
+            if isinstance(layer, Recurrence):
+                kinds.append(0)
+                continue
+            kind = _kind(layer.rope)
+            if kind not in rotations:
                 rotations[kind] = Rotation.of(layer.rope, layer.rotary)
-            kinds.append(list(rotations).index(kind) if kind else 0)
+            kinds.append(list(rotations).index(kind))
         _expect(bool(rotations), "no layer with attention")
         return Common(
             layers,
@@ -543,6 +622,14 @@ def _turned(rope: nn.Module) -> tuple[int, bool]:
             return rope.dim, False
         case _:
             return rope.dims, rope.traditional
+
+
+def _layer(block: nn.Module, window: int | None, page_size: int) -> Anatomy | Latents | Recurrence:
+    if "linear_attn" in block:
+        return Recurrence.of(block)
+    if "self_attn" in block and "embed_q" in block.self_attn:
+        return Latents.of(block, page_size)
+    return Anatomy.of(block, window, page_size)
 
 
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,9 +18,12 @@ from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
     Common,
+    Latents,
     NotFusable,
     Recurrence,
+    Surroundings,
 )
+from mlx_manager.mlx_server.engine.fused.latent import LatentPart
 from mlx_manager.mlx_server.engine.fused.layers import (
     AttentionPart,
     Block,
@@ -30,6 +34,7 @@ from mlx_manager.mlx_server.engine.fused.layers import (
     Opening,
     Part,
     Repeated,
+    Shared,
     Step,
     Store,
 )
@@ -40,7 +45,10 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     BlockKind,
     BuildKernels,
+    BuildLatents,
     KernelSet,
+    LatentKernels,
+    LatentShape,
     PagedKernels,
     Splits,
     opening,
@@ -51,11 +59,11 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
-from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta, Texts
-from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
+from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta, DeltaKernels, Texts
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, StateStore
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
-A = TypeVar("A", Anatomy, Recurrence)
+A = TypeVar("A", Anatomy, Latents, Recurrence)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -107,14 +115,18 @@ class FusedDecoder:
         parts = [layer.part for layer in layers]
         # Of each kind of attention, the number of a layer.
         self._attentions: dict[tuple[AttentionShape, int | None], int] = {}
+        self._latents: dict[LatentShape, LatentKernels] = {}
         self._planners: dict[int | None, PagedKernels] = {}
         for number, part in enumerate(parts):
-            if isinstance(part, AttentionPart):
-                self._attentions[part.kernels.shape, part.window] = number
-                self._planners[part.window] = part.kernels
+            match part:
+                case AttentionPart():
+                    self._attentions[part.kernels.shape, part.window] = number
+                    self._planners[part.window] = part.kernels
+                case LatentPart():
+                    self._latents[part.kernels.shape] = part.kernels
         # What a layer makes of a token, and what its weights take as dense ones.
         self._layer_bytes = max(part.token_bytes for part in parts)
-        self._unpacked_bytes = max(part.block.unpacked_bytes for part in parts)
+        self._unpacked_bytes = max(part.unpacked_bytes for part in parts)
         self.unpacks = self._unpacked_bytes > 0
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
@@ -129,10 +141,13 @@ class FusedDecoder:
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
+        latents: BuildLatents = gpu.building_latents,
     ) -> FusedDecoder | Unsupported:
         """`building` in one go."""
         return finish(
-            FusedDecoder.building(model, page_size, kernels, products, compile, openings, deltas)
+            FusedDecoder.building(
+                model, page_size, kernels, products, compile, openings, deltas, latents
+            )
         )
 
     @staticmethod
@@ -144,6 +159,7 @@ class FusedDecoder:
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
+        latents: BuildLatents = gpu.building_latents,
     ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
@@ -152,7 +168,7 @@ class FusedDecoder:
         """
         try:
             common = Common.of(model, page_size)
-            parts = _Parts(common, kernels, deltas)
+            parts = yield from _Parts.building(common, kernels, deltas, latents)
             return (yield from _building(common, parts, products, compile, openings))
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
@@ -160,10 +176,13 @@ class FusedDecoder:
     def plan(self, lengths: Lengths) -> dict[int | None, Splits]:
         """Cut a step's attention; `lengths` are those of the step. Good for the steps
         that follow, too, as long as the same rows go on (see `Splits`)."""
-        return {
+        cuts: dict[int | None, Splits] = {
             window: kernels.plan(lengths, window=window)
             for window, kernels in self._planners.items()
         }
+        for kernels in self._latents.values():
+            cuts[None] = kernels.plan(lengths)
+        return cuts
 
     def run(self, step: Step) -> Stepped:
         """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
@@ -215,6 +234,8 @@ class FusedDecoder:
             store = stores[number]
             assert isinstance(store, LayerStore)
             prepare(shape.q_heads, store, plan, window)
+        for kind, kernels in self._latents.items():
+            plan.in_tiles.cut(kind, kernels.chunk_plan)
 
     def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
         """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
@@ -292,7 +313,7 @@ class FusedDecoder:
         slots: Sequence[mx.array],
     ) -> Stepped:
         step = _step(cuts, tokens, before, table, pools, items, slots)
-        hidden, shared = self._open(tokens, before)
+        hidden, shared = self._opened(step)
         heads: mx.array | None = None
         for layer, pool in zip(self._layers, pools, strict=True):
             own = layer.part.block.heads(hidden) if heads is None else heads
@@ -300,9 +321,15 @@ class FusedDecoder:
             hidden, heads = joined.result, joined.heads
         return self._ending(hidden), shared.following
 
+    def _opened(self, step: Step) -> tuple[mx.array, Shared]:
+        hidden, shared = self._open(step.tokens, step.before)
+        for shape in self._latents:
+            shared = shared.with_slots(step.table, shape.page_size)
+        return hidden, shared
+
     def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
         step = _step(cuts, *arrays)
-        hidden, shared = self._open(step.tokens, step.before)
+        hidden, shared = self._opened(step)
         found = [shared.following, *shared.rotations, hidden]
         kinds = set()
         for layer, pool in zip(self._layers, step.pools, strict=True):
@@ -341,23 +368,42 @@ def _step(  # noqa: PLR0917
     return Step(tokens, before, table, pools, splits, slots)
 
 
+@dataclass(frozen=True, slots=True)
 class _Parts:
-    """What makes the layers' parts, over the kernels for their shapes.
+    """What makes the layers' parts, over the kernels for their shapes."""
 
-    Raises:
-        NotFusable: there are none.
-    """
+    attentions: dict[AttentionShape, PagedKernels]
+    deltas: dict[DeltaShape, DeltaKernels]
+    latents: dict[LatentShape, LatentKernels]
 
-    def __init__(self, common: Common, kernels: BuildKernels, deltas: BuildDelta) -> None:
+    @staticmethod
+    def building(
+        common: Common, kernels: BuildKernels, deltas: BuildDelta, latents: BuildLatents
+    ) -> Steps[_Parts]:
+        """
+        Raises:
+            NotFusable: there are none.
+        """
         own = common.layers
-        self._attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
-        self._deltas = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
+        attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
+        recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
+        found = {}
+        for layer in _one_each(own, Latents):
+            found[layer.shape] = _built(
+                (yield from latents(layer.shape, traditional=layer.rotary.traditional))
+            )
+        return _Parts(attentions, recurrences, found)
 
-    def of(self, anatomy: Anatomy | Recurrence, block: Block) -> Part:
-        """block: of the same layer, joined."""
-        if isinstance(anatomy, Anatomy):
-            return AttentionPart.of(anatomy, block, self._attentions[anatomy.shape])
-        return DeltaPart(block, self._deltas[anatomy.shape], anatomy.given)
+    def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
+        """block: of the same layer, joined. few: what multiplies few rows, if anything does."""
+        match anatomy:
+            case Anatomy():
+                return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
+            case Recurrence():
+                return DeltaPart(block, self.deltas[anatomy.shape], anatomy.given)
+            case Latents():
+                return LatentPart.of(anatomy, block, self.latents[anatomy.shape], few)
+        raise NotFusable(f"a layer of the kind {type(anatomy).__name__}")
 
 
 def _one_each(layers: Sequence[Any], kind: type[A]) -> list[A]:
@@ -387,7 +433,7 @@ def _building(
         yield from computed([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
-        Layer(parts.of(anatomy, joint.block), joint, kind)
+        Layer(parts.of(anatomy, joint.block, few), joint, kind)
         for anatomy, kind, joint in zip(common.layers, common.kinds, joints, strict=True)
     ]
     return FusedDecoder(

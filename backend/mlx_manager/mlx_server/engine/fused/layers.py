@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx import nn
@@ -16,8 +16,8 @@ from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, add
 from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
     Common,
-    Recurrence,
     Rotation,
+    Surroundings,
 )
 from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
@@ -77,7 +77,7 @@ class Block:
 
     @staticmethod
     def of(
-        anatomy: Anatomy | Recurrence,
+        anatomy: Surroundings,
         few: ProductKernels | None = None,
         norm: NormFor = lambda own: own,
     ) -> Block:
@@ -195,12 +195,21 @@ class Shared:
     """What the layers of a step share, and what is `before` the next, (rows,) int32.
 
     lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
-    rotations: of the newest, by kind.
+    rotations: of the newest, by kind. slots: (rows,) int32, theirs on pages, -1 for padding; for
+    layers that do not find them by themselves.
     """
 
     following: mx.array
     lengths: mx.array
     rotations: Sequence[mx.array]
+    slots: mx.array | None = None
+
+    def with_slots(self, table: mx.array, page_size: int) -> Shared:
+        """table: the pages of each row."""
+        newest = mx.maximum(self.following - 1, 0)
+        pages = mx.take_along_axis(table, (newest // page_size)[:, None], axis=1)[:, 0]
+        slots = mx.where(self.following > 0, pages * page_size + newest % page_size, -1)
+        return replace(self, slots=slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +296,15 @@ class Part(ABC):
         size: int = block.norm.weight.dtype.size
         return size * (hidden + heads + block.mlp.token_numbers)
 
+    @property
+    @abstractmethod
+    def unpacked(self) -> Self:
+        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.block.unpacked_bytes
+
     @abstractmethod
     def store(self, page_size: int, kernels: KernelSet) -> Store:
         """What its rows keep, nothing as yet. kernels: what reads pages."""
@@ -316,9 +334,9 @@ class Part(ABC):
         """The layer's result in a step with prompts in it. hidden: (tokens, width). texts: what
         recurrent layers take of the plan. unpack: whether weights that are packed are made dense
         for it."""
-        block = self.block.unpacked if unpack else self.block
-        attended = self._attend_ragged(block.heads(hidden), rotation, store, plan, texts)
-        return block.after(hidden, attended)
+        part = self.unpacked if unpack else self
+        heads = part.block.heads(hidden)
+        return part.block.after(hidden, part._attend_ragged(heads, rotation, store, plan, texts))
 
     @abstractmethod
     def _attend_ragged(
@@ -360,6 +378,10 @@ class AttentionPart(Part):
     def kind(self) -> tuple[Any, ...]:
         scores = (self.scale, self.softcap, self.sinks is not None)
         return (self.kernels.shape, self.window, *scores, self.rotary)
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(self, block=self.block.unpacked)
 
     @property
     def _own_numbers(self) -> int:
@@ -440,6 +462,10 @@ class DeltaPart(Part):
     @property
     def kind(self) -> tuple[Any, ...]:
         return (self.kernels.shape,)
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(self, block=self.block.unpacked)
 
     @property
     def _own_numbers(self) -> int:

@@ -6,10 +6,11 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.engine.fused.anatomy import (
+    Anatomy,
     Common,
     Gates,
+    Latents,
     NotFusable,
-    Recurrence,
     Routes,
 )
 from mlx_manager.mlx_server.engine.fused.mlps import flat, stored_in
@@ -50,9 +51,11 @@ def are_served(common: Common) -> bool:
     experts: list[Weight] = []
     for anatomy in common.layers:
         found.append(_packed(anatomy.output))
-        # Those of a recurrent layer are joined to as many outputs as there must be.
-        first = joined if isinstance(anatomy, Recurrence) else found
+        # Others than those of common attention are joined to as many outputs as there must be.
+        first = found if isinstance(anatomy, Anatomy) else joined
         first += [_packed(layer) for layer in anatomy.qkv]
+        if isinstance(anatomy, Latents) and anatomy.queries is not None:
+            found.append(_packed(anatomy.queries))
         match anatomy.mlp:
             case Gates(gate_up=gate_up, down=down):
                 found += [_packed(layer) for layer in (*gate_up, down)]

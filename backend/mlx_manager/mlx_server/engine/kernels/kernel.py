@@ -52,15 +52,17 @@ def source(*paths: Path) -> str:
     return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
 
 
-def bounded(threads: int) -> str:
-    """The end of a header that has the kernel compiled for blocks of `threads`.
+def bounded(threads: int, blocks: int = 1) -> str:
+    """The end of a header that has the kernel compiled for blocks of `threads`, of which so many
+    are to run at a time on a multiprocessor.
 
     More than 256 leave each thread fewer registers than the 255 that the compiler takes to be
     there. MLX declares the kernel itself, hence the macro.
     """
+    bounds = f"launch_bounds({threads})" if blocks == 1 else f"launch_bounds({threads}, {blocks})"
     return (
         "#ifndef EMULATED\n#undef __global__\n"
-        f"#define __global__ __attribute__((global)) __attribute__((launch_bounds({threads})))\n"
+        f"#define __global__ __attribute__((global)) __attribute__(({bounds}))\n"
         "#endif\n"
     )
 

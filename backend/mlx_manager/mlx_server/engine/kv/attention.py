@@ -13,7 +13,7 @@ is padded. `StepPlan` says which tokens belong together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -146,13 +146,15 @@ class Decoding:
 
 
 class Chunked:
-    """The spans that come after those of `Decoding`, for the kernels: queries in tiles.
+    """Spans for kernels that take queries in tiles: those that come after `Decoding`, or all.
+
+    padding: queries behind them that see nothing.
 
     Attributes:
         table: (spans, pages) int32, padded to the longest.
     """
 
-    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+    def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
         self.table = send(padded_table(spans, page_size))
         self._runs = []
         first = 0
@@ -160,12 +162,16 @@ class Chunked:
             sees = span.length - span.queries + 1
             self._runs.append(QueryRun(first, span.queries, row, sees))
             first += span.queries
-        self._plans: dict[tuple[AttentionShape, int | None], ChunkPlan] = {}
+        self._runs += [QueryRun(first + number, 1, 0, 0) for number in range(padding)]
+        self._plans: dict[Hashable, ChunkPlan] = {}
 
     def plan(self, kernels: ChunkKernels, window: int | None) -> ChunkPlan:
-        kind = (kernels.shape, window)
+        return self.cut((kernels.shape, window), lambda runs: kernels.plan(runs, window))
+
+    def cut(self, kind: Hashable, by: Callable[[Sequence[QueryRun]], ChunkPlan]) -> ChunkPlan:
+        """The plan of that kind, once a step for all layers."""
         if kind not in self._plans:
-            self._plans[kind] = kernels.plan(self._runs, window)
+            self._plans[kind] = by(self._runs)
         return self._plans[kind]
 
 
@@ -203,6 +209,7 @@ class StepPlan:
     def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
         self.spans = spans
         self.page_size = page_size
+        self._padding = padding
         places = _places(spans)
         slots = _slots(spans, places, page_size)
         self.positions = send(np.pad(places, (0, padding)))
@@ -231,6 +238,11 @@ class StepPlan:
         """The spans that are not in `decoding`, if there are any, as the kernels take them."""
         rest = self.spans[self.decoding.spans :]
         return Chunked(rest, self.page_size) if rest else None
+
+    @cached_property
+    def in_tiles(self) -> Chunked:
+        """All spans, and the padding, for kernels that take whatever there is in tiles."""
+        return Chunked(self.spans, self.page_size, self._padding)
 
     def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
         """How to read the pages, for layers that see `window` tokens back (None: all).

@@ -11,7 +11,8 @@ them. With very few rows launches are what a step of a small model waits for: ch
 products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
 and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
 there are: route.cu and experts.cu. Where a layer norms what its products give before that is added,
-sum.cu does both, and the norm before the product that follows.
+sum.cu does both, and the norm before the product that follows. Latent attention has a matrix
+of each head: by_head.cu.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     real,
     source,
 )
+from mlx_manager.mlx_server.engine.products.by_head import HeadKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.engine.products.experts import ExpertKernels
 from mlx_manager.mlx_server.engine.products.factors import (
@@ -115,12 +117,14 @@ class ProductKernels:
 
     Attributes:
         experts: what multiplies with those, however many rows there are. sums: what norms products
-            and adds them to a residual, likewise.
+            and adds them to a residual, likewise. heads: what multiplies each head's rows with a
+            matrix of its own.
     """
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self.experts = ExpertKernels(dtype, device)
         self.sums = SumKernels(dtype)
+        self.heads = HeadKernels(dtype, device)
         self._dtype = dtype
         self._device = device
         self._kernel = CompiledForCuda(dtype)

@@ -9,7 +9,9 @@ namespace kernels {
 struct Listed {
   static constexpr bool kInOrder = false;
   const int* of;
-  __device__ __forceinline__ int operator()(int row) const { return of[row]; }
+  __device__ __forceinline__ unsigned start(int row, int inputs) const {
+    return unsigned(of[row]) * inputs;
+  }
 };
 
 // gated[place] of an errand's pairs, for their rows of `x`. `width` gates of each expert. BIAS: a

@@ -19,7 +19,7 @@ struct Awaited {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Rows one after the other; others are where `operator()` says.
+// Rows one after the other; others begin where `start` says.
 struct InOrder {
   static constexpr bool kInOrder = true;
 };
@@ -98,7 +98,7 @@ struct Product {
 #pragma unroll
     for (int j = 0; j < LOOKED_UP; j++) {
       const int row = lane / PIECES + j * EACH;
-      starts[j] = row < rows ? unsigned(at(row)) * inputs : 0;
+      starts[j] = row < rows ? at.start(row, inputs) : 0;
     }
   }
 

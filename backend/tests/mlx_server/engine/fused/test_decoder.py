@@ -7,12 +7,13 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import EXPERTS, HYBRIDS, MODELS, make
-from engine.portable import Portable, plainly
+from engine.common_decoders import EXPERTS, HYBRIDS, LATENTS, MODELS, PACKABLE, make
+from engine.portable import Portable, PortableLatents, plainly
 from engine.recurrent.portable import PortableDelta
 from mlx import nn
 from mlx_lm.models.activations import swiglu_oai
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, RaggedStep
 from mlx_manager.mlx_server.engine.fused import decoder as decoders
@@ -55,6 +56,7 @@ class PortableProducts:
         self.packed: set[int] = set()
         self.experts = PortableExperts()
         self.sums = PortableSums()
+        self.heads = PortableHeads()
 
     def serves(self, weight) -> bool:
         return not isinstance(weight, Packed) or weight.mode == "affine"
@@ -99,6 +101,33 @@ class PortableProducts:
 
     def chain(self, links):
         return PortableChain(self, links) if self.chained else None
+
+
+class PortableHeads:
+    """`HeadKernels` in MLX operations. rows: that have been multiplied, and whether by rows."""
+
+    def __init__(self) -> None:
+        self.rows: set[tuple[int, bool]] = set()
+
+    def serves(self, weight, heads) -> bool:
+        return True
+
+    def of_rows(self, x, weight, heads):
+        self.rows.add((len(x), True))
+        matrices = unpacked(weight).reshape(heads, -1, weight.shape[1])
+        return x.reshape(len(x), heads, -1)[..., : weight.shape[1]].swapaxes(
+            0, 1
+        ) @ matrices.swapaxes(1, 2)
+
+    def to_rows(self, x, weight):
+        heads, rows, _ = x.shape
+        self.rows.add((rows, False))
+        matrices = unpacked(weight).reshape(heads, -1, weight.shape[1])
+        return (x @ matrices.swapaxes(1, 2)).swapaxes(0, 1).reshape(rows, -1)
+
+
+def unpacked(weight):
+    return weight.dense if isinstance(weight, Packed) else weight
 
 
 class PortableSums:
@@ -215,6 +244,31 @@ def test_layers_with_a_state_give_the_modules_logits(family, chained):
     )
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None
+
+
+@pytest.mark.parametrize("name", LATENTS)
+@pytest.mark.parametrize("chained", [None, 0, 12])
+def test_latent_attention_gives_the_modules_logits(name, chained):
+    model, of = make(*LATENTS[name]), PortableProducts(chained or 0)
+    products = {} if chained is None else {"products": lambda _: of}
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building, **products
+    )
+    assert isinstance(decoder, FusedDecoder), decoder
+    assert check(decoder, model, PAGE) is None
+    few = [] if chained is None else [rows for rows in CHECKED_ROWS if rows <= 32]
+    assert of.heads.rows == {(rows, first) for rows in few for first in (True, False)}
+
+
+def test_packed_latent_attention_is_fused_too():
+    model, of = make("glm4_moe_lite", PACKABLE), PortableProducts()
+    nn.quantize(model, group_size=32, bits=4)
+    assert isinstance(model.model.layers[0].self_attn.embed_q, QuantizedMultiLinear)
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, lambda _: of, plainly, latents=PortableLatents.building
+    )
+    assert check(decoder, model, PAGE) is None
+    assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
 
 
 def test_packed_layers_with_a_state_are_fused_too():
@@ -476,7 +530,9 @@ def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
     model, of = make(family, EXPERTS[family]), PortableProducts()
     if mode:
         nn.quantize(model, group_size=32, bits=4, mode=mode)
-    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, lambda _: of, plainly, latents=PortableLatents.building
+    )
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None
     assert of.experts.rows == set(CHECKED_ROWS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.portable import Portable, PortableWriter, plainly
+from engine.portable import Portable, PortableLatents, PortableWriter, plainly
 from engine.recurrent.portable import PortableDelta
 from engine.rig import HandRig, Row, alone, prompt
 from mlx_lm.utils import load_model
@@ -23,7 +23,12 @@ from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
 on_kernels = partial(
-    choose, kernels=Portable, compile=plainly, deltas=PortableDelta, writers=PortableWriter
+    choose,
+    kernels=Portable,
+    compile=plainly,
+    deltas=PortableDelta,
+    writers=PortableWriter,
+    latents=PortableLatents.building,
 )
 
 
@@ -40,6 +45,8 @@ on_kernels = partial(
         ("gemma2", "fused"),
         # Some layers keep a state of their own.
         ("qwen3_5", "fused"),
+        # What it attends to are latents.
+        ("glm4_moe_lite", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
         ("gemma3n", "ragged"),

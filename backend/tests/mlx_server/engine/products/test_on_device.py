@@ -65,6 +65,22 @@ def kernels() -> products.ProductKernels:
     return built
 
 
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32])
+def test_heads_meet_their_own_matrices(kernels, rows, bits):
+    heads, inputs, outputs, beside = 20, 192, 512, 64
+    of, stands_for = weight(heads * outputs, inputs, bits)
+    matrices = stands_for.reshape(heads, outputs, inputs)
+    x, exact = random(rows, heads * (inputs + beside))
+    each = exact.reshape(rows, heads, -1)[..., :inputs]
+    got = kernels.heads.of_rows(x, of, heads)
+    assert_close(got, np.einsum("rhi,hoi->hro", each, matrices))
+    of, stands_for = weight(heads * 256, 512, bits)
+    exact = np.array(got.astype(mx.float32))
+    wanted = np.einsum("hri,hoi->rho", exact, stands_for.reshape(heads, 256, 512))
+    assert_close(kernels.heads.to_rows(got, of), wanted.reshape(rows, -1))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", ROWS)
 def test_packed_products_are_the_reference(kernels, rows, bits):

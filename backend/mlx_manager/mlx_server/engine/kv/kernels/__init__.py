@@ -9,11 +9,13 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels, LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_latent
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -25,6 +27,8 @@ __all__ = [
     "ChunkPlan",
     "Features",
     "KernelSet",
+    "LatentKernels",
+    "LatentShape",
     "PagedKernels",
     "Pools",
     "QueryRun",
@@ -34,6 +38,7 @@ __all__ = [
     "build",
     "build_writer",
     "building_chunks",
+    "building_latents",
     "checking_chunks",
     "first_right",
     "self_check",
@@ -42,6 +47,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
+BuildLatents = Callable[..., Steps["LatentKernels | Unsupported"]]
 BuildWriter = Callable[[Pools], Writer | Unsupported]
 BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
@@ -96,6 +102,18 @@ def first_right(choices: Iterable[ChunkKernels]) -> Steps[ChunkKernels | Unsuppo
         wrong = f"{kernels.tiles.name}: {found}"
         log.warning("prompts' chunks are not attended by %s", wrong)
     return Unsupported(wrong)
+
+
+def building_latents(
+    shape: LatentShape, *, traditional: bool
+) -> Steps[LatentKernels | Unsupported]:
+    """What attends to latent vectors, built and checked on the default device. traditional: what a
+    rotation's pairs are; see `Rotary`."""
+    kernels = latent.build(shape)
+    if isinstance(kernels, Unsupported):
+        return kernels
+    wrong = yield from checking_latent(kernels, traditional=traditional)
+    return kernels if wrong is None else Unsupported(f"latent attention: {wrong}")
 
 
 class KernelSet:

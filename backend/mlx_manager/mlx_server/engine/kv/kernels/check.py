@@ -108,14 +108,14 @@ def random_problem(
         places = np.arange(start, length)
         seen = table[row, places // size].astype(np.int64) * size + places % size
         drawn = (shape.kv_heads, len(places), shape.head_dim)
-        k_pool[:, seen] = _exact(rng.normal(size=drawn), shape.dtype)
-        v_pool[:, seen] = _exact(rng.normal(size=drawn), shape.dtype)
+        k_pool[:, seen] = exact(rng.normal(size=drawn), shape.dtype)
+        v_pool[:, seen] = exact(rng.normal(size=drawn), shape.dtype)
     q = rng.normal(size=(len(counts), shape.q_heads, shape.head_dim)) * 2
     return Problem(
         shape=shape,
         features=features,
         scale=shape.head_dim**-0.5,
-        q=_exact(q, shape.dtype),
+        q=exact(q, shape.dtype),
         k_pool=k_pool,
         v_pool=v_pool,
         table=table,
@@ -148,7 +148,7 @@ def chunk_problem(
     return replace(
         problem,
         features=features,
-        q=_exact(q, shape.dtype),
+        q=exact(q, shape.dtype),
         lengths=np.array(lengths, np.int32),
         table_rows=np.array(rows, np.int32),
     ), found
@@ -174,15 +174,15 @@ class FreshProblem:
         shape, rows, dims = problem.shape, len(problem.lengths), rotary.dims
         heads = shape.q_heads + 2 * shape.kv_heads
         gates = shape.q_heads if rotary.gated else 0
-        qkv = _exact(rng.normal(size=(rows, heads + gates, shape.head_dim)), shape.dtype)
-        norms = _exact(rng.uniform(0.5, 2, size=(2, shape.head_dim)), shape.dtype)
+        qkv = exact(rng.normal(size=(rows, heads + gates, shape.head_dim)), shape.dtype)
+        norms = exact(rng.uniform(0.5, 2, size=(2, shape.head_dim)), shape.dtype)
         angles = rng.uniform(0, 6, size=(rows, dims // 2))
         parts = np.stack([np.cos(angles), np.sin(angles)], 2 if rotary.traditional else 1)
         rotation = parts.reshape(rows, dims).astype(np.float32)
         q, k, v = np.split(qkv, [shape.q_heads + gates, heads + gates - shape.kv_heads], axis=1)
         q = q[:, :: 2 if rotary.gated else 1]
-        q = _finished(q, norms[0], rotation, rotary, shape.dtype)
-        k = _finished(k, norms[1], rotation, rotary, shape.dtype)
+        q = finished(q, norms[0], rotation, rotary, shape.dtype)
+        k = finished(k, norms[1], rotation, rotary, shape.dtype)
         pools = problem.k_pool.copy(), problem.v_pool.copy()
         for row in np.flatnonzero(problem.lengths).tolist():
             slot = _newest_slot(problem, row)
@@ -210,11 +210,11 @@ def _newest_slot(problem: Problem, row: int) -> int:
     return int(problem.table[row, place // size]) * size + int(place % size)
 
 
-def _finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: mx.Dtype) -> Floats:
+def finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: mx.Dtype) -> Floats:
     """Heads (rows, heads, head_dim), normalised and rotated as MLX's own functions do it."""
     if rotary.epsilon is not None:
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotary.epsilon)
-        x = _exact(_exact(x, dtype) * norm, dtype)
+        x = exact(exact(x, dtype) * norm, dtype)
     turn, dims = rotation[:, None], rotary.dims
     if rotary.traditional:
         first, second = x[..., :dims:2], x[..., 1:dims:2]
@@ -226,7 +226,7 @@ def _finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: 
     out = x.copy()
     axis = 3 if rotary.traditional else 2
     out[..., :dims] = np.stack(turned, axis).reshape(*x.shape[:2], dims)
-    return _exact(out, dtype)
+    return exact(out, dtype)
 
 
 def self_check(
@@ -264,7 +264,7 @@ def checking_chunks(kernels: ChunkKernels, features: Features = Features()) -> S
             sinks=None if problem.sinks is None else mx.array(problem.sinks),
         )
         yield from computed([out])
-        off = difference(_numbers(out)[:, :, 0], expected)
+        off = difference(numbers(out)[:, :, 0], expected)
     except (RuntimeError, ValueError) as error:
         return f"the kernel can't be run: {error}"
     return None if off <= TOLERANCE else f"chunks differ from the reference by {off:.3g}"
@@ -297,7 +297,7 @@ def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
         mx.zeros((1,), mx.int32),
         **_how(kernels, problem, features),
     )
-    off = difference(_numbers(out)[:, :, 0], problem.expected())
+    off = difference(numbers(out)[:, :, 0], problem.expected())
     return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
 
 
@@ -307,7 +307,7 @@ def _check_rotated(kernels: PagedKernels, rotary: Rotary) -> str | None:
     out = kernels.rotate_and_write(
         *_prepared(problem), *pools, mx.array(problem.slots()), rotary=rotary
     )
-    off = difference(_numbers(out)[:, :, 0], problem.ready.q)
+    off = difference(numbers(out)[:, :, 0], problem.ready.q)
     if off > TOLERANCE:
         return f"rotated queries differ from the reference by {off:.3g}"
     if not _arrived(pools, problem.ready):
@@ -327,7 +327,7 @@ def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> s
         rotary=rotary,
         **_how(kernels, unwritten, features),
     )
-    found = _numbers(out).reshape(unwritten.q.shape)
+    found = numbers(out).reshape(unwritten.q.shape)
     off = difference(found, problem.ready.expected())
     if off > TOLERANCE:
         return f"fused attention differs from the reference by {off:.3g}"
@@ -348,7 +348,7 @@ def _how(kernels: PagedKernels, problem: Problem, features: Features) -> dict[st
 
 
 def _arrived(pools: tuple[mx.array, mx.array], written: Problem) -> bool:
-    keys, values = map(_numbers, pools)
+    keys, values = map(numbers, pools)
     return as_written(keys, written.k_pool) and as_written(values, written.v_pool)
 
 
@@ -391,14 +391,14 @@ def _check_write(kernels: PagedKernels) -> str | None:
     mx.eval(kernels.write(k_pool, v_pool, k, v, mx.array([slots - 1, -1, 0], mx.int32)))
     for pool, new in ((k_pool, k), (v_pool, v)):
         expected = np.zeros(pool.shape, np.float32)
-        expected[:, slots - 1] = _numbers(new)[0, :, 0]
-        expected[:, 0] = _numbers(new)[2, :, 0]
-        if not np.array_equal(_numbers(pool), expected):
+        expected[:, slots - 1] = numbers(new)[0, :, 0]
+        expected[:, 0] = numbers(new)[2, :, 0]
+        if not np.array_equal(numbers(pool), expected):
             return "a write into pages did not arrive, or arrived elsewhere"
     return None
 
 
-def _exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
+def exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
     """Rounded to `dtype`: to the nearest, ties to even. Without MLX, for any thread."""
     wide = values.astype(np.float32)
     if dtype == mx.float16:
@@ -409,5 +409,5 @@ def _exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
     return wide
 
 
-def _numbers(array: mx.array) -> Floats:
+def numbers(array: mx.array) -> Floats:
     return np.array(array.astype(mx.float32))

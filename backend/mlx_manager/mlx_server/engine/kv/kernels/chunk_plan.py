@@ -39,7 +39,8 @@ class QueryRun:
     """Consecutive queries of one sequence.
 
     first: the number of the first among the step's queries. row: of the page table. length: tokens
-    that the first sees, itself included; each one sees a token more than the one before.
+    that the first sees, itself included; each one sees a token more than the one before. One query
+    of length 0 is padding.
     """
 
     first: int
@@ -134,7 +135,8 @@ class _Costs:
             return best
         soonest = self._time(sizes, best)
         for cuts in CUTS:
-            parts = -(-sizes // max(-(-int(sizes.max()) // cuts), self.least))
+            size = max(-(-int(sizes.max()) // cuts), self.least)
+            parts = np.maximum(-(-sizes // size), 1)
             if parts.sum() > MOST_PARTS:
                 break
             time = self._time(sizes, parts)

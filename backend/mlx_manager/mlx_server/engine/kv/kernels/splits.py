@@ -74,6 +74,7 @@ def plan(
     window: int | None = None,
     table_rows: Sequence[int] | npt.NDArray[np.integer] | None = None,
     min_tiles: int = MIN_TILES,
+    max_splits: int = MAX_SPLITS,
 ) -> Splits:
     """Cut the contexts of a step's queries.
 
@@ -87,6 +88,7 @@ def plan(
         table_rows: (queries,) row of the page table that each query reads; its own number when
             None. Several queries of one sequence may share a row.
         min_tiles: no item of a cut context is smaller than this.
+        max_splits: items that a context may be cut into.
     """
     seen = np.asarray(lengths, dtype=np.int64)
     queries = len(seen)
@@ -94,7 +96,7 @@ def plan(
     first = np.zeros_like(seen) if window is None else np.maximum(seen - window, 0) // TILE
     tiles = last - first
     share = -(-int(tiles.sum()) * blocks_per_item // max(blocks_wanted, 1))
-    chunk = np.maximum(max(min_tiles, share), -(-tiles // MAX_SPLITS))
+    chunk = np.maximum(max(min_tiles, share), -(-tiles // max_splits))
     splits = np.maximum(tiles // chunk, 1)
 
     order = np.argsort(-tiles // splits, kind="stable")

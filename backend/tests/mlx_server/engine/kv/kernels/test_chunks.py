@@ -243,6 +243,6 @@ def test_kernels_that_fail_their_check_are_passed_over_with_a_reason(caplog):
 def test_random_numbers_are_rounded_as_mlx_rounds_them(values):
     for dtype in (F16, BF16, mx.float32):
         with np.errstate(over="ignore"):
-            found = check._exact(values, dtype)
+            found = check.exact(values, dtype)
         expected = np.array(mx.array(values).astype(dtype).astype(mx.float32))
         assert found.tolist() == expected.tolist()

@@ -13,8 +13,11 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     build,
     building_chunks,
     checking_chunks,
+    latent,
     self_check,
 )
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_latent
 from mlx_manager.mlx_server.utils.steps import finish
 
 
@@ -61,3 +64,22 @@ def test_kernels_for_chunks_pass_their_check(head_dim, features):
     kernels = finish(building_chunks(shape(head_dim)))
     assert not isinstance(kernels, Unsupported)
     assert finish(checking_chunks(kernels, features)) is None
+
+
+@pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("traditional", [True, False])
+@pytest.mark.parametrize(
+    "of",
+    [
+        LatentShape(2, 128, 32, 64, 192, 16, mx.float16),
+        LatentShape(16, 512, 64, 128, 3072, 16, mx.bfloat16),
+        LatentShape(20, 512, 64, 192, 768, 16, mx.bfloat16),
+        LatentShape(40, 256, 32, 64, 768, 32, mx.bfloat16),
+        LatentShape(128, 512, 64, 128, 1536, 16, mx.float16),
+    ],
+    ids=lambda of: f"{of.q_heads}-heads",
+)
+def test_kernels_for_latent_attention_pass_their_check(of, traditional):
+    kernels = latent.build(of)
+    assert not isinstance(kernels, Unsupported)
+    assert finish(checking_latent(kernels, traditional=traditional)) is None

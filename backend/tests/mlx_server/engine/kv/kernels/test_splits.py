@@ -35,6 +35,18 @@ def test_the_splits_of_a_query_lie_side_by_side_in_order(lengths):
 
 
 @given(lengths=lengths_of_rows)
+def test_a_context_is_cut_into_no_more_items_than_asked(lengths):
+    _, items = items_of(lengths, blocks_wanted=10_000, min_tiles=1, max_splits=128)
+    assert items[:, 5].max() <= 128
+
+
+def test_a_long_context_is_cut_into_as_many_items_as_asked():
+    splits, items = items_of([128 * TILE], blocks_wanted=10_000, min_tiles=1, max_splits=128)
+    assert splits.divided
+    assert items[:, 5].max() == 128
+
+
+@given(lengths=lengths_of_rows)
 def test_cut_contexts_leave_no_crumbs(lengths):
     _, items = items_of(lengths)
     cut = items[items[:, 5] > 1]

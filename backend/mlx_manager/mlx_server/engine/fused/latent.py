@@ -1,0 +1,235 @@
+"""A layer of latent attention, where a token keeps one latent vector for all heads.
+
+DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model"
+(2024), section 2.1, in the form that takes each head's matrices of keys and values to its queries
+and results, so that heads meet latents as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.mla import MultiLinear
+
+from mlx_manager.mlx_server.engine.fused.anatomy import Latents
+from mlx_manager.mlx_server.engine.fused.layers import Block, Part, Shared, Step
+from mlx_manager.mlx_server.engine.fused.mlps import flat
+from mlx_manager.mlx_server.engine.fused.projections import Projection, join, packing_of
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan
+from mlx_manager.mlx_server.engine.kv.kernels import KernelSet, LatentKernels
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.products import ProductKernels
+from mlx_manager.mlx_server.engine.products.factors import Packed, Weight, arrays_of
+from mlx_manager.mlx_server.engine.recurrent.kernels import Texts
+
+
+@dataclass(frozen=True, slots=True)
+class ByHead:
+    """A matrix of each head. weight: (heads * outputs, inputs), one below the other. few: what
+    multiplies few rows with them, if anything does."""
+
+    weight: Weight
+    heads: int
+    few: ProductKernels | None
+
+    @staticmethod
+    def of(layer: nn.Module, few: ProductKernels | None) -> ByHead:
+        """layer: a `MultiLinear`, or a quantised one. few: what multiplies few rows, if anything
+        does, and if it serves its weight."""
+        heads = layer.weight.shape[0]
+        stored = layer.weight if isinstance(layer, MultiLinear) else packing_of(layer)
+        weight = flat(stored)
+        served = few is not None and few.heads.serves(weight, heads)
+        return ByHead(weight, heads, few if served else None)
+
+    def of_rows(self, x: mx.array) -> mx.array:
+        """(heads, tokens, outputs) of (tokens, heads * n), of whose heads the first numbers are
+        taken, as many as there are inputs."""
+        tokens = x.shape[0]
+        if self.few is not None and tokens <= self.few.most_rows(self.weight):
+            return self.few.heads.of_rows(x, self.weight, self.heads)
+        by_head = x.reshape(tokens, self.heads, -1)[..., : self.weight.shape[1]]
+        return self._product(by_head.swapaxes(0, 1))
+
+    def to_rows(self, x: mx.array) -> mx.array:
+        """(tokens, heads * outputs) of (heads, tokens, inputs)."""
+        tokens = x.shape[1]
+        if self.few is not None and tokens <= self.few.most_rows(self.weight):
+            return self.few.heads.to_rows(x, self.weight)
+        return self._product(x).swapaxes(0, 1).reshape(tokens, -1)
+
+    @property
+    def unpacked(self) -> ByHead:
+        if not isinstance(self.weight, Packed):
+            return self
+        return replace(self, weight=self.weight.dense)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        if not isinstance(self.weight, Packed):
+            return 0
+        lines, inputs = self.weight.shape
+        return lines * inputs * self.weight.dtype.size
+
+    @property
+    def outputs(self) -> int:
+        """Of a head."""
+        return self.weight.shape[0] // self.heads
+
+    def _product(self, x: mx.array) -> mx.array:
+        """(heads, tokens, outputs) of (heads, tokens, inputs)."""
+        weight = self.weight
+        parts = [part.reshape(self.heads, -1, part.shape[-1]) for part in arrays_of(weight)]
+        if not isinstance(weight, Packed):
+            return x @ parts[0].swapaxes(1, 2)
+        words, scales, *biases = parts
+        return mx.quantized_matmul(
+            x,
+            words,
+            scales=scales,
+            biases=biases[0] if biases else None,
+            transpose=True,
+            group_size=weight.group_size,
+            bits=weight.bits,
+            mode=weight.mode,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPart(Part):
+    """queries: the product behind the rank of their own that they have, if they have one. norms: of
+    that rank, and of latents. absorb, expand: what takes queries to latents, and latents to
+    results."""
+
+    block: Block
+    queries: Projection | None
+    norms: tuple[nn.RMSNorm | None, nn.RMSNorm]
+    absorb: ByHead
+    expand: ByHead
+    traditional: bool
+    kernels: LatentKernels
+    scale: float
+
+    @staticmethod
+    def of(
+        latents: Latents, block: Block, kernels: LatentKernels, few: ProductKernels | None
+    ) -> LatentPart:
+        """block: of the same layer, joined. kernels: for its shape. few: what multiplies few rows,
+        if anything does."""
+        return LatentPart(
+            block=block,
+            queries=None if latents.queries is None else join([latents.queries], few),
+            norms=(latents.query_norm, latents.latent_norm),
+            absorb=ByHead.of(latents.absorb, few),
+            expand=ByHead.of(latents.expand, few),
+            traditional=latents.rotary.traditional,
+            kernels=kernels,
+            scale=latents.scale,
+        )
+
+    @property
+    def window(self) -> None:
+        """It sees all."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (self.kernels.shape, self.scale, self.traditional)
+
+    @property
+    def _own_numbers(self) -> int:
+        of = self.kernels.shape
+        heads = of.plain + of.dims + 2 * of.rank + 2 * self.expand.outputs
+        return of.queried + of.q_heads * heads
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(
+            self,
+            block=self.block.unpacked,
+            queries=None if self.queries is None else self.queries.unpacked,
+            absorb=self.absorb.unpacked,
+            expand=self.expand.unpacked,
+        )
+
+    @property
+    def unpacked_bytes(self) -> int:
+        own = 0 if self.queries is None else self.queries.unpacked_bytes
+        by_head = self.absorb.unpacked_bytes + self.expand.unpacked_bytes
+        return self.block.unpacked_bytes + own + by_head
+
+    def store(self, page_size: int, kernels: KernelSet) -> LayerStore:
+        of = self.kernels.shape
+        shape = LayerShape(1, of.rank, of.dims, of.dtype)
+        return LayerStore(shape, page_size, kernels, gathered=True)
+
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: tuple[mx.array, mx.array],
+        step: Step,
+    ) -> mx.array:
+        turns = shared.rotations[rotation]
+        slots = shared.slots
+        assert slots is not None
+        queries, absorbed = self._queries(heads, turns, pool, slots)
+        return self.expand.to_rows(
+            self.kernels.attend(
+                absorbed,
+                queries,
+                turns,
+                *pool,
+                step.table,
+                shared.lengths,
+                scale=self.scale,
+                splits=step.splits[self.window],
+                traditional=self.traditional,
+            )
+        )
+
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: LayerStore,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array:
+        pool = (store.keys, store.values)
+        queries, absorbed = self._queries(heads, rotation, pool, plan.numbers.array)
+        tiles = plan.in_tiles
+        return self.expand.to_rows(
+            self.kernels.attend_chunks(
+                absorbed,
+                queries,
+                rotation,
+                *pool,
+                tiles.table,
+                tiles.cut(self.kernels.shape, self.kernels.chunk_plan),
+                scale=self.scale,
+                traditional=self.traditional,
+            )
+        )
+
+    def _queries(
+        self, heads: mx.array, turns: mx.array, pool: tuple[mx.array, mx.array], slots: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Queries, (tokens, heads * (plain + dims)), and what of them meets latents, (heads,
+        tokens, rank), when the tokens' own latents have been written."""
+        own, latent = self.norms
+        queries = self.kernels.write(
+            heads,
+            turns,
+            (None if own is None else own.weight, latent.weight),
+            *pool,
+            slots,
+            traditional=self.traditional,
+            epsilon=latent.eps,
+        )
+        if self.queries is not None:
+            queries = self.queries.alone(queries)
+        return queries, self.absorb.of_rows(queries)
