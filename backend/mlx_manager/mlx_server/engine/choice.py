@@ -48,7 +48,9 @@ from mlx_manager.mlx_server.engine.likeness import (
     may_stray,
 )
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
+from mlx_manager.mlx_server.engine.recurrent import short
 from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta
+from mlx_manager.mlx_server.engine.recurrent.short import BuildShort
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -125,9 +127,10 @@ def choose(  # noqa: PLR0917
     deltas: BuildDelta = recurrent.build,
     writers: BuildWriter = gpu.build_writer,
     latents: BuildLatents = gpu.building_latents,
+    shorts: BuildShort = short.build,
 ) -> Forward:
     """`choosing` in one go."""
-    return finish(choosing(model, page_size, kernels, compile, deltas, writers, latents))
+    return finish(choosing(model, page_size, kernels, compile, deltas, writers, latents, shorts))
 
 
 def choosing(  # noqa: PLR0917
@@ -138,12 +141,13 @@ def choosing(  # noqa: PLR0917
     deltas: BuildDelta = recurrent.build,
     writers: BuildWriter = gpu.build_writer,
     latents: BuildLatents = gpu.building_latents,
+    shorts: BuildShort = short.build,
 ) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
     Pauses within each pass through the model, so that others' steps fit in between.
 
-    kernels, deltas, writers, latents: what builds a GPU's kernels; there are none on a CPU.
+    kernels, deltas, writers, latents, shorts: what builds a GPU's kernels; there are none on a CPU.
     compile: of fused steps.
 
     Raises:
@@ -153,7 +157,13 @@ def choosing(  # noqa: PLR0917
     reference = yield from Reference.of(model, page_size)
     built = KernelSet(kernels, build_writer=writers)
     decoder = FusedDecoder.building(
-        model, page_size, built.find, compile=compile, deltas=deltas, latents=latents
+        model,
+        page_size,
+        built.find,
+        compile=compile,
+        deltas=deltas,
+        latents=latents,
+        shorts=shorts,
     )
     forward = yield from _first_right(model, built, decoder, reference)
     if forward.looks_ahead or mx.default_device() == mx.gpu:

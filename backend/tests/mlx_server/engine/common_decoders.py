@@ -105,6 +105,33 @@ HYBRIDS = {
         "moe_intermediate_size": 64,
     },
 }
+# Layers of a gated short convolution beside attention.
+SHORT = {
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+SHORTS = {
+    "lfm2": {
+        **SHORT,
+        "block_dim": 64,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    # Whose first layer has no experts.
+    "lfm2_moe": {
+        **SHORT,
+        "moe_intermediate_size": 64,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.8,
+    },
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,

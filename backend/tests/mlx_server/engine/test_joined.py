@@ -7,7 +7,7 @@ import logging
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import MODELS, make
+from engine.common_decoders import MODELS, SHORTS, make
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -161,6 +161,12 @@ def test_what_is_not_joined_is_declined_with_the_reason(
     with pytest.raises(NotApplicable, match=reason):
         finish(joining(model, PAGE))
     assert choose(model, PAGE).kind == "ragged"
+
+
+@pytest.mark.parametrize("family", SHORTS)
+def test_layers_of_short_convolutions_are_left_to_their_module(family: str) -> None:
+    with pytest.raises(NotApplicable, match="layers without attention"):
+        finish(joining(make(family, SHORTS[family]), PAGE))
 
 
 def test_joined_steps_that_are_wrong_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,8 @@ from mlx_lm.models import (
     gemma3_text,
     glm4_moe,
     glm4_moe_lite,
+    lfm2,
+    lfm2_moe,
     qwen2_moe,
     qwen3_5,
     qwen3_next,
@@ -37,8 +39,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLin
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentShape
-from mlx_manager.mlx_server.engine.products.factors import Activation, Scoring
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights
+from mlx_manager.mlx_server.engine.products.factors import LEAST, Activation, Scoring
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, ShortShape
 
 
 class NotFusable(Exception):
@@ -52,7 +54,10 @@ _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
     {"qkv_proj", "o_proj", "rope"},
+    {"q_proj", "k_proj", "v_proj", "out_proj", "rope", "q_layernorm", "k_layernorm"},
 )
+_OUTPUTS = ("o_proj", "out_proj")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 # Of latent attention, besides what makes the queries.
 _LATENT = {"kv_a_proj_with_mqa", "kv_a_layernorm", "embed_q", "unembed_out", "o_proj", "rope"}
 _LATENT_QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
@@ -61,10 +66,16 @@ _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _SCALES = ("scale", "sm_scale")
 _GIVEN = {"self", "x", "mask", "cache"}
-_GATES = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+# Of an MLP with gates: what makes gates and ups, and the way down.
+_GATES = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+)
 # Names of a router and its experts.
 _ROUTES = (("gate", "switch_mlp"), ("router", "experts"), ("gate", "experts"))
-_EXPERTS = {"gate_proj", "up_proj", "down_proj", "activation"}
+_EXPERT = {"gate_proj", "up_proj", "down_proj"}
+_EXPERTS = {*_EXPERT, "activation"}
 # Of an expert that all rows share, and its gate, or of several that have none.
 _SHARED = {"shared_expert", "shared_expert_gate"}
 _SHARED_WHOLLY = {"shared_experts"}
@@ -80,21 +91,25 @@ _GATES_BY_SIGMOID = (
 )
 _GATES_BY_SOFTMAX = (deepseek.MoEGate, deepseek_v2.MoEGate)
 _SCORINGS = {nn.Softmax: Scoring.SOFTMAX, nn.Sigmoid: Scoring.SIGMOID}
-# Names of a layer's MLP.
+# Names of a layer's norms before and behind attention, and before and behind the MLP, and of that.
 _MLPS = ("mlp", "block_sparse_moe")
-# Names of a layer's norms before and behind attention, and before and behind the MLP.
-_NORMS = (
-    (("input_layernorm", None), ("post_attention_layernorm", None)),
+_BLOCKS = (
+    (("input_layernorm", None), ("post_attention_layernorm", None), _MLPS),
     (
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        _MLPS,
     ),
     (
         ("input_layernorm", "post_self_attn_layernorm"),
         ("post_attention_layernorm", "post_mlp_layernorm"),
+        _MLPS,
     ),
+    (("operator_norm", None), ("ffn_norm", None), ("feed_forward",)),
 )
-_BODY = {"embed_tokens", "layers", "norm"}
+_BODY = {"embed_tokens", "layers"}
+# Names of its norm.
+_LAST_NORMS = ("norm", "embedding_norm")
 # What modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another activation,
 # layers that clip their sums to what float16 has. Bodies that scale their embeddings: see `_scale`.
 _NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
@@ -107,6 +122,7 @@ _DELTAS = {
     qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     qwen3_next.Qwen3NextGatedDeltaNet: ("in_proj_qkvz", "in_proj_ba"),
 }
+_SHORTS = (lfm2.ShortConv, lfm2_moe.ShortConv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +166,7 @@ class Shared:
         wholly = _parts(mlp) >= _SHARED_WHOLLY
         own = mlp.shared_experts if wholly else mlp.shared_expert
         gate = None if wholly else mlp.shared_expert_gate
-        if _parts(own) != _GATES[0]:
+        if _parts(own) != _EXPERT:
             return None
         layers = (own.gate_proj, own.up_proj, own.down_proj)
         linears = (nn.Linear, nn.QuantizedLinear)
@@ -172,6 +188,7 @@ class Choice:
     scoring: Scoring = Scoring.SOFTMAX
     correction: mx.array | None = None
     scale: float = 1.0
+    least: float = LEAST
 
     @staticmethod
     def of(mlp: nn.Module, router: nn.Module) -> Choice | None:
@@ -182,6 +199,10 @@ class Choice:
         """
         if isinstance(router, (*_GATES_BY_SIGMOID, *_GATES_BY_SOFTMAX)):
             return Choice._of_gate(router)
+        if isinstance(mlp, lfm2_moe.Lfm2MoeSparseMoeBlock):
+            correction, scale = mlp.get("expert_bias"), float(mlp.routed_scaling_factor)
+            how = (bool(mlp.norm_topk_prob), Scoring.SIGMOID, correction, scale)
+            return Choice(mlp.top_k, *how, least=1e-6)
         # Numbers beside the modules are corrections: of routers that are not known.
         corrected = any(isinstance(part, mx.array) for part in mlp.values())
         if type(router) not in (nn.Linear, nn.QuantizedLinear) or corrected:
@@ -308,9 +329,7 @@ class Anatomy(Surroundings):
         _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
         _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-        head_norms = None
-        if "q_norm" in attention:
-            head_norms = (_norm(attention.q_norm), _norm(attention.k_norm))
+        head_norms = _head_norms(attention)
         dtype = attention_norms.before.weight.dtype
         clipped = isinstance(block, _CLIPPED) and dtype == mx.float16
         _expect(not clipped, "sums that are clipped to what float16 has")
@@ -326,7 +345,7 @@ class Anatomy(Surroundings):
         _expect(traditional or dims % 16 == 0, f"rotation of {dims} elements")
         return Anatomy(
             qkv=qkv,
-            output=_linears(attention, ("o_proj",), "o_proj")[0],
+            output=_linears(attention, [name for name in _OUTPUTS if name in attention])[0],
             mlp=mlp,
             attention_norms=attention_norms,
             mlp_norms=mlp_norms,
@@ -470,6 +489,36 @@ class Recurrence(Surroundings):
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution(Surroundings):
+    """A layer whose tokens meet in a gated short convolution: see `fused.short`.
+
+    given: its weights, (taps, channels).
+    """
+
+    shape: ShortShape
+    given: mx.array
+
+    @staticmethod
+    def of(block: nn.Module) -> Convolution:
+        mlp, norms, mlp_norms = _around(block, "conv")
+        own = block.conv
+        _expect(isinstance(own, _SHORTS), f"a layer of the kind {type(own).__name__}")
+        _expect("bias" not in own.conv, "a convolution with a bias")
+        dtype = norms.before.weight.dtype
+        channels, taps = own.conv.weight.shape[:2]
+        given = mx.contiguous(own.conv.weight[:, :, 0].T.astype(dtype))
+        shape = ShortShape(channels, taps, dtype)
+        linears = _linears(own, ("in_proj",))
+        _expect(linears[0].weight.shape[0] == shape.columns, "projections of other sizes")
+        return Convolution(
+            linears, _linears(own, ("out_proj",))[0], mlp, norms, mlp_norms, shape, given
+        )
+
+    def _own_weights(self) -> list[mx.array]:
+        return [self.given]
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """One kind of rotation of the model: cosines and sines for `PagedKernels.attend_fused`.
 
@@ -537,17 +586,20 @@ class Rotation:
             _expect(bool(np.abs(theirs - ours).max() < 2e-3), "a rotation that turns otherwise")
 
 
+AnyLayer = Anatomy | Latents | Recurrence | Convolution
+
+
 @dataclass(frozen=True, slots=True)
 class Common:
     """A common decoder, before anything is joined.
 
-    rotations: its kinds of rotation. kinds: the number of each layer's among them, of a recurrent
-    one 0, for none. scale: what
-    embeddings are multiplied by, a number of the layers' type, if they are. head: what has the
-    vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if they have one.
+    rotations: its kinds of rotation. kinds: the number of each layer's among them, of one that has
+    none 0. scale: what embeddings are multiplied by, a number of the layers' type, if they are.
+    head: what has the vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if
+    they have one.
     """
 
-    layers: list[Anatomy | Latents | Recurrence]
+    layers: list[AnyLayer]
     rotations: list[Rotation]
     kinds: list[int]
     embed: nn.Module
@@ -565,7 +617,8 @@ class Common:
         text = model.language_model if _parts(model) == {"language_model"} else model
         _expect("model" in text and _parts(text) <= {"model", "lm_head"}, "a head")
         body = text.model
-        _expect(_parts(body) == _BODY and _is_norm(body.norm), "a body of other parts")
+        last = [body[name] for name in _LAST_NORMS if _parts(body) == {*_BODY, name}]
+        _expect(len(last) == 1 and _is_norm(last[0]), "a body of other parts")
         windows = _windows(model)
         _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
         layers = [
@@ -575,7 +628,7 @@ class Common:
         rotations: dict[tuple[Any, ...], Rotation] = {}
         kinds = []
         for layer in layers:
-            if isinstance(layer, Recurrence):
+            if isinstance(layer, Recurrence | Convolution):
                 kinds.append(0)
                 continue
             kind = _kind(layer.rope)
@@ -589,7 +642,7 @@ class Common:
             kinds,
             body.embed_tokens,
             _scale(body, layers[0].shape.dtype),
-            _norm(body.norm),
+            _norm(last[0]),
             text.get("lm_head", body.embed_tokens),
             getattr(text, "final_logit_softcapping", None),
         )
@@ -624,9 +677,11 @@ def _turned(rope: nn.Module) -> tuple[int, bool]:
             return rope.dims, rope.traditional
 
 
-def _layer(block: nn.Module, window: int | None, page_size: int) -> Anatomy | Latents | Recurrence:
+def _layer(block: nn.Module, window: int | None, page_size: int) -> AnyLayer:
     if "linear_attn" in block:
         return Recurrence.of(block)
+    if "conv" in block:
+        return Convolution.of(block)
     if "self_attn" in block and "embed_q" in block.self_attn:
         return Latents.of(block, page_size)
     return Anatomy.of(block, window, page_size)
@@ -666,22 +721,24 @@ def _norm(module: nn.Module) -> nn.RMSNorm:
 
 def _around(block: nn.Module, name: str) -> tuple[Gates | Routes, Norms, Norms]:
     """A block's MLP, and the norms around its part of that name and the MLP."""
-    own = [each for each in _MLPS if each in block]
-    _expect(name in block and len(own) == 1, "a block of other parts")
-    norms = _norms(block, _parts(block) - {name, *own})
-    return (_mlp(block[own[0]]), *norms)
-
-
-def _norms(block: nn.Module, names: set[str]) -> tuple[Norms, Norms]:
-    """Of attention and of the MLP, where `names` are those of all norms there are."""
-    for around in _NORMS:
-        if names == {name for pair in around for name in pair if name is not None}:
-            first, second = (
-                Norms(_norm(block[before]), None if behind is None else _norm(block[behind]))
-                for before, behind in around
-            )
-            return first, second
+    for first, second, mlps in _BLOCKS:
+        own = [mlp for mlp in mlps if mlp in block]
+        norms = {norm for norm in (*first, *second) if norm is not None}
+        if _parts(block) == {name, *own, *norms} and len(own) == 1:
+            return _mlp(block[own[0]]), _norms(block, *first), _norms(block, *second)
     raise NotFusable("a block of other parts")
+
+
+def _norms(block: nn.Module, before: str, behind: str | None) -> Norms:
+    return Norms(_norm(block[before]), None if behind is None else _norm(block[behind]))
+
+
+def _head_norms(attention: nn.Module) -> tuple[nn.RMSNorm, nn.RMSNorm] | None:
+    """Of q and k, if there are some."""
+    for of_q, of_k in _HEAD_NORMS:
+        if of_q in attention:
+            return _norm(attention[of_q]), _norm(attention[of_k])
+    return None
 
 
 def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
@@ -699,12 +756,10 @@ def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
 
 
 def _mlp(mlp: nn.Module) -> Gates | Routes:
-    if _parts(mlp) in _GATES:
-        gate_up = _linears(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
-        down = _linears(mlp, ("down_proj",), "down_proj")[0]
-        return Gates(
-            gate_up, down, Activation.GELU if isinstance(mlp, _GELU_MLPS) else Activation.SILU
-        )
+    for gate_up, down in _GATES:
+        if _parts(mlp) == {*gate_up, down}:
+            activation = Activation.GELU if isinstance(mlp, _GELU_MLPS) else Activation.SILU
+            return Gates(_linears(mlp, gate_up), _linears(mlp, (down,))[0], activation)
     routes = Routes.of(mlp)
     if routes is None:
         raise NotFusable("an MLP of other parts")
@@ -712,7 +767,7 @@ def _mlp(mlp: nn.Module) -> Gates | Routes:
 
 
 def _linears(
-    parent: nn.Module, apart: tuple[str, ...], together: str | None = None
+    parent: nn.Module, apart: Sequence[str], together: str | None = None
 ) -> tuple[nn.Module, ...]:
     names = apart if together is None or together not in parent else (together,)
     linears = tuple(parent[name] for name in names)

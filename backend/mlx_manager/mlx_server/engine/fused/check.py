@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
-Pool = tuple[mx.array, mx.array]
+Pool = Sequence[mx.array]
 # Numbers of rows that differ in how they are computed: as they are, and padded.
 CHECKED_ROWS = (3, 12, 20, 40, 68)
 
@@ -112,7 +112,7 @@ class _Sample:
             table[row, : len(own)] = own
         pools = list(self.pools)
         for number in self.states:
-            pools[number] = (pools[number][0] + 0, pools[number][1] + 0)
+            pools[number] = tuple(part + 0 for part in pools[number])
         slots = [mx.array([*range(len(self.tokens)), *padding], mx.int32)] if self.states else []
         return Step(
             tokens=mx.array([*self.tokens, *padding], mx.uint32),
@@ -159,11 +159,12 @@ def _filled(
 
 
 def _in_slots(caches: Sequence[ArraysCache], lengths: Sequence[int]) -> Pool:
-    """What a `StateStore` of these rows holds."""
+    """What the pool of a `StateStore` of these rows is."""
     inputs = [cache.cache[0] for cache in caches]
     taps = inputs[0].shape[1] + 1
     ring = mx.zeros((len(caches), taps, inputs[0].shape[2]), inputs[0].dtype)
     for slot, (own, length) in enumerate(zip(inputs, lengths, strict=True)):
         for back in range(1, min(taps, length + 1)):
             ring[slot, (length - back) % taps] = own[0, -back]
-    return ring, mx.concatenate([cache.cache[1] for cache in caches])
+    states = zip(*(cache.cache[1:] for cache in caches), strict=True)
+    return ring, *(mx.concatenate(list(of_rows)) for of_rows in states)

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
     Common,
+    Convolution,
     Latents,
     NotFusable,
     Recurrence,
@@ -38,6 +39,7 @@ from mlx_manager.mlx_server.engine.fused.layers import (
     Step,
     Store,
 )
+from mlx_manager.mlx_server.engine.fused.short import ShortPart
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, prepare
@@ -59,11 +61,13 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
+from mlx_manager.mlx_server.engine.recurrent import short
 from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta, DeltaKernels, Texts
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, StateStore
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, ShortShape, StateStore
+from mlx_manager.mlx_server.engine.recurrent.short import BuildShort, ShortKernels
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
-A = TypeVar("A", Anatomy, Latents, Recurrence)
+A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -142,11 +146,12 @@ class FusedDecoder:
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
         latents: BuildLatents = gpu.building_latents,
+        shorts: BuildShort = short.build,
     ) -> FusedDecoder | Unsupported:
         """`building` in one go."""
         return finish(
             FusedDecoder.building(
-                model, page_size, kernels, products, compile, openings, deltas, latents
+                model, page_size, kernels, products, compile, openings, deltas, latents, shorts
             )
         )
 
@@ -160,6 +165,7 @@ class FusedDecoder:
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
         latents: BuildLatents = gpu.building_latents,
+        shorts: BuildShort = short.build,
     ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
@@ -168,7 +174,7 @@ class FusedDecoder:
         """
         try:
             common = Common.of(model, page_size)
-            parts = yield from _Parts.building(common, kernels, deltas, latents)
+            parts = yield from _Parts.building(common, kernels, deltas, latents, shorts)
             return (yield from _building(common, parts, products, compile, openings))
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
@@ -240,7 +246,7 @@ class FusedDecoder:
     def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
         """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
         part = self._layers[number].part
-        assert isinstance(part, DeltaPart)
+        assert isinstance(part, DeltaPart | ShortPart)
         part.kernels.restore(store, slot, kept)
 
     def run_ragged(
@@ -308,7 +314,7 @@ class FusedDecoder:
         tokens: mx.array,
         before: mx.array,
         table: mx.array,
-        pools: Sequence[tuple[mx.array, mx.array]],
+        pools: Sequence[Sequence[mx.array]],
         items: Sequence[mx.array],
         slots: Sequence[mx.array],
     ) -> Stepped:
@@ -357,7 +363,7 @@ def _step(  # noqa: PLR0917
     tokens: mx.array,
     before: mx.array,
     table: mx.array,
-    pools: Sequence[tuple[mx.array, mx.array]],
+    pools: Sequence[Sequence[mx.array]],
     items: Sequence[mx.array],
     slots: Sequence[mx.array],
 ) -> Step:
@@ -375,10 +381,15 @@ class _Parts:
     attentions: dict[AttentionShape, PagedKernels]
     deltas: dict[DeltaShape, DeltaKernels]
     latents: dict[LatentShape, LatentKernels]
+    shorts: dict[ShortShape, ShortKernels]
 
     @staticmethod
     def building(
-        common: Common, kernels: BuildKernels, deltas: BuildDelta, latents: BuildLatents
+        common: Common,
+        kernels: BuildKernels,
+        deltas: BuildDelta,
+        latents: BuildLatents,
+        shorts: BuildShort,
     ) -> Steps[_Parts]:
         """
         Raises:
@@ -387,12 +398,13 @@ class _Parts:
         own = common.layers
         attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
         recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
+        convolutions = {a.shape: _built(shorts(a.shape)) for a in _one_each(own, Convolution)}
         found = {}
         for layer in _one_each(own, Latents):
             found[layer.shape] = _built(
                 (yield from latents(layer.shape, traditional=layer.rotary.traditional))
             )
-        return _Parts(attentions, recurrences, found)
+        return _Parts(attentions, recurrences, found, convolutions)
 
     def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
         """block: of the same layer, joined. few: what multiplies few rows, if anything does."""
@@ -401,6 +413,8 @@ class _Parts:
                 return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
             case Recurrence():
                 return DeltaPart(block, self.deltas[anatomy.shape], anatomy.given)
+            case Convolution():
+                return ShortPart(block, self.shorts[anatomy.shape], anatomy.given)
             case Latents():
                 return LatentPart.of(anatomy, block, self.latents[anatomy.shape], few)
         raise NotFusable(f"a layer of the kind {type(anatomy).__name__}")

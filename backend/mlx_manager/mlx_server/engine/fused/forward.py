@@ -229,9 +229,7 @@ class FusedForward(OnPages):
 
     def _step(self, tokens: mx.array, batch: Batch) -> Step:
         pools = [
-            (store.keys, store.values)
-            if isinstance(store, LayerStore)
-            else (store.ring, store.states)
+            (store.keys, store.values) if isinstance(store, LayerStore) else store.pool
             for store in self._of_layers
         ]
         return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots)

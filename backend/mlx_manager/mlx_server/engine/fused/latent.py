@@ -7,6 +7,7 @@ and results, so that heads meet latents as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -170,19 +171,21 @@ class LatentPart(Part):
         heads: mx.array,
         shared: Shared,
         rotation: int,
-        pool: tuple[mx.array, mx.array],
+        pool: Sequence[mx.array],
         step: Step,
     ) -> mx.array:
         turns = shared.rotations[rotation]
         slots = shared.slots
         assert slots is not None
-        queries, absorbed = self._queries(heads, turns, pool, slots)
+        latents, rotated = pool
+        queries, absorbed = self._queries(heads, turns, (latents, rotated), slots)
         return self.expand.to_rows(
             self.kernels.attend(
                 absorbed,
                 queries,
                 turns,
-                *pool,
+                latents,
+                rotated,
                 step.table,
                 shared.lengths,
                 scale=self.scale,

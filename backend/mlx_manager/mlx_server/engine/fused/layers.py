@@ -54,14 +54,14 @@ class Step:
     tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
     that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
     token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
-    slots, head_dim), or ring and states of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
+    slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
     where there are recurrent layers, one, (rows,) int32: each row's.
     """
 
     tokens: mx.array
     before: mx.array
     table: mx.array
-    pools: Sequence[tuple[mx.array, mx.array]]
+    pools: Sequence[Sequence[mx.array]]
     splits: Mapping[int | None, Splits]
     slots: Sequence[mx.array] = ()
 
@@ -315,7 +315,7 @@ class Part(ABC):
         heads: mx.array,
         shared: Shared,
         rotation: int,
-        pool: tuple[mx.array, mx.array],
+        pool: Sequence[mx.array],
         step: Step,
     ) -> mx.array:
         """What the output projection takes of each row. heads: what the first product gives.
@@ -396,14 +396,16 @@ class AttentionPart(Part):
         heads: mx.array,
         shared: Shared,
         rotation: int,
-        pool: tuple[mx.array, mx.array],
+        pool: Sequence[mx.array],
         step: Step,
     ) -> mx.array:
+        keys, values = pool
         attended = self.kernels.attend_fused(
             heads,
             shared.rotations[rotation],
             self.head_norms,
-            *pool,
+            keys,
+            values,
             step.table,
             shared.lengths,
             rotary=self.rotary,
@@ -480,7 +482,7 @@ class DeltaPart(Part):
         heads: mx.array,
         shared: Shared,
         rotation: int,
-        pool: tuple[mx.array, mx.array],
+        pool: Sequence[mx.array],
         step: Step,
     ) -> mx.array:
         return self.kernels.step(heads, self.weights, pool, shared.lengths, step.slots[0])
@@ -506,7 +508,7 @@ class Layer:
     rotation: int
 
     def attend(
-        self, heads: mx.array, shared: Shared, pool: tuple[mx.array, mx.array], step: Step
+        self, heads: mx.array, shared: Shared, pool: Sequence[mx.array], step: Step
     ) -> mx.array:
         """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
         return self.part.attend(heads, shared, self.rotation, pool, step)

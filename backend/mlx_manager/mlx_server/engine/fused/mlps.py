@@ -163,6 +163,7 @@ def mlp_of(
         choice.scoring,
         None if choice.correction is None else choice.correction.astype(mx.float32),
         choice.scale,
+        choice.least,
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     source,
 )
 from mlx_manager.mlx_server.engine.products.factors import (
+    LEAST,
     Activation,
     Experts,
     Norm,
@@ -48,8 +49,8 @@ _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
 @dataclass(frozen=True, slots=True)
 class RouterForm:
     """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
-    is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale: see
-    `Experts`."""
+    is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale,
+    least: see `Experts`."""
 
     each: int
     held: int
@@ -64,6 +65,7 @@ class RouterForm:
     scoring: Scoring = Scoring.SOFTMAX
     corrected: bool = False
     scale: float = 1.0
+    least: float = LEAST
 
     @property
     def threads(self) -> int:
@@ -182,6 +184,7 @@ class ExpertKernels:
             scoring=experts.scoring,
             corrected=experts.correction is not None,
             scale=experts.scale,
+            least=experts.least,
         )
 
     def _route(
@@ -285,7 +288,8 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     )
     flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
     scoring = f"kernels::Scoring::{form.scoring.value}"
-    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {real(form.scale)}}}"
+    figures = f"{real(form.scale)}, {real(form.least)}"
+    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {figures}}}"
     pairs = f"{rows} * {form.chosen}"
     bound = f"{form.experts} + {pairs} / {form.held}"
     return KernelSource(

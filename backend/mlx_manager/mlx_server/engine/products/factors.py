@@ -20,6 +20,10 @@ class Activation(Enum):
     CLAMPED_SILU = "ClampedSilu"
 
 
+LEAST = 1e-20
+"""See `Experts.least`: that of most models."""
+
+
 class Scoring(Enum):
     """What experts' scores are of their logits; the value is its name in route.cu."""
 
@@ -115,7 +119,8 @@ class Experts:
     shared: so many of the experts, the last, are every row's, and are among the `chosen`; what they
         give is weighted by the sigmoids of their logits, or by 1 where the router has none.
     correction: (experts that are not shared,) float32, added to scores, which are sigmoids then,
-        for the choice alone. scale: of the weights of experts that are not shared.
+        for the choice alone. scale: of the weights of experts that are not shared. least: what is
+        added to the sum of a row's scores where these are sigmoids, so that it is not 0.
     """
 
     router: mx.array
@@ -130,6 +135,7 @@ class Experts:
     scoring: Scoring = Scoring.SOFTMAX
     correction: mx.array | None = None
     scale: float = 1.0
+    least: float = LEAST
 
     @property
     def count(self) -> int:

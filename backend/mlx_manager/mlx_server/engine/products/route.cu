@@ -69,7 +69,8 @@ enum class Scoring { kSoftmax, kSigmoid };
 
 // How a row's experts are chosen and weighted. GATED: there are logits of those that are shared,
 // too. NORMALISED: a row's weights add up to 1, before they are scaled; otherwise they are the
-// scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction.
+// scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction. A sum of
+// sigmoids has `least` added to it.
 template <Scoring SCORING, bool GATED, bool NORMALISED, bool CORRECTED>
 struct Choice {
   static constexpr bool kSigmoid = SCORING == Scoring::kSigmoid, kGated = GATED;
@@ -77,7 +78,7 @@ struct Choice {
   static_assert(kSigmoid || !CORRECTED);
 
   const float* correction;
-  float scale;
+  float scale, least;
 };
 
 // A block has EACH rows, up to 8, and 16 experts. CHOICE: see `Choice`. BIAS: a number of each
@@ -244,7 +245,7 @@ struct Router {
         if (i * 32 + lane == at) own[i] = minus_infinity();
     }
     if (CHOICE::kNormalised)
-      score /= CHOICE::kSigmoid ? total + 1e-20f : total;
+      score /= CHOICE::kSigmoid ? total + choice.least : total;
     else if (!CHOICE::kSigmoid)
       score /= all;
     score *= choice.scale;

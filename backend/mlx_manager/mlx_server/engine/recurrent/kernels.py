@@ -111,7 +111,7 @@ class DeltaKernels:
         self,
         heads: mx.array,
         weights: DeltaWeights,
-        pool: tuple[mx.array, mx.array],
+        pool: Sequence[mx.array],
         lengths: mx.array,
         slots: mx.array,
     ) -> mx.array:

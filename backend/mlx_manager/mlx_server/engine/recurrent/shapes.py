@@ -1,17 +1,68 @@
-"""What a layer of the gated delta rule is: its sizes, its weights, and where its rows keep what."""
+"""What layers with a state are: their sizes, their weights, and where their rows keep what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from math import prod
+from typing import Protocol
 
 import mlx.core as mx
 
 
+class StateShape(Protocol):
+    """Of a layer whose rows keep the last inputs of a convolution, and perhaps more.
+
+    channels, taps: of the convolution, which sees so many tokens, of the type `dtype`. matrices:
+    sizes of what a row keeps besides, float32; none if that is nothing.
+    """
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def taps(self) -> int: ...
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
+
+    @property
+    def matrices(self) -> tuple[int, ...]: ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a row keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortShape:
+    """Sizes of one layer of a gated short convolution.
+
+    taps: tokens that it sees.
+    """
+
+    channels: int
+    taps: int
+    dtype: mx.Dtype
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def columns(self) -> int:
+        """What the first product gives for a token: B, C and x."""
+        return 3 * self.channels
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.taps * self.channels * self.dtype.size
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of one layer.
+    """Sizes of one layer of the gated delta rule.
 
     taps: tokens that its convolution sees. grouped: whether the first product gives a key head and
     its value heads together, as Qwen 3 Next has it. rounded: whether decays are computed in
@@ -44,10 +95,12 @@ class DeltaShape:
         return self.channels + self.values + 2 * self.value_heads
 
     @property
+    def matrices(self) -> tuple[int, ...]:
+        return self.value_heads, self.value_dim, self.key_dim
+
+    @property
     def slot_bytes(self) -> int:
-        """What a row keeps."""
-        state = self.value_heads * self.value_dim * self.key_dim
-        return self.taps * self.channels * self.dtype.size + state * mx.float32.size
+        return self.taps * self.channels * self.dtype.size + prod(self.matrices) * mx.float32.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +117,63 @@ class DeltaWeights:
 class StateStore:
     """One layer's states of all rows, each in its slot.
 
-    ring: (slots, taps, channels), the last inputs of the convolution, that of position p in place
-    p % taps. states: (slots, value_heads, value_dim, key_dim) float32. Written in place by kernels:
-    `written` comes from the last one, and who reads them otherwise must wait for it.
+    pool: the `ring`, (slots, taps, channels), the last inputs of the convolution, that of position
+    p in place p % taps; and `states`, (slots, *matrices) float32, where a row keeps such. Written
+    in place by kernels: `written` comes from the last one, and who reads them otherwise must wait
+    for it.
     """
 
-    def __init__(self, shape: DeltaShape) -> None:
+    def __init__(self, shape: StateShape) -> None:
         self.shape = shape
         self.written = mx.zeros((1,), mx.int32)
-        self.ring = self._rings(0)
-        self.states = self._states(0)
+        self.pool = self._zeros(0)
+
+    @property
+    def ring(self) -> mx.array:
+        return self.pool[0]
+
+    @property
+    def states(self) -> mx.array:
+        """Of layers whose rows keep matrices."""
+        return self.pool[1]
 
     @property
     def slots(self) -> int:
         return self.ring.shape[0]
 
     @property
-    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        return self.ring, self.states, self.written
+    def arrays(self) -> tuple[mx.array, ...]:
+        return (*self.pool, self.written)
 
     def alike(self, arrays: Sequence[mx.array]) -> StateStore:
         """One like this with other `arrays`."""
         store = copy(self)
-        store.ring, store.states, store.written = arrays
+        *pool, store.written = arrays
+        store.pool = tuple(pool)
         return store
 
     def resize(self, slots: int) -> None:
         """Keeps what is in those that stay, and is computed when it returns, so that one layer
         alone is there twice."""
-        ring, states, _ = self._read()
         more = slots - self.slots
         if more > 0 and self.slots:
-            self.ring = mx.concatenate([ring, self._rings(more)])
-            self.states = mx.concatenate([states, self._states(more)])
+            both = zip(self._read(), self._zeros(more), strict=True)
+            self.pool = tuple(mx.concatenate(list(pair)) for pair in both)
         else:
-            self.ring, self.states = self._rings(slots), self._states(slots)
-        mx.eval(self.ring, self.states)
+            self.pool = self._zeros(slots)
+        mx.eval(self.pool)
 
     def kept(self, slot: int) -> list[mx.array]:
         """A copy of what is in `slot`, to be evaluated before the next launch writes there."""
-        ring, states, _ = self._read()
-        return [mx.contiguous(ring[slot]), mx.contiguous(states[slot])]
+        return [mx.contiguous(part[slot]) for part in self._read()]
 
     def _read(self) -> list[mx.array]:
-        """The arrays, once the last launch has written to them."""
-        return list(mx.depends(list(self.arrays), [self.written]))
+        """The pool, once the last launch has written to it."""
+        return list(mx.depends(list(self.pool), [self.written]))
 
-    def _rings(self, slots: int) -> mx.array:
+    def _zeros(self, slots: int) -> tuple[mx.array, ...]:
         of = self.shape
-        return mx.zeros((slots, of.taps, of.channels), of.dtype)
-
-    def _states(self, slots: int) -> mx.array:
-        of = self.shape
-        return mx.zeros((slots, of.value_heads, of.value_dim, of.key_dim), mx.float32)
+        ring = mx.zeros((slots, of.taps, of.channels), of.dtype)
+        if not of.matrices:
+            return (ring,)
+        return ring, mx.zeros((slots, *of.matrices), mx.float32)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import CORRECTED, DIMENSIONS, EXPERTS, GEMMA3, MODELS, drawn, make
+from engine.common_decoders import (
+    CORRECTED,
+    DIMENSIONS,
+    EXPERTS,
+    GEMMA3,
+    MODELS,
+    SHORTS,
+    drawn,
+    make,
+)
 from engine.portable import Portable, plainly
 from mlx import nn
 from mlx_lm.models import (
@@ -14,6 +23,7 @@ from mlx_lm.models import (
     dots1,
     glm4_moe,
     glm4_moe_lite,
+    lfm2_moe,
     minimax,
     mistral4,
 )
@@ -44,6 +54,7 @@ MINISTRAL = {
         ("ministral3", MINISTRAL, "attention that takes attn_scale"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "DynamicNTK"),
         ("llama", {"num_attention_heads": 8}, "rotation of 8 elements"),
+        ("lfm2", {**SHORTS["lfm2"], "conv_bias": True}, "a convolution with a bias"),
     ],
 )
 def test_other_modules_are_declined_with_the_difference(family, changes, reason):
@@ -121,7 +132,7 @@ def scores_of(choice: Choice, logits: mx.array) -> np.ndarray:
     last = np.argsort(-by, axis=1)[:, choice.chosen :]
     np.put_along_axis(scores, last, 0.0, axis=1)
     if choice.normalised:
-        scores /= scores.sum(1, keepdims=True)
+        scores /= scores.sum(1, keepdims=True) + choice.least
     return scores * choice.scale
 
 
@@ -136,6 +147,23 @@ def test_routers_choose_and_weigh_as_they_are_read(module, name, changes):
     np.put_along_axis(wanted, np.array(chosen[0]), np.array(scores[0]), axis=1)
     mine = scores_of(routes.choice, x @ routes.router.weight.T)
     np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_expert_bias": False}, {"norm_topk_prob": False}])
+@pytest.mark.parametrize("logits", [0.0, -14.0])
+def test_lfm_2_s_router_chooses_and_weighs_as_it_is_read(changes, logits):
+    """Also where a row's scores are next to nothing."""
+    changes = SHORTS["lfm2_moe"] | changes
+    layer = routed_layer(lfm2_moe, "Lfm2MoeSparseMoeBlock", changes)
+    layer.gate.weight[:, 0] = logits
+    routes = Routes.of(layer)
+    assert routes is not None
+    x = mx.random.normal((40, 64))
+    x[:, 0] = 1.0
+    # Each expert gives itself, so that the layer gives the weights.
+    layer.switch_mlp = lambda _, chosen: mx.eye(6)[chosen]
+    mine = scores_of(routes.choice, x @ routes.router.weight.T)
+    np.testing.assert_allclose(mine, np.array(layer(x[None])[0]), rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize(("module", "name", "changes"), ROUTED)

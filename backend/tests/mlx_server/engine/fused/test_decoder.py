@@ -7,9 +7,9 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import EXPERTS, HYBRIDS, LATENTS, MODELS, PACKABLE, make
+from engine.common_decoders import EXPERTS, HYBRIDS, LATENTS, MODELS, PACKABLE, SHORTS, make
 from engine.portable import Portable, PortableLatents, plainly
-from engine.recurrent.portable import PortableDelta
+from engine.recurrent.portable import PortableDelta, PortableShort
 from mlx import nn
 from mlx_lm.models.activations import swiglu_oai
 from mlx_lm.models.cache import make_prompt_cache
@@ -172,7 +172,7 @@ class PortableExperts:
         chosen = mx.argpartition(-(scores + correction), count - 1, axis=-1)[:, :count]
         scores = mx.take_along_axis(scores, chosen, 1)
         if experts.normalised:
-            scores = scores / scores.sum(axis=1, keepdims=True)
+            scores = scores / (scores.sum(axis=1, keepdims=True) + experts.least)
         scores = scores * experts.scale
         last = mx.arange(experts.count - shared, experts.count, dtype=chosen.dtype)
         chosen = mx.concatenate([chosen, mx.broadcast_to(last, (len(scores), shared))], axis=1)
@@ -234,14 +234,16 @@ def test_fused_steps_give_the_modules_logits(model):
 
 @pytest.mark.parametrize(
     ("family", "chained"),
-    [("qwen3_5", None), ("qwen3_5", 0), ("qwen3_5", 12), ("qwen3_next", 0)],
+    [
+        *(("qwen3_5", None), ("qwen3_5", 0), ("qwen3_5", 12), ("qwen3_next", 0)),
+        *(("lfm2", None), ("lfm2", 0), ("lfm2", 12), ("lfm2_moe", 0)),
+    ],
 )
 def test_layers_with_a_state_give_the_modules_logits(family, chained):
-    model = make(family, HYBRIDS[family])
-    products = {} if chained is None else {"products": lambda _: PortableProducts(chained)}
-    decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, deltas=PortableDelta, **products
-    )
+    model = make(family, (HYBRIDS | SHORTS)[family])
+    how = {} if chained is None else {"products": lambda _: PortableProducts(chained)}
+    how |= {"deltas": PortableDelta, "shorts": PortableShort}
+    decoder = FusedDecoder.build(model, PAGE, Portable, compile=plainly, **how)
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None
 
@@ -271,10 +273,13 @@ def test_packed_latent_attention_is_fused_too():
     assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
 
 
-def test_packed_layers_with_a_state_are_fused_too():
-    model, of = make("qwen3_5", HYBRIDS["qwen3_5"]), PortableProducts()
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_packed_layers_with_a_state_are_fused_too(family):
+    model, of = make(family, (HYBRIDS | SHORTS)[family]), PortableProducts()
     nn.quantize(model, group_size=32, bits=4)
-    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta)
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta, shorts=PortableShort
+    )
     assert check(decoder, model, PAGE) is None
     assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
 
@@ -438,12 +443,15 @@ def test_more_rows_are_multiplied_by_dense_weights_where_those_are_there_too(nam
     assert weights == form.nbytes
 
 
-def test_layers_with_a_state_have_packed_weights_beside_dense_ones_too():
-    model, of = make("qwen3_5", HYBRIDS["qwen3_5"]), PortableProducts()
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_layers_with_a_state_have_packed_weights_beside_dense_ones_too(family):
+    model, of = make(family, (HYBRIDS | SHORTS)[family]), PortableProducts()
     nn.quantize(model, group_size=32, bits=4)
     (form,) = (form for form in forms_of(model, "cuda", multiplies_packed=True) if form.keeps)
     convert(model, form)
-    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta)
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, lambda _: of, plainly, deltas=PortableDelta, shorts=PortableShort
+    )
     assert check(decoder, model, PAGE) is None
     assert of.packed == {rows for rows in CHECKED_ROWS if rows <= MOST_PACKED}
 
@@ -525,13 +533,19 @@ def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_wer
 
 
 @pytest.mark.parametrize("mode", [None, "affine", "mxfp4"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, "lfm2_moe"])
 def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
-    model, of = make(family, EXPERTS[family]), PortableProducts()
+    model, of = make(family, (EXPERTS | SHORTS)[family]), PortableProducts()
     if mode:
         nn.quantize(model, group_size=32, bits=4, mode=mode)
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, lambda _: of, plainly, latents=PortableLatents.building
+        model,
+        PAGE,
+        Portable,
+        lambda _: of,
+        plainly,
+        latents=PortableLatents.building,
+        shorts=PortableShort,
     )
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None

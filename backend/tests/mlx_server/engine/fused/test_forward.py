@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine.portable import Portable, PortableLatents, PortableWriter, plainly
-from engine.recurrent.portable import PortableDelta
+from engine.recurrent.portable import PortableDelta, PortableShort
 from engine.rig import HandRig, Row, alone, prompt
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
@@ -29,6 +29,7 @@ on_kernels = partial(
     deltas=PortableDelta,
     writers=PortableWriter,
     latents=PortableLatents.building,
+    shorts=PortableShort,
 )
 
 
@@ -45,6 +46,7 @@ on_kernels = partial(
         ("gemma2", "fused"),
         # Some layers keep a state of their own.
         ("qwen3_5", "fused"),
+        ("lfm2", "fused"),
         # What it attends to are latents.
         ("glm4_moe_lite", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
@@ -54,7 +56,6 @@ on_kernels = partial(
         ("qwen3_moe", "ragged"),
         # States beside pages that kernels read, and pages that the module reads by itself.
         ("falcon_h1", "separate"),
-        ("lfm2", "separate"),
         ("deepseek_v3", "separate"),
         ("kimi_linear", "separate"),
     ],
@@ -96,13 +97,16 @@ async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_pat
         assert rig.engine.stats().pages_held == 0
 
 
-@pytest.mark.parametrize(("seed", "memory"), [(1, 1 << 30), (2, 3_000_000)])
+@pytest.mark.parametrize(
+    ("family", "seed", "memory"),
+    [("qwen3_5", 1, 1 << 30), ("qwen3_5", 2, 3_000_000), ("lfm2", 3, 1 << 30)],
+)
 async def test_layers_with_a_state_are_right_through_anything(
-    tmp_path: Path, seed: int, memory: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, seed: int, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FusedForward, "worth", 16)
     chance = random.Random(seed)
-    folder = make_tiny_model(tmp_path / "m", "qwen3_5")
+    folder = make_tiny_model(tmp_path / "m", family)
     how = {"prefill_chunk": 48, "max_rows": 6, "memory": memory}
     async with HandRig(folder, choose=on_kernels, **how) as rig:
         assert (rig.forward.kind, rig.forward.prefixes) == ("fused", "snapshot")
@@ -169,6 +173,16 @@ def test_a_decoder_whose_states_are_put_back_wrongly_is_not_used(tmp_path: Path)
     model, _ = load_model(make_tiny_model(tmp_path / "m", "qwen3_5"))
     assert choose(model, PAGE, Portable, plainly, PortableDelta).kind == "fused"
     assert choose(model, PAGE, Portable, plainly, Wrong).kind == "separate"
+
+
+def test_a_decoder_whose_inputs_are_put_back_wrongly_is_not_used(tmp_path: Path) -> None:
+    class Wrong(PortableShort):
+        def restore(self, store: Any, slot: int, kept: Any) -> None:
+            super().restore(store, slot, [kept[0] + 1])
+
+    model, _ = load_model(make_tiny_model(tmp_path / "m", "lfm2"))
+    for shorts, kind in ((PortableShort, "fused"), (Wrong, "separate")):
+        assert choose(model, PAGE, Portable, plainly, shorts=shorts).kind == kind
 
 
 async def test_steps_come_in_few_shapes(tmp_path: Path) -> None:

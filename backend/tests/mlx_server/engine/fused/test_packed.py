@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine.common_decoders import EXPERTS, make
+from engine.common_decoders import EXPERTS, SHORTS, make
 from mlx import nn
 
 from mlx_manager.mlx_server.engine.fused.anatomy import Common
@@ -56,6 +56,13 @@ def test_layers_with_experts_are_however_each_is_packed(family, experts, rest):
         return hasattr(layer, "to_quantized") and own is not None and own
 
     nn.quantize(model, class_predicate=chosen)
+    assert served(model)
+
+
+@pytest.mark.parametrize("family", SHORTS)
+def test_layers_of_short_convolutions_are(family):
+    model = make(family, SHORTS[family] | WIDE | {"moe_intermediate_size": 256})
+    nn.quantize(model, **FOUR)
     assert served(model)
 
 

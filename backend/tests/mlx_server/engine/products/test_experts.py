@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.engine.products.experts import (
     mix_source,
     route_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Activation, Packed, Scoring
+from mlx_manager.mlx_server.engine.products.factors import LEAST, Activation, Packed, Scoring
 from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
@@ -47,12 +47,13 @@ class Case:
     scoring: Scoring = Scoring.SOFTMAX
     corrected: bool = False
     scale: float = 1.0
+    least: float = LEAST
 
     @property
     def router(self) -> RouterForm:
         numbers = (self.experts, self.chosen, self.shared)
         of = (*numbers, self.normalised, self.bias, self.width, EPSILON)
-        how = (self.gated, self.scoring, self.corrected, self.scale)
+        how = (self.gated, self.scoring, self.corrected, self.scale, self.least)
         return RouterForm(1 if self.rows == 1 else 8, self.held, *of, *how)
 
     @property
@@ -97,6 +98,7 @@ CASES = [
     Case("corrected-shared", 9, 65, 5, shared=1, gated=False, scale=1.8, **CORRECTED),
     Case("corrected-shared-of-one-row", 1, 130, 10, shared=2, gated=False, **CORRECTED),
     Case("corrected-gated", 2, 66, 10, shared=2, normalised=False, scale=3.0, **CORRECTED),
+    Case("corrected-of-a-least-sum", 9, 32, 4, least=0.5, **CORRECTED),
     Case("scaled", 9, 66, 8, normalised=False, shared=2, gated=False, scale=16.0),
     Case("scaled-of-one-row", 1, 34, 4, shared=2, gated=False, scale=0.5),
     Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
@@ -216,7 +218,8 @@ class Problem:
         _, scores = self.competing(normed)
         own = np.take_along_axis(scores, chosen[:, : case.own], 1)
         if case.normalised:
-            own = own / own.sum(1, keepdims=True)
+            least = case.least if case.scoring is Scoring.SIGMOID else 0.0
+            own = own / (own.sum(1, keepdims=True) + least)
         shared = np.ones((case.rows, case.shared))
         if case.gated and case.shared:
             shared = sigmoid(self.logits(normed)[:, -case.shared :])

@@ -1,4 +1,4 @@
-"""A layer of the gated delta rule as mlx-lm has it, without its first and last product."""
+"""Layers with a state as mlx-lm has them, without their first and last product."""
 
 from __future__ import annotations
 
@@ -7,10 +7,70 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.lfm2 import ShortConv
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, ShortShape
+
+
+class ShortLayer:
+    """A gated short convolution. Texts are (tokens, columns) float32 of numbers that `shape.dtype`
+    has: what the first product gives."""
+
+    def __init__(self, shape: ShortShape) -> None:
+        self.shape = shape
+        config = SimpleNamespace(
+            hidden_size=shape.channels, conv_L_cache=shape.taps, conv_bias=False
+        )
+        mx.random.seed(5)
+        self._module = ShortConv(config, 0)
+        self._module.conv.weight = mx.random.normal((shape.channels, shape.taps, 1))
+        self._module.set_dtype(shape.dtype)
+        self._module.in_proj = self._module.out_proj = lambda x: x
+        self.weights = mx.contiguous(self._module.conv.weight[:, :, 0].T)
+
+    def text(self, tokens, salt):
+        rng = np.random.default_rng(salt)
+        return self.rounded(rng.normal(size=(tokens, self.shape.columns)).astype(np.float32) * 1.5)
+
+    def memory(self, array):
+        """Bits, of numpy's float32 or an array of the type."""
+        return np.array(mx.array(array).astype(self.shape.dtype).view(mx.uint16))
+
+    def given(self, text):
+        """What the module gives for each token of a text, (tokens, channels)."""
+        y = self._module(mx.array(text).astype(self.shape.dtype)[None], cache=ArraysCache(size=1))
+        return np.array(y[0].astype(mx.float32))
+
+    def exact(self, text):
+        """The same, by sums in float32 in the order of the tokens, and rounded as the module's."""
+        before, behind, _ = np.split(text, 3, axis=1)
+        inputs, taps = self.inputs(text), np.array(self.weights.astype(mx.float32))
+        sums = np.zeros_like(before)
+        for tap in range(self.shape.taps):
+            back = self.shape.taps - 1 - tap
+            sums[back:] += taps[tap] * inputs[: len(text) - back]
+        return self.rounded(behind * self.rounded(sums))
+
+    def inputs(self, text):
+        """Of the convolution."""
+        before, _, x = np.split(text, 3, axis=1)
+        return self.rounded(before * x)
+
+    def ring(self, slots):
+        """One that nothing should be read of, as it lies in memory."""
+        return np.full((slots, self.shape.taps, self.shape.channels), 0x7FC0, np.uint16)
+
+    def fill(self, ring, slot, text, new=None):
+        """As the last `new` tokens of the text leave it, or all of them."""
+        inputs, taps = self.memory(self.inputs(text)), self.shape.taps
+        new = len(text) if new is None else new
+        for position in range(len(text) - min(new, taps), len(text)):
+            ring[slot, position % taps] = inputs[position]
+
+    def rounded(self, values):
+        return np.array(mx.array(values).astype(self.shape.dtype).astype(mx.float32))
 
 
 class Layer:

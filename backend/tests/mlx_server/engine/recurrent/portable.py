@@ -1,4 +1,5 @@
-"""`DeltaKernels` in MLX operations: what a GPU's kernels must do, the slow way, on any device."""
+"""`DeltaKernels` and `ShortKernels` in MLX operations: what a GPU's kernels must do, the slow way,
+on any device."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from mlx import nn
 from mlx_lm.models.activations import precise_swiglu
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, ShortShape
 
 
-class PortableDelta:
-    """As `kernels.build` would give them. Pools are written in place, so that whoever holds them
-    sees it."""
+class PortableStates:
+    """Pools are written in place, so that whoever holds them sees it.
 
-    def __init__(self, shape: DeltaShape) -> None:
-        self.shape = shape
+    wide: what they give for a token. _text: of tokens of one text, from a position on.
+    """
+
+    def __init__(self, shape, wide: int) -> None:
+        self.shape, self._wide = shape, wide
 
     def step(self, heads, weights, pool, lengths, slots):
         rows = []
@@ -25,7 +28,7 @@ class PortableDelta:
             if length:
                 rows.append(self._text(heads[row : row + 1], weights, pool, slot, length - 1))
             else:
-                rows.append(mx.zeros((1, self.shape.values), heads.dtype))
+                rows.append(mx.zeros((1, self._wide), heads.dtype))
         return mx.concatenate(rows)
 
     def chunks(self, heads, weights, store, texts):
@@ -35,20 +38,18 @@ class PortableDelta:
             if not count:
                 continue
             if slot < 0:
-                parts.append(mx.zeros((count, self.shape.values), heads.dtype))
+                parts.append(mx.zeros((count, self._wide), heads.dtype))
                 continue
-            pool = (store.ring, store.states)
-            parts.append(self._text(own, weights, pool, slot, position))
+            parts.append(self._text(own, weights, store.pool, slot, position))
         return mx.concatenate(parts)
 
     def restore(self, store, slot, kept):
-        store.ring[slot], store.states[slot] = kept
+        for part, own in zip(store.pool, kept, strict=True):
+            part[slot] = own
 
-    def _text(self, heads, weights, pool, slot, position):
-        """Tokens of one text, from a position on."""
-        of, (ring, states) = self.shape, pool
-        q, k, v, z, b, a = self._columns(heads)
-        inputs = mx.concatenate([q, k, v], axis=1)
+    def _convolved(self, inputs, kernel, ring, slot, position):
+        """(tokens, channels); leaves the last of `inputs`, the same, in the ring."""
+        of = self.shape
         before = [
             ring[slot, (position - back) % of.taps][None]
             if position >= back
@@ -56,8 +57,35 @@ class PortableDelta:
             for back in range(of.taps - 1, 0, -1)
         ]
         seen = mx.concatenate([*before, inputs])
-        kernel = weights.convolution[:, :, None]
-        convolved = nn.silu(mx.conv1d(seen[None], kernel, groups=of.channels))
+        for back in range(min(of.taps, inputs.shape[0])):
+            end = position + inputs.shape[0] - 1 - back
+            ring[slot, end % of.taps] = inputs[-1 - back]
+        return mx.conv1d(seen[None], kernel[:, :, None], groups=of.channels)[0]
+
+
+class PortableShort(PortableStates):
+    """As `short.build` would give them."""
+
+    def __init__(self, shape: ShortShape) -> None:
+        super().__init__(shape, shape.channels)
+
+    def _text(self, heads, weights, pool, slot, position):
+        before, behind, x = mx.split(heads[:, : self.shape.columns], 3, axis=1)
+        (ring,) = pool
+        return behind * self._convolved(before * x, weights.T, ring, slot, position)
+
+
+class PortableDelta(PortableStates):
+    """As `kernels.build` would give them."""
+
+    def __init__(self, shape: DeltaShape) -> None:
+        super().__init__(shape, shape.values)
+
+    def _text(self, heads, weights, pool, slot, position):
+        of, (ring, states) = self.shape, pool
+        q, k, v, z, b, a = self._columns(heads)
+        inputs = mx.concatenate([q, k, v], axis=1)
+        convolved = nn.silu(self._convolved(inputs, weights.convolution, ring, slot, position))
         keys = of.key_heads * of.key_dim
         sizes = ((of.key_heads, of.key_dim),) * 2 + ((of.value_heads, of.value_dim),)
         q, k, v = (
@@ -69,9 +97,6 @@ class PortableDelta:
         offsets = weights.offsets.astype(of.dtype) if of.rounded else weights.offsets
         rates = mx.log(-weights.rates)
         y, state = gated_delta_update(q, k, v, a[None], b[None], rates, offsets, state)
-        for back in range(min(of.taps, heads.shape[0])):
-            end = position + heads.shape[0] - 1 - back
-            ring[slot, end % of.taps] = inputs[-1 - back]
         states[slot] = state[0]
         z = z.reshape(1, -1, of.value_heads, of.value_dim)
         normed = mx.fast.rms_norm(y, weights.norm, of.epsilon)

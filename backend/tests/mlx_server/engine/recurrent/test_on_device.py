@@ -40,9 +40,8 @@ def filled(layer, texts, slots):
     for text, slot in zip(texts, slots, strict=True):
         layer.fill(pool, slot, text)
     store = StateStore(layer.shape)
-    store.ring = mx.array(pool[0]).view(layer.shape.dtype)
-    store.states = mx.array(pool[1])
-    mx.eval(store.ring, store.states)
+    store.pool = (mx.array(pool[0]).view(layer.shape.dtype), mx.array(pool[1]))
+    mx.eval(store.pool)
     return store
 
 
@@ -69,9 +68,8 @@ def test_a_token_of_each_row_is_what_the_layer_gives(layer, kernels, rows):
     for _ in range(2):
         # The second time the counters must be back at 0.
         again = StateStore(layer.shape)
-        again.ring, again.states = store.ring + 0, store.states + 0
-        pool = (again.ring, again.states)
-        out = kernels.step(heads, layer.weights, pool, mx.array(lengths), mx.array(slots))
+        again.pool = (store.ring + 0, store.states + 0)
+        out = kernels.step(heads, layer.weights, again.pool, mx.array(lengths), mx.array(slots))
         mx.eval(out)
     near(out, np.concatenate([layer.given(text)[-1:] for text in texts]))
     for text, slot in zip(texts, slots, strict=True):

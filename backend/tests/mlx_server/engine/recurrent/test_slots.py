@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.recurrent.kernels import PIECE, Texts
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, StateStore
+from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, ShortShape, StateStore
 from mlx_manager.mlx_server.engine.recurrent.slots import SIZES, Slots
 
 SHAPE = DeltaShape(1, 1, 32, 32, 2, mx.bfloat16, grouped=False, rounded=True, epsilon=1e-6)
+# Of which there is a ring alone.
+SHORT = ShortShape(24, 3, mx.bfloat16)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 80)), max_size=200))
@@ -32,20 +34,27 @@ def test_each_sequence_has_a_slot_of_its_own_until_it_goes(steps):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 33, 70])
-def test_there_is_room_for_twice_as_many_at_most(count):
-    store = StateStore(SHAPE)
+@pytest.mark.parametrize("shape", [SHAPE, SHORT], ids=["states", "ring"])
+def test_there_is_room_for_twice_as_many_at_most(count, shape):
+    store = StateStore(shape)
     Slots([store]).of(range(count))
     assert count <= store.slots <= 2 * count
-    assert store.ring.nbytes + store.states.nbytes == store.slots * SHAPE.slot_bytes
+    assert sum(part.nbytes for part in store.pool) == store.slots * shape.slot_bytes
 
 
-def test_what_is_in_slots_stays_when_more_are_made():
-    store = StateStore(SHAPE)
+@pytest.mark.parametrize("shape", [SHAPE, SHORT], ids=["states", "ring"])
+def test_what_is_in_slots_stays_when_more_are_made(shape):
+    store = StateStore(shape)
     slots = Slots([store])
     slots.of([1, 2])
-    store.states[1] = 7.0
+    for part in store.pool:
+        part[1] = 7.0
     slots.of(range(1, 9))
-    np.testing.assert_array_equal(np.array(store.states[1]), np.full((1, 32, 32), 7.0))
+    assert store.slots == 8
+    for part, kept in zip(store.pool, store.kept(1), strict=True):
+        assert kept.shape == part.shape[1:]
+        assert mx.all(kept == 7.0)
+        assert not mx.any(part[0])
 
 
 def test_memory_goes_back_when_a_crowd_has_gone():
