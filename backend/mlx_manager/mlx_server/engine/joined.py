@@ -30,6 +30,7 @@ from mlx_manager.mlx_server.engine.fused.anatomy import (
     Gates,
     NotFusable,
     Rotation,
+    Temper,
 )
 from mlx_manager.mlx_server.engine.fused.layers import Block
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
@@ -78,7 +79,9 @@ class HeadRotation:
     for pairs (i, j) of a head's elements. What is not rotated, v among it, has cos 1 and sin 0.
     """
 
-    def __init__(self, rotation: Rotation, shape: AttentionShape) -> None:
+    def __init__(
+        self, rotation: Rotation, shape: AttentionShape, temper: Temper | None = None
+    ) -> None:
         dims, dim = 2 * rotation.frequencies.size, shape.head_dim
         places = np.arange(dims)
         if rotation.traditional:
@@ -96,6 +99,7 @@ class HeadRotation:
         self._frequencies = mx.array(frequencies)
         self._amplitudes = None if rotation.amplitude == 1.0 else mx.array(amplitudes)
         self._shape = shape
+        self._temper = temper
         mx.eval(self.turn, self._frequencies)
 
     def __call__(self, positions: mx.array) -> Turns:
@@ -104,12 +108,18 @@ class HeadRotation:
         cosines, sines = mx.cos(angles), mx.sin(angles)
         if self._amplitudes is not None:
             cosines, sines = cosines * self._amplitudes, sines * self._amplitudes
-        return Turns(self._of_heads(cosines, 1.0), self._of_heads(sines, 0.0))
+        factors = None if self._temper is None else self._temper(positions)[:, None, None]
+        return Turns(self._of_heads(cosines, 1.0, factors), self._of_heads(sines, 0.0, factors))
 
-    def _of_heads(self, table: mx.array, rest: float) -> mx.array:
+    def _of_heads(self, table: mx.array, rest: float, factors: mx.array | None) -> mx.array:
+        """factors: (tokens, 1, 1), what queries are multiplied by, if they are."""
         of, (tokens, _, dim) = self._shape, table.shape
         turned = mx.broadcast_to(table, (tokens, of.q_heads + of.kv_heads, dim))
-        return mx.concatenate([turned, mx.full((tokens, of.kv_heads, dim), rest)], axis=1)
+        rest_of_all = mx.full((tokens, of.kv_heads, dim), rest)
+        if factors is None:
+            return mx.concatenate([turned, rest_of_all], axis=1)
+        queries = mx.broadcast_to(table * factors, (tokens, of.q_heads, dim))
+        return mx.concatenate([queries, turned[:, of.q_heads :], rest_of_all], axis=1)
 
 
 class HeadNorms:
@@ -239,14 +249,14 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         raise NotApplicable("an MLP of other parts")
     if attentions[0].shape.dtype != mx.float32:
         raise NotApplicable("products in half precision take longer than all the rest")
-    rotations: dict[tuple[int, AttentionShape], HeadRotation] = {}
+    rotations: dict[tuple[int, AttentionShape, Temper | None], HeadRotation] = {}
     layers: list[JoinedLayer] = []
     for anatomy, kind in zip(attentions, common.kinds, strict=True):
-        if (kind, anatomy.shape) not in rotations:
-            rotation = HeadRotation(common.rotations[kind], anatomy.shape)
-            rotations[kind, anatomy.shape] = rotation
-        number = list(rotations).index((kind, anatomy.shape))
-        layers.append(JoinedLayer.of(anatomy, number, rotations[kind, anatomy.shape]))
+        key = (kind, anatomy.shape, anatomy.temper)
+        if key not in rotations:
+            rotations[key] = HeadRotation(common.rotations[kind], anatomy.shape, anatomy.temper)
+        number = list(rotations).index(key)
+        layers.append(JoinedLayer.of(anatomy, number, rotations[key]))
         # Before the next layer is joined, so that one alone is there twice.
         yield from computed(anatomy.weights())
     return JoinedForward(common, layers, page_size)

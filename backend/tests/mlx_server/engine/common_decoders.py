@@ -50,6 +50,22 @@ MODELS = {
         },
     ),
     "qwen2": ("qwen2", {}),
+    # Queries that are multiplied from a position on that texts go past, in either kind of layer.
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.7,
+            },
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 24,
+        },
+    ),
     # Of whose layers some have no rotation.
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "glm4": (

@@ -65,7 +65,7 @@ KINDS = {
     "llama4_text": RAGGED,
     "minimax": RAGGED,
     "mimo_v2_flash": RAGGED,
-    "ministral3": RAGGED,
+    "ministral3": FUSED,
     "minicpm3": RAGGED,
     "deepseek_v2": RAGGED,
     "ernie4_5": FUSED,

@@ -26,6 +26,7 @@ from mlx_lm.models import (
     glm4_moe_lite,
     lfm2,
     lfm2_moe,
+    ministral3,
     qwen2_moe,
     qwen3_5,
     qwen3_next,
@@ -117,6 +118,8 @@ _GELU_MLPS = (gemma2.MLP, gemma3_text.MLP)
 _CLIPPED = (gemma3_text.TransformerBlock,)
 # Attention whose q_proj gives a gate behind each head, which attends through a sigmoid of it.
 _GATED = (qwen3_next.Qwen3NextAttention,)
+# Attention whose queries are multiplied by what it is given for positions, `attn_scale`.
+_TEMPERED = (ministral3.Attention,)
 # Layers of the gated delta rule, with the names of what their first product is made of.
 _DELTAS = {
     qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
@@ -307,6 +310,20 @@ class Surroundings(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Temper:
+    """What queries are multiplied by far into a text, as in Llama 4 and Ministral 3:
+    1 + beta * log(1 + floor(position / tokens)), which is 1 for the first `tokens`."""
+
+    beta: float
+    tokens: int
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        """float32, of the shape of `positions`."""
+        times = mx.floor(positions.astype(mx.float32) / self.tokens)
+        return 1 + self.beta * mx.log(1 + times)
+
+
+@dataclass(frozen=True, slots=True)
 class Anatomy(Surroundings):
     """A layer whose tokens meet in attention."""
 
@@ -318,6 +335,7 @@ class Anatomy(Surroundings):
     softcap: float | None
     window: int | None
     sinks: mx.array | None
+    temper: Temper | None
 
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
@@ -325,8 +343,10 @@ class Anatomy(Surroundings):
         attention = block.self_attn
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
         # What else it is given may depend on the position, and differ only far into a text.
-        given = signature(type(attention).__call__).parameters.keys()
-        _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
+        temper = _temper(attention)
+        given = set(signature(type(attention).__call__).parameters) - _GIVEN
+        given -= set() if temper is None else {"attn_scale"}
+        _expect(not given, f"attention that takes {', '.join(sorted(given))}")
         _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         head_norms = _head_norms(attention)
@@ -358,6 +378,7 @@ class Anatomy(Surroundings):
             window=window,
             # As the kernels take it.
             sinks=attention.sinks.astype(mx.float32) if "sinks" in attention else None,
+            temper=temper,
         )
 
     @property
@@ -664,6 +685,12 @@ class Common:
 @partial(mx.compile, shapeless=True)
 def _capped(logits: mx.array, most: float) -> mx.array:
     return mx.tanh(logits / most) * most
+
+
+def _temper(attention: nn.Module) -> Temper | None:
+    if not isinstance(attention, _TEMPERED):
+        return None
+    return Temper(attention.scaling_beta, attention.original_max_position_embeddings)
 
 
 def _turned(rope: nn.Module) -> tuple[int, bool]:

@@ -71,8 +71,8 @@ A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-Cuts = Sequence[tuple[int | None, bool, BlockKind]]
-"""Of a step's splits, what is no array: the window of each, `divided` and `blocks`."""
+Cuts = tuple[Sequence[tuple[int | None, bool, BlockKind]], bool]
+"""Of a step what is no array: of its splits the window of each, `divided` and `blocks`; `far`."""
 Stepped = tuple[mx.array, mx.array]
 """A step's logits, and what is `before` the next."""
 STEPS_BEFORE_COMPILING = 64
@@ -103,6 +103,7 @@ class FusedDecoder:
 
     Attributes:
         unpacks: whether weights may be made dense for steps with many tokens.
+        far_from: tokens of a row beyond which its queries are multiplied, if ever; see `Temper`.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class FusedDecoder:
         self._layer_bytes = max(part.token_bytes for part in parts)
         self._unpacked_bytes = max(part.unpacked_bytes for part in parts)
         self.unpacks = self._unpacked_bytes > 0
+        tempers = [part.temper for part in parts if isinstance(part, AttentionPart)]
+        self.far_from = min((each.tokens for each in tempers if each), default=None)
         self._compile = compile
         self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -190,6 +193,10 @@ class FusedDecoder:
             cuts[None] = kernels.plan(lengths)
         return cuts
 
+    def is_far(self, longest: int) -> bool:
+        """Whether a step whose longest row has so many tokens is `far`."""
+        return self.far_from is not None and longest > self.far_from
+
     def run(self, step: Step) -> Stepped:
         """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
 
@@ -200,6 +207,7 @@ class FusedDecoder:
         """
         kind = (
             step.table.shape,
+            step.far,
             *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
         run = self._compiled.pop(kind, None)
@@ -350,7 +358,7 @@ class FusedDecoder:
 
 
 def _cuts(step: Step) -> Cuts:
-    return [(window, cut.divided, cut.blocks) for window, cut in step.splits.items()]
+    return [(window, cut.divided, cut.blocks) for window, cut in step.splits.items()], step.far
 
 
 def _arrays(step: Step) -> tuple[Any, ...]:
@@ -367,11 +375,12 @@ def _step(  # noqa: PLR0917
     items: Sequence[mx.array],
     slots: Sequence[mx.array],
 ) -> Step:
+    windows, far = cuts
     splits = {
         window: Splits(array, divided, blocks)
-        for (window, divided, blocks), array in zip(cuts, items, strict=True)
+        for (window, divided, blocks), array in zip(windows, items, strict=True)
     }
-    return Step(tokens, before, table, pools, splits, slots)
+    return Step(tokens, before, table, pools, splits, slots, far)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,9 @@ class FusedForward(OnPages):
         prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
         chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
         tall = islice(((rows, LONG) for rows in ROWS if self._are_tall(rows)), 1)
-        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall):
+        far_from = self._decoder.far_from
+        far = [(1, far_from - far_from % size + size)] if far_from else []
+        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall, *far):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             # All the same row, whose states nobody is to have.
@@ -232,7 +234,8 @@ class FusedForward(OnPages):
             (store.keys, store.values) if isinstance(store, LayerStore) else store.pool
             for store in self._of_layers
         ]
-        return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots)
+        far = self._decoder.is_far(max(batch.lengths))
+        return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
 
     def _slots_of(self, decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
         """Of the rows and then the chunks; none where there are no recurrent layers."""

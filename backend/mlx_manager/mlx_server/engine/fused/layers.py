@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.engine.fused.anatomy import (
     Common,
     Rotation,
     Surroundings,
+    Temper,
 )
 from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
@@ -55,7 +56,8 @@ class Step:
     that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
     token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
     slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
-    where there are recurrent layers, one, (rows,) int32: each row's.
+    where there are recurrent layers, one, (rows,) int32: each row's. far: whether some row is
+    beyond `FusedDecoder.far_from`.
     """
 
     tokens: mx.array
@@ -64,6 +66,7 @@ class Step:
     pools: Sequence[Sequence[mx.array]]
     splits: Mapping[int | None, Splits]
     slots: Sequence[mx.array] = ()
+    far: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +362,7 @@ class AttentionPart(Part):
     softcap: float | None
     window: int | None
     sinks: mx.array | None
+    temper: Temper | None
 
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> AttentionPart:
@@ -372,11 +376,12 @@ class AttentionPart(Part):
             softcap=anatomy.softcap,
             window=anatomy.window,
             sinks=anatomy.sinks,
+            temper=anatomy.temper,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        scores = (self.scale, self.softcap, self.sinks is not None)
+        scores = (self.scale, self.softcap, self.sinks is not None, self.temper)
         return (self.kernels.shape, self.window, *scores, self.rotary)
 
     @property
@@ -400,6 +405,8 @@ class AttentionPart(Part):
         step: Step,
     ) -> mx.array:
         keys, values = pool
+        if step.far:
+            heads = self._tempered(heads, shared.following - 1)
         attended = self.kernels.attend_fused(
             heads,
             shared.rotations[rotation],
@@ -425,6 +432,8 @@ class AttentionPart(Part):
         plan: StepPlan,
         texts: Texts | None,
     ) -> mx.array:
+        if self.temper is not None and plan.longest > self.temper.tokens:
+            heads = self._tempered(heads, plan.positions)
         queries = self.kernels.rotate_and_write(
             heads,
             rotation,
@@ -436,6 +445,15 @@ class AttentionPart(Part):
         )
         attended = attend(queries, store, plan, self.scale, self.window, self.sinks, self.softcap)
         return self._gated(attended.reshape(heads.shape[0], -1), heads)
+
+    def _tempered(self, heads: mx.array, positions: mx.array) -> mx.array:
+        """`heads` of tokens at `positions`, (tokens,), with their queries multiplied."""
+        if self.temper is None:
+            return heads
+        of = self.kernels.shape
+        factors = self.temper(mx.maximum(positions, 0)).astype(heads.dtype)[:, None]
+        are_queries = mx.arange(heads.shape[1]) < of.q_heads * of.head_dim
+        return mx.where(are_queries, heads * factors, heads)
 
     def _gated(self, attended: mx.array, heads: mx.array) -> mx.array:
         """(tokens, heads * dim), through the gates that lie behind each of `heads`' queries."""

@@ -228,6 +228,11 @@ class StepPlan:
         """Where a lone span begins; what modules that want one offset for a chunk are given."""
         return self.spans[0].length - self.spans[0].queries
 
+    @property
+    def longest(self) -> int:
+        """Tokens visible at the end of the longest span."""
+        return max(span.length for span in self.spans)
+
     @cached_property
     def decoding(self) -> Decoding:
         """The spans of few queries that the step begins with, as the kernels take them."""

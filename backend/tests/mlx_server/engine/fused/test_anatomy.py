@@ -24,6 +24,7 @@ from mlx_lm.models import (
     glm4_moe,
     glm4_moe_lite,
     lfm2_moe,
+    llama,
     minimax,
     mistral4,
 )
@@ -35,15 +36,6 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.products.factors import Scoring
 
 PAGE = 16
-MINISTRAL = {
-    "head_dim": 16,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "llama_4_scaling_beta": 0.1,
-        "original_max_position_embeddings": 16,
-    },
-}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +43,6 @@ MINISTRAL = {
     [
         ("gemma", {"head_dim": 16}, "a body of other parts"),
         ("olmo2", {"head_dim": 16}, "a block of other parts"),
-        ("ministral3", MINISTRAL, "attention that takes attn_scale"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "DynamicNTK"),
         ("llama", {"num_attention_heads": 8}, "rotation of 8 elements"),
         ("lfm2", {**SHORTS["lfm2"], "conv_bias": True}, "a convolution with a bias"),
@@ -61,6 +52,18 @@ def test_other_modules_are_declined_with_the_difference(family, changes, reason)
     declined = FusedDecoder.build(make(family, changes), PAGE, Portable)
     assert isinstance(declined, Unsupported)
     assert reason in declined.reason
+
+
+def test_attention_that_is_given_more_is_declined_whatever_it_is():
+    class Given(llama.Attention):
+        def __call__(self, x, mask=None, cache=None, offset=0):
+            return super().__call__(x, mask, cache)
+
+    model = make("llama", {})
+    for layer in model.layers:
+        layer.self_attn.__class__ = Given
+    with pytest.raises(NotFusable, match="attention that takes offset"):
+        Common.of(model, 16)
 
 
 def test_sums_that_are_clipped_to_what_float16_has_are_declined():

@@ -47,6 +47,8 @@ on_kernels = partial(
         # Some layers keep a state of their own.
         ("qwen3_5", "fused"),
         ("lfm2", "fused"),
+        # Queries are multiplied far into a text.
+        ("ministral3", "fused"),
         # What it attends to are latents.
         ("glm4_moe_lite", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
