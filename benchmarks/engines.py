@@ -32,8 +32,8 @@ from mlx_manager.mlx_server.core import (
     Tokens,
 )
 from mlx_manager.mlx_server.engine.activations import ByPowers
-from mlx_manager.mlx_server.engine.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
+from mlx_manager.mlx_server.engine.recurrent.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, loading

@@ -12,7 +12,6 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_manager.mlx_server.engine.delta import computing_chunks
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
@@ -49,6 +48,7 @@ from mlx_manager.mlx_server.engine.likeness import (
 )
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
 from mlx_manager.mlx_server.engine.recurrent import short
+from mlx_manager.mlx_server.engine.recurrent.delta import computing_chunks
 from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta
 from mlx_manager.mlx_server.engine.recurrent.short import BuildShort
 from mlx_manager.mlx_server.engine.sampling import every_way

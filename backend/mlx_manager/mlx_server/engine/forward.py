@@ -36,7 +36,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_manager.mlx_server.engine.activations import silu_by_powers
-from mlx_manager.mlx_server.engine.convolution import with_taps
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import (
     SCORES,
@@ -51,6 +50,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.latent import multiply_by_head
+from mlx_manager.mlx_server.engine.recurrent.convolution import with_taps
 from mlx_manager.mlx_server.engine.rotary import share_rotations
 
 

@@ -1,1 +1,1 @@
-"""Layers that keep a state of their own instead of keys and values, on a GPU."""
+"""Layers that keep a state of their own instead of keys and values."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 
-from mlx_manager.mlx_server.engine.convolution import Taps, with_taps
+from mlx_manager.mlx_server.engine.recurrent.convolution import Taps, with_taps
 
 
 def of_each_channel(channels: int, taps: int, *, bias: bool = False) -> nn.Conv1d:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.delta import (
+from mlx_manager.mlx_server.engine.recurrent.delta import (
     ON_CPU,
     ON_GPU,
     ChunkedRule,
