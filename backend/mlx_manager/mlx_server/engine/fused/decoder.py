@@ -454,6 +454,7 @@ def _building(
         blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
         yield from computed([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
+        yield from blocks[-1].mlp.comparing()
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
         Layer(parts.of(anatomy, joint.block, few), joint, kind)

@@ -31,6 +31,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.engine.products.forms import PARTS
+from mlx_manager.mlx_server.utils.steps import Steps
 
 
 class Mlp(ABC):
@@ -61,6 +62,10 @@ class Mlp(ABC):
     def by_groups(self, rows: int) -> bool:
         """Whether it multiplies so many by warpgroups."""
         return False
+
+    def comparing(self) -> Steps[None]:
+        """Find out what multiplies many rows soonest, where that is not known."""
+        yield from ()
 
     def expected(self) -> Norm | None:
         """What who makes few rows may do a part of."""
@@ -119,6 +124,9 @@ class RoutedMlp(Mlp):
     def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
         *made, result = self.kernels(added.rows, self.norm, self.experts)
         return made, Sum.alone(result)
+
+    def comparing(self) -> Steps[None]:
+        yield from self.kernels.comparing(self.experts)
 
     @property
     def token_numbers(self) -> int:

@@ -280,6 +280,20 @@ struct Lines {
   long first, second;
 };
 
+// Rows one after the other; others begin where `start` says.
+struct InOrder {
+  static constexpr bool kInOrder = true;
+};
+
+// Rows that a list names.
+struct Listed {
+  static constexpr bool kInOrder = false;
+  const int* of;
+  __device__ __forceinline__ unsigned start(int row, int inputs) const {
+    return unsigned(of[row]) * inputs;
+  }
+};
+
 // What NORM says of the RMS norm before a product: there is none; the product multiplies its weights
 // into the rows and sums up their squares; or so many blocks, which have made the rows, did that.
 constexpr int kNoNorm = -1, kNormHere = 0;

@@ -10,9 +10,10 @@ is used, what a norm does to rows is done where they are made, and not by every 
 them. With very few rows launches are what a step of a small model waits for: chain.cu has four
 products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
 and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
-there are: route.cu and experts.cu. Where a layer norms what its products give before that is added,
-sum.cu does both, and the norm before the product that follows. Latent attention has a matrix
-of each head: by_head.cu.
+there are: route.cu and experts.cu; of many rows by warpgroups, where those are faster:
+group_experts.cu. Where a layer norms what its products give before that is added, sum.cu does both,
+and the norm before the product that follows. Latent attention has a matrix of each head:
+by_head.cu.
 """
 
 from __future__ import annotations

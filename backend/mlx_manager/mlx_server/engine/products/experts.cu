@@ -5,15 +5,6 @@
 
 namespace kernels {
 
-// Rows that a list names.
-struct Listed {
-  static constexpr bool kInOrder = false;
-  const int* of;
-  __device__ __forceinline__ unsigned start(int row, int inputs) const {
-    return unsigned(of[row]) * inputs;
-  }
-};
-
 // gated[place] of an errand's pairs, for their rows of `x`. `width` gates of each expert. BIAS: a
 // number of each line of the weight is added.
 template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename ACTIVATION, bool BIAS,

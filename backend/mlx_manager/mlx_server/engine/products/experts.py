@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+import time
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
+from mlx_manager.mlx_server.engine.evaluation import one_by_one
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
 from mlx_manager.mlx_server.engine.kernels.kernel import (
     CompiledForCuda,
@@ -22,11 +28,13 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Activation,
     Experts,
     Norm,
+    Packed,
     Scoring,
     Weight,
     arrays_of,
 )
-from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
+from mlx_manager.mlx_server.engine.products.forms import GroupForm, Packing, WarpForm, knows
+from mlx_manager.mlx_server.utils.steps import Steps
 
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
@@ -44,6 +52,14 @@ _PIECE = 8
 _MIXED = ("done", "residual", "places", "scores")
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
 _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
+_GROUP_EXPERTS_SOURCE = Path(__file__).with_name("group_experts.cu")
+# Pairs of an errand that warpgroups do, if an expert has more than 32 in the mean.
+_GROUPED = (64, 128)
+# Rows of an expert by which they are compared with warps, of all at most so many, how often, and
+# what may be their results' difference.
+_COMPARED, _MOST_COMPARED, _TIMES, _TOLERANCE = 128, 4096, 3, 1e-2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +121,7 @@ class ErrandVariant:
     """Constants of a product's kernel. `activation`: of gates and ups; None for the way down.
     `mixes`: experts of a row, if what they give is mixed there, or 0."""
 
-    form: WarpForm
+    form: WarpForm | GroupForm
     experts: int
     activation: Activation | None
     bias: bool
@@ -135,6 +151,8 @@ class ExpertKernels:
         self._dtype = dtype
         self._device = device
         self._kernel = CompiledForCuda(dtype)
+        # Of which sizes of experts many rows are multiplied by warpgroups.
+        self._grouped: dict[Hashable, bool] = {}
         # Of a router's blocks, and of those of the way down; launches follow each other, and leave
         # zeros.
         self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
@@ -154,6 +172,60 @@ class ExpertKernels:
             and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
         )
 
+    def comparing(self, experts: Experts) -> Steps[None]:
+        """Find out, once for each size of experts, whether those of many rows are multiplied sooner
+        by warpgroups; where there are any."""
+        kind = _kind(experts)
+        if kind in self._grouped or not self._serves_in_groups(experts):
+            return
+        rows = min(-(-_COMPARED * experts.count // experts.chosen), _MOST_COMPARED)
+        # Each expert is some rows' first choice.
+        times = -(-rows // experts.router.shape[0])
+        hidden = mx.concatenate([experts.router] * times)[:rows]
+        norm = Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+        self._grouped[kind] = False
+        seconds, wanted = yield from self._timed(hidden, norm, experts)
+        self._grouped[kind] = True
+        try:
+            less, got = yield from self._timed(hidden, norm, experts)
+        except (RuntimeError, ValueError) as error:
+            # What MLX raises when a kernel can't be compiled, loaded or launched.
+            self._grouped[kind] = False
+            log.warning("prompts' experts are not multiplied by warpgroups: %s", error)
+            return
+        off = _difference(*(np.array((x - hidden).astype(mx.float32)) for x in (got, wanted)))
+        self._grouped[kind] = off <= _TOLERANCE and less < seconds
+        log.info(
+            "prompts' experts by warpgroups: %.2f times as fast, %.2g off%s",
+            seconds / less,
+            off,
+            "" if self._grouped[kind] else "; not used",
+        )
+
+    def _timed(
+        self, hidden: mx.array, norm: Norm, experts: Experts
+    ) -> Steps[tuple[float, mx.array]]:
+        """What so many rows take, and their result."""
+        launches = self(hidden, norm, experts)
+        yield from one_by_one(launches)
+        return self._seconds(hidden, norm, experts), launches[-1]
+
+    def _seconds(self, hidden: mx.array, norm: Norm, experts: Experts) -> float:
+        """What the experts of so many rows take, the best of some times."""
+        best = math.inf
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            mx.eval(self(hidden, norm, experts)[-1])
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    def _serves_in_groups(self, experts: Experts) -> bool:
+        dense = not any(isinstance(weight, Packed) for weight in (experts.gate_up, experts.down))
+        whole = experts.width % 128 == 0 and experts.inner % 64 == 0
+        form = group_errand_form(experts.width, _GROUPED[-1], down=True)
+        fits = form.shared_memory <= self._device.block_memory
+        return self._device.multiplies_in_groups and dense and whole and fits
+
     def __call__(self, hidden: mx.array, norm: Norm, experts: Experts) -> list[mx.array]:
         """`hidden` plus what its rows' experts make of `norm(hidden)`, behind what is launched for
         that."""
@@ -169,6 +241,8 @@ class ExpertKernels:
         # As few of an expert's rows at once as most experts have.
         mean = rows * experts.chosen / experts.count
         held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
+        if mean > held and self._grouped.get(_kind(experts), False):
+            held = next(held for held in _GROUPED if mean <= held or held == _GROUPED[-1])
         each = 1 if rows == 1 else _ROUTED
         bias = experts.router_bias is not None
         numbers = (experts.count, experts.chosen, experts.shared)
@@ -224,7 +298,7 @@ class ExpertKernels:
         down = activation is None
         weight, bias = experts.down if down else experts.gate_up, experts.biases
         pairs = given[0].shape[0] * (1 if down else experts.chosen)
-        form = errand_form(weight, router.held, self._device, few=pairs < experts.count)
+        form = self._errand_form(weight, router.held, experts, pairs, down=down)
         mixes = experts.chosen if down and pairs <= _MOST_MIXED * experts.chosen else 0
         variant = ErrandVariant(form, experts.count, activation, bias is not None, mixes)
         arrays = [*given, *arrays_of(weight), *([] if bias is None else [bias[down]])]
@@ -241,6 +315,13 @@ class ExpertKernels:
             output_dtypes=[self._dtype] * len(shapes),
         )
 
+    def _errand_form(
+        self, weight: Weight, held: int, experts: Experts, pairs: int, *, down: bool
+    ) -> WarpForm | GroupForm:
+        if held in _GROUPED:
+            return group_errand_form(experts.width if down else experts.inner, held, down=down)
+        return errand_form(weight, held, self._device, few=pairs < experts.count)
+
     def _mix(
         self, residual: mx.array, given: mx.array, places: mx.array, scores: mx.array
     ) -> mx.array:
@@ -256,6 +337,11 @@ class ExpertKernels:
             output_dtypes=[self._dtype],
         )
         return out
+
+
+def group_errand_form(outputs: int, held: int, *, down: bool) -> GroupForm:
+    """outputs: of each expert, gates if it is not the way `down`."""
+    return GroupForm(4 if outputs % (256 if down else 128) == 0 else 2, held)
 
 
 def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = False) -> WarpForm:
@@ -307,8 +393,22 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     )
 
 
+def _difference(got: npt.NDArray[np.float32], wanted: npt.NDArray[np.float32]) -> float:
+    """Relative; infinite where there is no number."""
+    off = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return math.inf if math.isnan(off) else off
+
+
+def _kind(experts: Experts) -> Hashable:
+    """Equal for experts of one size whose products are by the same kernels."""
+    sizes = (experts.count, experts.width, experts.inner, experts.chosen)
+    return (*sizes, experts.activation, experts.biases is not None)
+
+
 def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
     element, form, activation = TYPES[dtype], variant.form, variant.activation
+    if isinstance(form, GroupForm):
+        return _group_errand_source(element, form, variant)
     lines, inputs = form.size_of("weight")
     bias = flag(variant.bias)
     if activation is None:
@@ -325,6 +425,28 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
             f"kernels::{name}_errand<{element}, {form.constants}, {constants}>("
             f"{', '.join(variant.rows)}, {form.weight(element)}, "
             f"{'bias' if variant.bias else 'nullptr'}, out, {sizes});"
+        ),
+        inputs=variant.inputs,
+        outputs=variant.outputs,
+        shared_memory=form.shared_memory,
+    )
+
+
+def _group_errand_source(element: str, form: GroupForm, variant: ErrandVariant) -> KernelSource:
+    lines, inputs, activation = "weight_shape[0]", "weight_shape[1]", variant.activation
+    constants = [element, form.constants]
+    if activation is None:
+        name, sizes = "lower", f"{inputs}, {lines} / {variant.experts}"
+    else:
+        name, sizes = "gate", f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
+        constants.append(f"kernels::{activation.value}")
+    constants.append(flag(variant.bias))
+    return KernelSource(
+        name=f"{name}_group_experts",
+        header=form.header(_ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE) + bounded(form.threads),
+        body=(
+            f"kernels::{name}_group_errand<{', '.join(constants)}>({', '.join(variant.rows)}, "
+            f"weight, {'bias' if variant.bias else 'nullptr'}, out, {sizes});"
         ),
         inputs=variant.inputs,
         outputs=variant.outputs,

@@ -414,9 +414,10 @@ class GroupForm:
     def weight(self, element: str) -> str:
         return self.weight_parts[0]
 
-    def header(self) -> str:
+    def header(self, *more: Path) -> str:
+        """more: sources after the product's own."""
         product = instructions([GroupProduct(self.rows)])
-        return source(DEVICE_SOURCE) + product + source(HOPPER_SOURCE, _GROUPS_SOURCE)
+        return source(DEVICE_SOURCE) + product + source(HOPPER_SOURCE, _GROUPS_SOURCE, *more)
 
     @staticmethod
     def serves(weight: Weight, device: CudaDevice) -> bool:

@@ -11,7 +11,8 @@ namespace kernels {
 
 constexpr int kGroupInputs = 64;
 
-template <typename T, int GROUPS, int ROWS, int STAGES, int NORM>
+// `AT`: where the rows are.
+template <typename T, int GROUPS, int ROWS, int STAGES, int NORM, typename AT = InOrder>
 struct GroupProduct {
   static constexpr int THREADS = GROUPS * 128;
   static constexpr int OUTPUTS = GROUPS * 64;
@@ -19,6 +20,9 @@ struct GroupProduct {
   static constexpr int STRIDE = OUTPUTS + 4;
   // 16-byte pieces of a stage's rows that a thread copies.
   static constexpr int PIECES = (ROWS * 8 + THREADS - 1) / THREADS;
+  // Many rows keep the tensor cores busy: what is next is fetched behind their backs.
+  static constexpr bool BUSY = ROWS > 64;
+  static constexpr int LOOKED_UP = AT::kInOrder ? 1 : PIECES;
 
   const T* x;
   const T* norm;
@@ -28,6 +32,9 @@ struct GroupProduct {
   // Weight rows of the block: `first` on, and from its middle `second` on.
   long first, second;
   unsigned char* shared_memory;
+  AT at;
+  // Where the rows begin that this thread copies, unless they are in order.
+  unsigned starts[LOOKED_UP];
 
   float product[ROWS / 2];
   float squares[PIECES];
@@ -45,6 +52,21 @@ struct GroupProduct {
   // Where piece `j` of this thread lies among a stage's rows.
   __device__ __forceinline__ static int row_of(int j) { return (threadIdx.x + j * THREADS) / 8; }
 
+  __device__ __forceinline__ void look_up() {
+    if constexpr (!AT::kInOrder) {
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        const int row = row_of(j);
+        starts[j] = row < rows ? at.start(row, inputs) : 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ const T* row_at(int j) const {
+    if constexpr (AT::kInOrder) return x + (long)row_of(j) * inputs;
+    else return x + starts[j];
+  }
+
   __device__ __forceinline__ void fetch(int i) const {
     if (i < inputs / kGroupInputs) {
       const int piece = threadIdx.x % 8;
@@ -59,7 +81,7 @@ struct GroupProduct {
 #pragma unroll
       for (int j = 0; j < PIECES; j++) {
         const int row = row_of(j);
-        if (row < rows) copy_async(to + swizzled(row, piece), x + (long)row * inputs + k, 16);
+        if (row < rows) copy_async(to + swizzled(row, piece), row_at(j) + k, 16);
       }
     }
     commit_copies();
@@ -102,6 +124,7 @@ struct GroupProduct {
     for (int j = 0; j < PIECES; j++) squares[j] = 0.f;
     Squares<NORM, ROWS, GROUPS * 4> summed;
     summed.ask(made, rows);
+    look_up();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) fetch(i);
     fetch_scale(0);
@@ -111,7 +134,7 @@ struct GroupProduct {
       show_to_products();
       wait_products<0>();
       __syncthreads();
-      fetch(i + STAGES - 1);
+      if constexpr (!BUSY) fetch(i + STAGES - 1);
       const unsigned char* a = stage(i) + group * 64 * 128;
       const unsigned char* b = stage(i) + OUTPUTS * 128;
       begin_products();
@@ -120,6 +143,7 @@ struct GroupProduct {
         multiply_group(product, describe_tile(a + step * 32), describe_tile(b + step * 32), true,
                        type);
       commit_products();
+      if constexpr (BUSY) fetch(i + STAGES - 1);
     }
     wait_products<0>();
     settle(product);

@@ -19,11 +19,6 @@ struct Awaited {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Rows one after the other; others begin where `start` says.
-struct InOrder {
-  static constexpr bool kInOrder = true;
-};
-
 template <typename E, int N>
 __device__ __forceinline__ void add(float (&sum)[N], const Neighbours<E, N>& x) {
 #pragma unroll

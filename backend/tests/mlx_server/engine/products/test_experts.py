@@ -12,14 +12,23 @@ from engine.products.halves import bits, gated, in_packs, rounded
 
 from mlx_manager.mlx_server.engine.products.experts import (
     ErrandVariant,
+    ExpertKernels,
     RouterForm,
     errand_form,
     errand_source,
+    group_errand_form,
     mix_source,
     route_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import LEAST, Activation, Packed, Scoring
-from mlx_manager.mlx_server.engine.products.forms import Packing, WarpForm, knows
+from mlx_manager.mlx_server.engine.products.factors import (
+    LEAST,
+    Activation,
+    Experts,
+    Packed,
+    Scoring,
+)
+from mlx_manager.mlx_server.engine.products.forms import GroupForm, Packing, WarpForm, knows
+from mlx_manager.mlx_server.utils.steps import finish
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
 EPSILON = 1e-5
@@ -48,6 +57,8 @@ class Case:
     corrected: bool = False
     scale: float = 1.0
     least: float = LEAST
+    # Of four warps each, which multiply in the place of warps.
+    groups: int = 0
 
     @property
     def router(self) -> RouterForm:
@@ -57,11 +68,18 @@ class Case:
         return RouterForm(1 if self.rows == 1 else 8, self.held, *of, *how)
 
     @property
+    def kind(self) -> tuple:
+        """Of those whose sources are the same."""
+        return self.packing is not None, self.held if self.groups else 0
+
+    @property
     def own(self) -> int:
         """Of the chosen, experts that are not shared."""
         return self.chosen - self.shared
 
-    def form(self, inputs: int) -> WarpForm:
+    def form(self, inputs: int) -> WarpForm | GroupForm:
+        if self.groups:
+            return GroupForm(self.groups, self.held)
         packing = self.packing
         if packing is not None and packing.floats:
             packing = replace(packing, floats=inputs)
@@ -73,11 +91,12 @@ class Case:
 
     @property
     def down(self) -> ErrandVariant:
-        mixes = self.chosen if self.rows <= 64 else 0
+        mixes = self.chosen if self.rows <= 64 and not self.groups else 0
         return ErrandVariant(self.form(self.inner), self.experts, None, self.bias, mixes)
 
 
 FLOATS = Packing(4, 32, 64, floats=1)
+MANY = {"held": 128, "groups": 4, "inner": 128}
 SIGMOID = {"scoring": Scoring.SIGMOID}
 CORRECTED = SIGMOID | {"corrected": True}
 CASES = [
@@ -108,6 +127,10 @@ CASES = [
     Case("floats", 5, 8, 2, packing=FLOATS, width=192, activation=Activation.CLAMPED_SILU),
     Case("floats-bias", 21, 8, 3, packing=FLOATS, held=16, bias=True, dtype=F16),
     Case("floats-wide", 4, 6, 3, packing=replace(FLOATS, width=128), inner=384),
+    Case("groups", 150, 4, 2, **MANY),
+    Case("groups-bias", 140, 3, 2, bias=True, dtype=F16, activation=Activation.GELU, **MANY),
+    Case("groups-of-two", 67, 6, 3, held=64, groups=2, width=384),
+    Case("groups-shared", 70, 5, 3, held=128, groups=2, width=128, shared=1, gated=False),
     Case("floats-of-many-rows", 30, 4, 3, packing=FLOATS, held=32, inner=192),
 ]
 
@@ -125,20 +148,19 @@ def kernels(compile_cuda):
     """Of a case."""
     routing = compile_cuda([each for case in CASES for each in routing_entries(case)])
     products = {
-        packed: compile_cuda([each for case in _of(packed) for each in product_entries(case)])
-        for packed in (False, True)
+        kind: compile_cuda([each for case in _of(kind) for each in product_entries(case)])
+        for kind in sorted({case.kind for case in CASES})
     }
 
     def of(case: Case) -> Kernels:
-        packed = case.packing is not None
-        number = _of(packed).index(case)
-        return Kernels((routing, 2 * CASES.index(case)), (products[packed], 2 * number))
+        number = _of(case.kind).index(case)
+        return Kernels((routing, 2 * CASES.index(case)), (products[case.kind], 2 * number))
 
     return of
 
 
-def _of(packed: bool) -> list[Case]:
-    return [case for case in CASES if (case.packing is not None) == packed]
+def _of(kind: tuple) -> list[Case]:
+    return [case for case in CASES if case.kind == kind]
 
 
 def routing_entries(case: Case) -> list[tuple]:
@@ -380,8 +402,87 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
         "corrected-shared-of-one-row",
         "packed",
         "floats-bias",
+        "groups",
+        "groups-of-two",
     ],
 )
 def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):
     (case,) = (case for case in CASES if case.name == name)
     nvidia_accepts([*routing_entries(case), *product_entries(case)])
+
+
+class Timed(ExpertKernels):
+    """Kernels whose results and times are given: by warps, and by warpgroups."""
+
+    def __init__(self, device, seconds, off=0.0) -> None:
+        super().__init__(BF16, device)
+        self.seconds, self.off, self.held = seconds, off, []
+
+    def __call__(self, hidden, norm, experts):
+        self.held.append(self._router_form(experts, hidden.shape[0], norm.epsilon).held)
+        made = mx.ones_like(hidden)
+        return [hidden + made * (1 + self.off if self.held[-1] > 32 else 1)]
+
+    def _seconds(self, hidden, norm, experts):
+        return self.seconds[self.held[-1] > 32]
+
+
+def experts_of(count=16, width=256, inner=128, dtype=BF16) -> Experts:
+    shapes = ((count, width), (2 * count * inner, width), (count * width, inner))
+    return Experts(*(mx.zeros(shape, dtype) for shape in shapes), 2, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "off", "grouped"),
+    [
+        (H200, (3.0, 1.0), 0.0, True),
+        (H200, (3.0, 1.0), 1e-3, True),
+        (H200, (1.0, 3.0), 0.0, False),
+        (H200, (3.0, 1.0), 0.1, False),
+        (H200, (3.0, 1.0), float("nan"), False),
+        (RTX4090, (3.0, 1.0), 0.0, False),
+    ],
+)
+def test_prompts_experts_are_multiplied_by_what_is_sooner_and_right(device, seconds, off, grouped):
+    kernels, experts = Timed(device, seconds, off), experts_of()
+    finish(kernels.comparing(experts))
+    assert kernels.held == ([32, 128] if device is H200 else [])
+    # Once for all layers of that kind.
+    finish(kernels.comparing(experts))
+    assert len(kernels.held) <= 2
+    of = {rows: kernels._router_form(experts, rows, EPSILON).held for rows in (8, 256, 264, 4096)}
+    assert of == {8: 8, 256: 32, 264: 64 if grouped else 32, 4096: 128 if grouped else 32}
+
+
+def test_warps_go_on_where_a_kernel_of_groups_cannot_be_launched(monkeypatch, caplog):
+    kernels, experts = Timed(H200, (3.0, 1.0)), experts_of()
+    call = Timed.__call__
+
+    def failing(self, *args):
+        made = call(self, *args)
+        if self.held[-1] > 32:
+            raise RuntimeError("too many resources requested for launch")
+        return made
+
+    monkeypatch.setattr(Timed, "__call__", failing)
+    finish(kernels.comparing(experts))
+    assert kernels._router_form(experts, 4096, EPSILON).held == 32
+    assert "too many resources" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"inner": 96}, {"width": 320}])
+def test_experts_that_groups_can_t_share_are_not_compared(changes):
+    kernels = Timed(H200, (3.0, 1.0))
+    finish(kernels.comparing(experts_of(**changes)))
+    assert not kernels.held
+
+
+@pytest.mark.parametrize("outputs", [64, 128, 768, 1536, 2048, 2880, 4096])
+@pytest.mark.parametrize("held", [64, 128])
+@pytest.mark.parametrize("down", [False, True])
+def test_group_forms_of_errands_fit_the_multiprocessor(outputs, held, down):
+    form = group_errand_form(outputs, held, down=down)
+    each = form.outputs if down else form.outputs // 2
+    assert outputs % each == 0 or (down and outputs % 128)
+    assert form.shared_memory <= H200.block_memory
+    assert form.held == held
