@@ -11,6 +11,9 @@ from mlx_lm.models import gemma2, gemma3_text
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.choice import choose
+from mlx_manager.mlx_server.engine.kernels.cuda import cuda_device
+from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.products.experts import _kind
 from mlx_manager.mlx_server.engine.products.factors import (
     Activation,
     Experts,
@@ -25,6 +28,13 @@ pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
 )
 BF16 = mx.bfloat16
+
+
+def multiplies_in_groups() -> bool:
+    device = cuda_device()
+    return not isinstance(device, Unsupported) and device.multiplies_in_groups
+
+
 EPSILON = 1e-5
 ROWS = (1, 3, 8, 13, 32, 75)
 
@@ -200,6 +210,22 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
             below = lower.reshape(count, width, inner)[expert] @ between + bias
             wanted[row] += score * below
     assert_close(made[-1], wanted)
+
+
+@pytest.mark.skipif(not multiplies_in_groups(), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("rows", [200, 1000])
+@pytest.mark.parametrize("inner", [192, 256])
+def test_experts_of_many_rows_are_the_same_by_warpgroups(kernels, rows, inner):
+    count, chosen, width = 12, 3, 512
+    (x, _), (router, _) = random(rows, width), random(count, width)
+    gate_up, down = weight(2 * count * inner, width, None)[0], weight(count * width, inner, None)[0]
+    experts = Experts(router * width**-0.5, gate_up, down, chosen, normalised=True)
+    norm = Norm(mx.ones((width,), BF16), EPSILON)
+    made = {}
+    for grouped in (False, True):
+        kernels.experts._grouped[_kind(experts)] = grouped
+        made[grouped] = kernels.experts(x, norm, experts)[-1] - x
+    assert_close(made[True], np.array(made[False].astype(mx.float32)))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
