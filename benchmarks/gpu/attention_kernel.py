@@ -54,6 +54,9 @@ CHECKS = [
     (AttentionShape(16, 1, 256, 16, BF16), Features()),
     (AttentionShape(20, 1, 128, 16, BF16), Features(softcap=50.0)),
     (AttentionShape(64, 4, 128, 16, F16), Features()),
+    (AttentionShape(8, 2, 512, 16, BF16), Features()),
+    (AttentionShape(32, 4, 512, 16, BF16), Features(window=1024)),
+    (AttentionShape(16, 1, 512, 16, F16), Features(softcap=50.0, sinks=True)),
 ]
 CACHE_BYTES = 256 << 20
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.portable import Portable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
@@ -30,6 +31,7 @@ from mlx_manager.mlx_server.engine.kv.attention import (
     prepare,
 )
 from mlx_manager.mlx_server.engine.kv.kernels import (
+    HEAD_DIMS,
     AttentionShape,
     KernelSet,
     Splits,
@@ -102,6 +104,7 @@ class Scene:
     """A case with its numbers: pages that hold each row's past, and the step's own tokens."""
 
     case: Case
+    kernels: KernelSet | None = None
     tables: list[PageTable] = field(init=False)
     store: LayerStore = field(init=False)
 
@@ -120,7 +123,7 @@ class Scene:
         self.sinks = draw(case.heads) if case.sinks else None
         self.scale = case.dim**-0.5
         self.tables, pages = tables(case.rows, size, case.seed)
-        self.store = LayerStore(shape, size)
+        self.store = LayerStore(shape, size, self.kernels)
         self.store.resize(pages)
         self.store.keys = mx.full(self.store.keys.shape, POISON, case.dtype)
         self.store.values = mx.full(self.store.values.shape, POISON, case.dtype)
@@ -218,7 +221,7 @@ MIXED = (
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 1), (2, 2)])
 def test_a_mixed_step_is_what_dense_attention_gives(
     heads: int, kv_heads: int, dim: int, dtype: mx.Dtype
@@ -226,6 +229,20 @@ def test_a_mixed_step_is_what_dense_attention_gives(
     case = Case(MIXED, heads, kv_heads, dim, dtype=dtype, seed=dim)
     scene = Scene(case)
     agree(case, scene.attend(), scene.expected())
+
+
+def test_rows_of_wide_heads_go_through_a_kernel_where_chunks_beside_them_do_not() -> None:
+    attended = []
+
+    class Counting(Portable):
+        def attend(self, q: mx.array, *pages: mx.array, **how: Any) -> mx.array:
+            attended.append(len(q))
+            return super().attend(q, *pages, **how)
+
+    rows = (Row(17), Row(40, scattered=True), Row(60, queries=30), Row(20, queries=20))
+    scene = Scene(Case(rows, 8, 1, 512), KernelSet(Counting))
+    agree(scene.case, scene.attend(), scene.expected())
+    assert attended == [2]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)

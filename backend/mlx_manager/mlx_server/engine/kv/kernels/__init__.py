@@ -51,7 +51,7 @@ BuildLatents = Callable[..., Steps["LatentKernels | Unsupported"]]
 BuildWriter = Callable[[Pools], Writer | Unsupported]
 BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 # Of a block on Apple GPUs.
 MOST_THREADS = 1024
 

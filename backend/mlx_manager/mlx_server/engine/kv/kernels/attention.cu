@@ -22,7 +22,11 @@ constexpr float kLowest = -1e30f;
 // The score of a token that must not be seen: its weight is 0 whatever the maximum.
 constexpr float kMasked = -3e38f;
 
-__host__ __device__ constexpr int heads_per_block(int group) { return group < 16 ? group : 16; }
+// Two columns of 8, as many as registers hold the output of; of wide heads, one column.
+__host__ __device__ constexpr int heads_per_block(int group, int head_dim) {
+  const int most = head_dim <= 256 ? 16 : 8;
+  return group < most ? group : most;
+}
 
 // Elements from one token to the next in shared memory: an odd number of 16-byte pieces, so that
 // the 8 rows that ldmatrix reads at once fall into different banks.
@@ -71,7 +75,7 @@ struct Denominator {
 template <typename T, int D, int GROUP, int PAGE, int WARPS, int STAGES, int WINDOW, bool CAP,
           bool SINKS>
 struct Attend {
-  static constexpr int HEADS = heads_per_block(GROUP);
+  static constexpr int HEADS = heads_per_block(GROUP, D);
   static constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
   static constexpr int COLUMNS = (HEADS + 7) / 8;
   static constexpr int STRIDE = shared_stride(D);
@@ -286,10 +290,10 @@ struct Attend {
       quartet.put(is_query ? queries + head * QUERY_STRIDE : newest_key);
       if (!is_query) quartet.put(const_cast<T*>(k_head) + slot * D);
     }
-    if (newest && threadIdx.x < D / 8) {
-      uint4 piece = reinterpret_cast<const uint4*>(v)[threadIdx.x];
-      reinterpret_cast<uint4*>(newest_key + D)[threadIdx.x] = piece;
-      reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D)[threadIdx.x] = piece;
+    for (int x = threadIdx.x; newest && x < D / 8; x += WARPS * 32) {
+      uint4 piece = reinterpret_cast<const uint4*>(v)[x];
+      reinterpret_cast<uint4*>(newest_key + D)[x] = piece;
+      reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D)[x] = piece;
     }
     __syncthreads();
   }

@@ -14,17 +14,21 @@
 namespace kernels {
 
 constant constexpr int kTile = 16;
-constant constexpr int kUnroll = 4;
 constant constexpr float kLog2e = 1.4426950408889634f;
 // Stands for minus infinity where a difference of two of them must be 0 and not NaN.
 constant constexpr float kLowest = -1e30f;
 // The score of a token that must not be seen: its weight is 0 whatever the maximum.
 constant constexpr float kMasked = -3e38f;
 
-constexpr int heads_per_block(int group) { return group < 4 ? group : 4; }
-constexpr int lanes_per_token(int head_dim) {
-  return head_dim == 64 ? 8 : head_dim == 256 ? 32 : 16;
+// Of heads of more than 256 elements a lane holds twice as many: half as many heads of a block, whose
+// outputs have to fit into threadgroup memory, and half as many tokens in hand.
+constexpr int heads_per_block(int group, int head_dim) {
+  return head_dim > 256 ? (group < 2 ? group : 2) : group < 4 ? group : 4;
 }
+constexpr int lanes_per_token(int head_dim) {
+  return head_dim == 64 ? 8 : head_dim >= 256 ? 32 : 16;
+}
+constexpr int tokens_at_once(int head_dim) { return head_dim > 256 ? 2 : 4; }
 
 // One head's elements, normalised if NORM.
 template <typename T, int D, bool NORM, typename Norm>
@@ -150,12 +154,15 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
                    device float* partial, device float* partial_figures, threadgroup float* merged,
                    threadgroup float* figures, long slots, int table_width, float scale, float cap,
                    uint3 group, uint3 groups, int thread_index, int simdgroup, int lane) {
-  constexpr int HEADS = heads_per_block(GROUP);
+  constexpr int HEADS = heads_per_block(GROUP, D);
   constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
   constexpr int LANES = lanes_per_token(D);
   constexpr int DIMS = D / LANES;
   constexpr int TOKENS = 32 / LANES;
+  constexpr int UNROLL = tokens_at_once(D);
   constexpr int SETS = SIMDGROUPS * TOKENS;
+  static_assert(SETS * HEADS * (D + 2) * sizeof(float) + 2 * D * sizeof(T) <= 32768,
+                "a threadgroup has 32 KB of memory");
 
   const int kv_head = int(group.x) / BLOCKS;
   const int head0 = int(group.x) % BLOCKS * HEADS;
@@ -200,10 +207,10 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
     const int start = tile * kTile;
     const long page = table[long(table_row) * table_width + start / PAGE];
     const long place = (kv_head * slots + page * PAGE + start % PAGE) * D + d0;
-    for (int pass = 0; pass < kTile; pass += TOKENS * kUnroll) {
-      float key[kUnroll][DIMS], value[kUnroll][DIMS], score[kUnroll][HEADS];
-      bool visible[kUnroll];
-      for (int u = 0; u < kUnroll; u++) {
+    for (int pass = 0; pass < kTile; pass += TOKENS * UNROLL) {
+      float key[UNROLL][DIMS], value[UNROLL][DIMS], score[UNROLL][HEADS];
+      bool visible[UNROLL];
+      for (int u = 0; u < UNROLL; u++) {
         const int token = pass + u * TOKENS + lane / LANES;
         visible[u] = start + token >= begin && start + token < length;
         const bool fresh = queries.holds(start + token, length);
@@ -218,7 +225,7 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
           }
         }
       }
-      for (int u = 0; u < kUnroll; u++)
+      for (int u = 0; u < UNROLL; u++)
         for (int h = 0; h < HEADS; h++) {
           float x = 0.0f;
           for (int d = 0; d < DIMS; d++) x += query[h][d] * key[u][d];
@@ -228,12 +235,12 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
         }
       for (int h = 0; h < HEADS; h++) {
         float top = maximum[h];
-        for (int u = 0; u < kUnroll; u++) top = metal::max(top, score[u][h]);
+        for (int u = 0; u < UNROLL; u++) top = metal::max(top, score[u][h]);
         const float factor = metal::exp2(maximum[h] - top);
         maximum[h] = top;
         sum[h] *= factor;
         for (int d = 0; d < DIMS; d++) output[h][d] *= factor;
-        for (int u = 0; u < kUnroll; u++) {
+        for (int u = 0; u < UNROLL; u++) {
           const float weight = metal::exp2(score[u][h] - top);
           sum[h] += weight;
           for (int d = 0; d < DIMS; d++) output[h][d] += weight * value[u][d];
@@ -280,7 +287,7 @@ template <typename T, int D, int GROUP, bool SINKS, typename Sinks>
 inline void merge_splits(const device float* partial, const device float* partial_figures,
                          const device int* items, Sinks sinks, device T* out, uint3 group,
                          uint3 groups, int d) {
-  constexpr int HEADS = heads_per_block(GROUP);
+  constexpr int HEADS = heads_per_block(GROUP, D);
   constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
   const device int* item = items + group.y * 8;
   const int q_row = item[0], split = item[4], splits = item[5], base = item[6];

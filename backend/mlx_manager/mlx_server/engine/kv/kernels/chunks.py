@@ -34,11 +34,16 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import (
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Variant
 
+# Elements of a head: what a tile's rows attend to is kept in registers, up to 128 of a thread.
+MOST_DIM = 256
+
 
 def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:
     """What can attend the queries of prompts' chunks on the default device, the best first."""
     if shape.group > WARPS * 16:
         return Unsupported(f"{shape.group} query heads a key/value head")
+    if shape.head_dim > MOST_DIM:
+        return Unsupported(f"heads of {shape.head_dim} elements: prompts' chunks are gathered")
     device = device_for(shape.dtype)
     if isinstance(device, Unsupported):
         return device

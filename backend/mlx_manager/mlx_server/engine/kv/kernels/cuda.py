@@ -40,7 +40,13 @@ from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 HEADS_SOURCE = Path(__file__).with_name("heads.cu")
 _SOURCE = Path(__file__).with_name("attention.cu")
 
-WARPS = 4
+# Query heads of a block, two columns of 8 of a product. Registers have room for one column of the
+# output of wide heads.
+MOST_HEADS = 16
+MOST_WIDE_HEADS = 8
+WIDE = 256
+# Warps of a block: the most that there is room for with two stages.
+WARPS = (4, 3, 2, 1)
 MOST_STAGES = 3
 # Elements of a head that a thread writes.
 PIECE = 8
@@ -96,7 +102,7 @@ class CudaLaunch:
         stages: int,
         waves: int | None = None,
     ) -> CudaLaunch:
-        heads, dim = min(shape.group, 16), shape.head_dim
+        heads, dim = heads_per_block(shape), shape.head_dim
         stage = 2 * TILE * ((dim // 8) | 1) * 8 * shape.dtype.size
         merge = warps * heads * (dim + 6) * 4
         weights = (heads * MAX_SPLITS + 1) * 4
@@ -108,11 +114,19 @@ class CudaLaunch:
     @staticmethod
     def choose(shape: AttentionShape, device: CudaDevice) -> CudaLaunch:
         """As many stages as leave room for two blocks on a multiprocessor, so that one's start
-        and end hide behind the other's loads; failing that, as many as fit."""
-        choices = [CudaLaunch.of(shape, device, WARPS, n) for n in range(MOST_STAGES, 1, -1)]
-        fitting = [c for c in choices if c.shared_memory <= device.block_memory]
+        and end hide behind the other's loads; failing that, as many as fit.
+
+        One warp with two stages fits on every device that `device_for` finds.
+        """
+        stages = range(MOST_STAGES, 1, -1)
+        by_warps = [[CudaLaunch.of(shape, device, warps, n) for n in stages] for warps in WARPS]
+        choices = next((of for of in by_warps if of[-1].fits(device)), by_warps[-1])
+        fitting = [c for c in choices if c.fits(device)]
         shared = [c for c in fitting if c.resident >= 2]
         return (shared or fitting or choices[-1:])[0]
+
+    def fits(self, device: CudaDevice) -> bool:
+        return self.shared_memory <= device.block_memory
 
     def blocks(self, device: CudaDevice) -> int:
         """That the device has room for at a time."""
@@ -130,7 +144,8 @@ class CudaKernels(LaunchedKernels):
         super().__init__(shape, writer(shape.pools))
         self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
         self._device = device
-        self._blocks = shape.kv_heads * -(-shape.group // 16)
+        self._heads = heads_per_block(shape)
+        self._blocks = blocks_per_item(shape)
         self._kernels: dict[Variant, Kernel] = {}
         # Blocks of a query that have arrived; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
@@ -168,7 +183,7 @@ class CudaKernels(LaunchedKernels):
     ) -> mx.array:
         if shape[0] > MOST_QUERIES:
             raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
-        figures = splits.work * self._blocks * min(self.shape.group, 16) if splits.divided else 1
+        figures = splits.work * self._blocks * self._heads if splits.divided else 1
         threads = self.launches[variant.blocks].warps * 32
         out, _, _ = self._kernel(variant)(
             inputs=[*inputs, sinks, self._arrivals, *after],
@@ -186,12 +201,23 @@ class CudaKernels(LaunchedKernels):
         return self._kernels[variant]
 
 
+def heads_per_block(shape: AttentionShape) -> int:
+    return min(shape.group, MOST_HEADS if shape.head_dim <= WIDE else MOST_WIDE_HEADS)
+
+
+def blocks_per_item(shape: AttentionShape) -> int:
+    return shape.kv_heads * -(-shape.group // heads_per_block(shape))
+
+
 def launches_of(shape: AttentionShape, device: CudaDevice) -> dict[BlockKind, CudaLaunch]:
     usual = CudaLaunch.choose(shape, device)
     small = CudaLaunch.of(shape, device, SMALL_WARPS, SMALL_STAGES)
     tall = CudaLaunch.of(shape, device, TALL_WARPS, TALL_STAGES)
-    fits = tall.shared_memory <= device.block_memory
-    return {BlockKind.USUAL: usual, BlockKind.SMALL: small, BlockKind.TALL: tall if fits else usual}
+    return {
+        BlockKind.USUAL: usual,
+        BlockKind.SMALL: small if small.resident > usual.resident else usual,
+        BlockKind.TALL: tall if tall.fits(device) else usual,
+    }
 
 
 def blocks_for(

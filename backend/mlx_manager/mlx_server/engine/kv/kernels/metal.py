@@ -24,7 +24,10 @@ from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 
 _SOURCE = Path(__file__).with_name("attention.metal")
 SIMDGROUPS = 4
-HEADS_PER_BLOCK = 4
+# Query heads of a block, and of wide ones, which fill twice the registers and threadgroup memory.
+MOST_HEADS = 4
+MOST_WIDE_HEADS = 2
+WIDE = 256
 # Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
 BLOCKS_WANTED = 1024
 
@@ -40,7 +43,7 @@ class MetalKernels(LaunchedKernels):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape, writer(shape.pools))
-        self._heads = min(shape.group, HEADS_PER_BLOCK)
+        self._heads = heads_per_block(shape)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[Variant, _Pair] = {}
 
@@ -94,6 +97,10 @@ class MetalKernels(LaunchedKernels):
         return merged
 
 
+def heads_per_block(shape: AttentionShape) -> int:
+    return min(shape.group, MOST_HEADS if shape.head_dim <= WIDE else MOST_WIDE_HEADS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Pair:
     attend: Kernel
@@ -114,7 +121,7 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
         f"{flag(variant.sinks)}, {flag(variant.divided)}"
     )
     sets = f"{SIMDGROUPS} * (32 / kernels::lanes_per_token({shape.head_dim}))"
-    heads = f"kernels::heads_per_block({shape.group})"
+    heads = f"kernels::heads_per_block({shape.group}, {shape.head_dim})"
     element, dim = TYPES[shape.dtype], shape.head_dim
     match variant.rotary:
         case None:

@@ -90,6 +90,12 @@ def test_nvidia_s_compiler_takes_attention_of_chunks(nvidia_accepts, device):
     nvidia_accepts([entry("llama-1b", form)])
 
 
+def test_heads_too_wide_for_registers_are_not_served():
+    found = chunks.chunk_kernels(shape(8, 1, 512, BF16))
+    assert isinstance(found, Unsupported)
+    assert "heads of 512" in found.reason
+
+
 @pytest.fixture(scope="module")
 def in_warps(compile_cuda) -> Kernels:
     return Kernels(compile_cuda, [tiles_for(of, DEVICE)[0] for of, _ in CASES.values()])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
-from mlx_manager.mlx_server.engine.kv.kernels import cuda, metal
+from mlx_manager.mlx_server.engine.kv.kernels import HEAD_DIMS, cuda, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     TOLERANCE,
     Features,
@@ -24,6 +24,8 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import BlockKind, Splits, p
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
 
 DEVICE = CudaDevice(multiprocessors=4, block_memory=227 * 1024, multiprocessor_memory=228 * 1024)
+AMPERE = replace(DEVICE, block_memory=163 * 1024, multiprocessor_memory=164 * 1024)
+CONSUMER = replace(DEVICE, block_memory=99 * 1024, multiprocessor_memory=100 * 1024)
 NOWHERE = 1 << 28
 F32, I32 = mx.float32, mx.int32
 PLAIN = Features()
@@ -39,10 +41,11 @@ class Case:
     grown: int = 0  # tokens that every query gained since the work was planned
     rotary: Rotary | None = None
     blocks: BlockKind = BlockKind.USUAL
+    device: CudaDevice = DEVICE
 
     @property
     def launch(self) -> cuda.CudaLaunch:
-        return cuda.launches_of(self.shape, DEVICE)[self.blocks]
+        return cuda.launches_of(self.shape, self.device)[self.blocks]
 
     @property
     def variant(self) -> Variant:
@@ -91,6 +94,13 @@ CASES = [
     Case("grown", shape(8, 2, 64, BF16), lengths=(41, 60, 170, 400), grown=40),
     Case("grown-window", shape(8, 2, 64, BF16), Features(window=90), (91, 170, 400), grown=90),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
+    Case("wide", shape(8, 2, 512, BF16)),
+    Case("wide-multi-head", shape(2, 2, 512, F16), divided=False),
+    Case("wide-8-window", shape(8, 1, 512, BF16, page=32), Features(window=70)),
+    Case("wide-16-sinks", shape(16, 1, 512, F16), Features(softcap=5.0, sinks=True)),
+    Case("wide-11", shape(11, 1, 512, BF16), Features(sinks=True), (1, 100), divided=False),
+    Case("wide-two-warps", shape(16, 2, 512, F16), device=AMPERE),
+    Case("wide-one-warp", shape(16, 1, 512, BF16), device=CONSUMER),
 ]
 SMALL_PLAIN = Case("small-blocks", shape(8, 2, 128, BF16), blocks=BlockKind.SMALL)
 SMALL_FUSED = replace(SMALL_PLAIN, name="small-blocks-fused", rotary=Rotary(128, False, None))
@@ -109,6 +119,20 @@ FUSED_CASES = [
     ),
     Case("gated", shape(8, 2, 256, BF16), rotary=Rotary(64, False, 1e-6, gated=True)),
     Case("group-of-20", shape(20, 1, 64, BF16), lengths=(40, 100), rotary=Rotary(64, True, 1e-6)),
+    Case("wide-fused", shape(8, 1, 512, BF16), rotary=Rotary(512, False, 1e-6)),
+    Case("wide-neighbours", shape(2, 2, 512, F16, page=32), rotary=Rotary(512, True, None)),
+    Case(
+        "wide-16-partial",
+        shape(16, 1, 512, F16),
+        Features(window=64),
+        rotary=Rotary(128, False, 1e-6),
+    ),
+    Case(
+        "wide-gated-one-warp",
+        shape(8, 2, 512, BF16),
+        rotary=Rotary(128, True, 1e-6, gated=True),
+        device=CONSUMER,
+    ),
 ]
 METAL_CASES = [
     *CASES,
@@ -181,11 +205,11 @@ class Cuda:
         shape = case.shape
         ready = problem if isinstance(problem, Problem) else problem.unwritten()
         launch = case.launch
-        blocks = shape.kv_heads * -(-shape.group // 16)
+        blocks = cuda.blocks_per_item(shape)
         splits = case.splits(ready, blocks)
         assert splits.divided == case.divided
         out = poison(ready.q.shape, shape.dtype)
-        partial = splits.work * blocks * min(shape.group, 16)
+        partial = splits.work * blocks * cuda.heads_per_block(shape)
         arrivals = np.zeros(len(ready.lengths) * blocks, np.int32)
         pages = pages_of(ready, splits)
         self.library.call(
@@ -219,7 +243,7 @@ class Metal:
     def attend(self, case: Case, problem: Problem | FreshProblem) -> np.ndarray:
         shape = case.shape
         ready = problem if isinstance(problem, Problem) else problem.unwritten()
-        heads = min(shape.group, metal.HEADS_PER_BLOCK)
+        heads = metal.heads_per_block(shape)
         blocks = shape.kv_heads * -(-shape.group // heads)
         splits = case.splits(ready, blocks)
         assert splits.divided == case.divided
@@ -264,7 +288,9 @@ def test_cuda_attention_is_the_reference(cuda_on_cpu, case):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[8], FUSED_CASES[1], SMALL_FUSED, TALL_FUSED], ids=lambda case: case.name
+    "case",
+    [CASES[8], FUSED_CASES[1], FUSED_CASES[9], SMALL_FUSED, TALL_FUSED],
+    ids=lambda case: case.name,
 )
 def test_nvidia_s_compiler_takes_attention(nvidia_accepts, case):
     nvidia_accepts([cuda_entry(case)])
@@ -309,10 +335,19 @@ def test_blocks_suit_the_contexts(lengths, window, blocks):
     assert cuda.blocks_for(given, window, blocks_per_item=8, rooms=rooms) is blocks
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_no_kind_of_block_is_larger_than_the_device_has_room_for(head_dim):
-    for launch in cuda.launches_of(shape(8, 2, head_dim, BF16), DEVICE).values():
-        assert launch.shared_memory <= DEVICE.block_memory
+@pytest.mark.parametrize("device", [DEVICE, AMPERE, CONSUMER], ids=["hopper", "ampere", "consumer"])
+@pytest.mark.parametrize("group", [1, 8, 16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_no_kind_of_block_is_larger_than_the_device_has_room_for(head_dim, group, device):
+    for launch in cuda.launches_of(shape(2 * group, 2, head_dim, BF16), device).values():
+        assert launch.shared_memory <= device.block_memory
+
+
+@pytest.mark.parametrize(("device", "warps"), [(DEVICE, 3), (AMPERE, 2), (CONSUMER, 1)])
+def test_blocks_of_wide_heads_have_as_many_warps_as_there_is_room_for(device, warps):
+    launches = cuda.launches_of(shape(8, 1, 512, BF16), device)
+    # Others would leave room for no more of them.
+    assert {(launch.warps, launch.stages) for launch in launches.values()} == {(warps, 2)}
 
 
 @pytest.mark.parametrize(

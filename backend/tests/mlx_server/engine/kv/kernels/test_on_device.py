@@ -7,6 +7,7 @@ import pytest
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import (
+    HEAD_DIMS,
     AttentionShape,
     Features,
     Rotary,
@@ -40,12 +41,13 @@ def test_shapes_that_are_not_served_are_named(of, reason):
 
 
 @pytest.mark.skipif(on_gpu(), reason="there is a GPU")
-def test_without_a_gpu_that_is_the_reason():
-    assert build(shape()) == Unsupported("the default device is no GPU")
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_without_a_gpu_that_is_the_reason(head_dim):
+    assert build(shape(head_dim)) == Unsupported("the default device is no GPU")
 
 
 @pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
 )
@@ -53,6 +55,17 @@ def test_kernels_pass_their_self_check(head_dim, features):
     kernels = build(shape(head_dim))
     assert not isinstance(kernels, Unsupported)
     assert self_check(kernels, features, Rotary(head_dim, False, 1e-6)) is None
+
+
+@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (32, 4), (16, 1)])
+def test_kernels_for_wide_heads_in_groups_of_any_size_pass_their_self_check(
+    q_heads, kv_heads, dtype
+):
+    kernels = build(AttentionShape(q_heads, kv_heads, 512, 16, dtype))
+    assert not isinstance(kernels, Unsupported)
+    assert self_check(kernels, rotary=Rotary(128, False, 1e-6)) is None
 
 
 @pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")

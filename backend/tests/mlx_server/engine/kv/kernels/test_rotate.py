@@ -59,6 +59,9 @@ CASES = [
     Case("wide", shape(4, 2, 256, BF16), Rotary(256, HALVES, 1e-6)),
     Case("gated", shape(6, 2, 64, F16), Rotary(16, HALVES, 1e-6, gated=True)),
     Case("gated-wide", shape(4, 1, 256, BF16), Rotary(64, HALVES, 1e-6, gated=True)),
+    Case("of-512", shape(4, 2, 512, BF16), Rotary(512, HALVES, 1e-6)),
+    Case("neighbours-of-512", shape(3, 1, 512, F16), Rotary(512, NEIGHBOURS, None)),
+    Case("partial-of-512", shape(8, 1, 512, BF16), Rotary(128, HALVES, 1e-6, gated=True)),
     Case("heads-that-fill-no-warp", shape(5, 5, 96, F16), Rotary(96, NEIGHBOURS, 1e-6)),
 ]
 METAL_CASES = [*CASES, Case("float32", shape(4, 2, 64, F32), Rotary(64, HALVES, 1e-6))]
