@@ -80,6 +80,8 @@ struct Attend {
   static constexpr int COLUMNS = (HEADS + 7) / 8;
   static constexpr int STRIDE = shared_stride(D);
   static constexpr int PIECES = kTile * D / 8 / 32;
+  // All would take registers that the output of wide heads leaves none of.
+  static constexpr int PIECES_AT_ONCE = D <= 256 ? PIECES : 8;
   static constexpr int STEPS = D / 16;
   static constexpr int MERGE_STRIDE = D + 4;
 
@@ -111,7 +113,7 @@ struct Attend {
       long offset = (page * PAGE + start % PAGE) * D;
       T* k_stage = stages + (i % STAGES) * 2 * kTile * STRIDE;
       T* v_stage = k_stage + kTile * STRIDE;
-#pragma unroll
+#pragma unroll(PIECES_AT_ONCE)
       for (int j = 0; j < PIECES; j++) {
         int piece = j * 32 + lane;
         int token = piece / (D / 8);
@@ -290,7 +292,10 @@ struct Attend {
       quartet.put(is_query ? queries + head * QUERY_STRIDE : newest_key);
       if (!is_query) quartet.put(const_cast<T*>(k_head) + slot * D);
     }
-    for (int x = threadIdx.x; newest && x < D / 8; x += WARPS * 32) {
+#pragma unroll
+    for (int first = 0; first < D / 8; first += WARPS * 32) {
+      const unsigned x = first + threadIdx.x;
+      if (!newest || x >= D / 8) break;
       uint4 piece = reinterpret_cast<const uint4*>(v)[x];
       reinterpret_cast<uint4*>(newest_key + D)[x] = piece;
       reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D)[x] = piece;
