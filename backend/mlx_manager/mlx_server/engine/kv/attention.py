@@ -221,7 +221,7 @@ class StepPlan:
         self.slots: Numbers | slice = (
             slice(first, first + len(slots)) if neighbours else self.numbers
         )
-        self._groups: dict[int | None, list[Group]] = {}
+        self._groups: dict[tuple[int | None, bool], list[Group]] = {}
 
     @property
     def first_position(self) -> int:
@@ -254,9 +254,10 @@ class StepPlan:
 
         Without `decoding`, only of the spans that are not in there.
         """
-        if window not in self._groups:
-            self._groups[window] = list(self._make_groups(window, decoding))
-        return self._groups[window]
+        kind = (window, decoding)
+        if kind not in self._groups:
+            self._groups[kind] = list(self._make_groups(window, decoding))
+        return self._groups[kind]
 
     def _make_groups(self, window: int | None, decoding: bool) -> list[Group]:
         groups: list[Group] = []

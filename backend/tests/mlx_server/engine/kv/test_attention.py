@@ -443,6 +443,18 @@ def test_a_window_reads_no_more_than_itself() -> None:
         assert read <= sum(min(64, length) + 2 * 16 for length in lengths)
 
 
+def test_layers_with_kernels_and_without_are_told_of_their_own_spans() -> None:
+    """In one step: kernels take what it begins with, and other layers all of it."""
+    spans = [Span(PageTable([0, 1]), 20), Span(PageTable([2, 3, 4]), 40, 30)]
+    for order in ((True, False), (False, True)):
+        plan = StepPlan(spans, 16)
+        starts = {
+            decoding: [group.start for group in plan.groups(None, decoding=decoding)]
+            for decoding in order
+        }
+        assert starts == {True: [0, 1], False: [1]}
+
+
 def test_a_lone_row_of_neighbouring_pages_is_read_where_it_lies() -> None:
     plan = decoding([SLICE_TOKENS * 4], scattered=False)
     (group,) = plan.groups(None)
