@@ -511,7 +511,8 @@ class Recurrence(Surroundings):
 
 @dataclass(frozen=True, slots=True)
 class Convolution(Surroundings):
-    """A layer whose tokens meet in a gated short convolution: see `fused.short`.
+    """A layer whose tokens meet in a gated short convolution: C * convolution(B * x), where B, C
+    and x are parts of one product (Liquid AI, "LFM2 Technical Report", 2025, section 2.1).
 
     given: its weights, (taps, channels).
     """

@@ -28,7 +28,6 @@ from mlx_manager.mlx_server.engine.fused.latent import LatentPart
 from mlx_manager.mlx_server.engine.fused.layers import (
     AttentionPart,
     Block,
-    DeltaPart,
     Ending,
     Joint,
     Layer,
@@ -36,10 +35,10 @@ from mlx_manager.mlx_server.engine.fused.layers import (
     Part,
     Repeated,
     Shared,
+    StatePart,
     Step,
     Store,
 )
-from mlx_manager.mlx_server.engine.fused.short import ShortPart
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan, prepare
@@ -254,7 +253,7 @@ class FusedDecoder:
     def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
         """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
         part = self._layers[number].part
-        assert isinstance(part, DeltaPart | ShortPart)
+        assert isinstance(part, StatePart)
         part.kernels.restore(store, slot, kept)
 
     def run_ragged(
@@ -421,9 +420,9 @@ class _Parts:
             case Anatomy():
                 return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
             case Recurrence():
-                return DeltaPart(block, self.deltas[anatomy.shape], anatomy.given)
+                return StatePart(block, self.deltas[anatomy.shape], anatomy.given)
             case Convolution():
-                return ShortPart(block, self.shorts[anatomy.shape], anatomy.given)
+                return StatePart(block, self.shorts[anatomy.shape], anatomy.given)
             case Latents():
                 return LatentPart.of(anatomy, block, self.latents[anatomy.shape], few)
         raise NotFusable(f"a layer of the kind {type(anatomy).__name__}")

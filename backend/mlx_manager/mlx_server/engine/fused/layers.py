@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.chain import Chain
 from mlx_manager.mlx_server.engine.products.factors import Norm
 from mlx_manager.mlx_server.engine.products.forms import WarpForm
-from mlx_manager.mlx_server.engine.recurrent.kernels import DeltaKernels, Texts
+from mlx_manager.mlx_server.engine.recurrent.kernels import StateKernels, Texts
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaWeights, StateStore
 
 Store = LayerStore | StateStore
@@ -472,12 +472,12 @@ def _through_gates(x: mx.array, gates: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaPart(Part):
-    """Of the gated delta rule."""
+class StatePart(Part):
+    """Of a layer whose rows keep a state. weights: what `kernels` take besides."""
 
     block: Block
-    kernels: DeltaKernels
-    weights: DeltaWeights
+    kernels: StateKernels
+    weights: DeltaWeights | mx.array
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -489,8 +489,7 @@ class DeltaPart(Part):
 
     @property
     def _own_numbers(self) -> int:
-        shape = self.kernels.shape
-        return shape.channels + 2 * shape.values
+        return self.kernels.shape.numbers
 
     def store(self, page_size: int, kernels: KernelSet) -> StateStore:
         return StateStore(self.kernels.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,12 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
 )
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import MOST_QUERIES
-from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, StateStore
+from mlx_manager.mlx_server.engine.recurrent.shapes import (
+    DeltaShape,
+    DeltaWeights,
+    StateShape,
+    StateStore,
+)
 
 _SOURCE = Path(__file__).with_name("delta.cu")
 DIMS = (32, 64, 128, 256)
@@ -182,6 +188,31 @@ class DeltaKernels:
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
+
+
+class StateKernels(Protocol):
+    """What layers of a kind do with the states of their rows, written in place."""
+
+    @property
+    def shape(self) -> StateShape: ...
+
+    def step(
+        self,
+        heads: mx.array,
+        weights: Any,
+        pool: Sequence[mx.array],
+        lengths: mx.array,
+        slots: mx.array,
+    ) -> mx.array:
+        """One token of each row. heads: (rows, columns or more), what the first product gives.
+        pool: of a `StateStore`. lengths: (rows or more,) int32, tokens of each row, that one
+        included; 0 for padding. slots: (rows,) int32."""
+
+    def chunks(self, heads: mx.array, weights: Any, store: StateStore, texts: Texts) -> mx.array:
+        """All tokens of a step with prompts in it."""
+
+    def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
+        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
 
 
 BuildDelta = Callable[[DeltaShape], "DeltaKernels | Unsupported"]

@@ -31,6 +31,10 @@ class StateShape(Protocol):
     def matrices(self) -> tuple[int, ...]: ...
 
     @property
+    def numbers(self) -> int:
+        """That are made of a token between a layer's first product and its last."""
+
+    @property
     def slot_bytes(self) -> int:
         """What a row keeps."""
 
@@ -54,6 +58,10 @@ class ShortShape:
     def columns(self) -> int:
         """What the first product gives for a token: B, C and x."""
         return 3 * self.channels
+
+    @property
+    def numbers(self) -> int:
+        return self.channels
 
     @property
     def slot_bytes(self) -> int:
@@ -93,6 +101,10 @@ class DeltaShape:
     def columns(self) -> int:
         """What the first product gives for a token."""
         return self.channels + self.values + 2 * self.value_heads
+
+    @property
+    def numbers(self) -> int:
+        return self.channels + 2 * self.values
 
     @property
     def matrices(self) -> tuple[int, ...]:
