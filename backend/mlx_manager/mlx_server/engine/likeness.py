@@ -25,7 +25,7 @@ MARGIN = 3
 
 
 def distance(mine: mx.array, theirs: mx.array) -> float:
-    """Relative to `theirs`; infinite if there is no number. Both are (vocabulary,)."""
+    """Relative to `theirs`; infinite if there is no number. Both are (numbers,)."""
     wide = theirs.astype(mx.float32)
     ratio = mx.linalg.norm(mine.astype(mx.float32) - wide) / mx.linalg.norm(wide)
     off = float(np.array(ratio))

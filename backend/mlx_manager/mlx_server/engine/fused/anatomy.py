@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -342,12 +342,8 @@ class Anatomy(Surroundings):
         mlp, attention_norms, mlp_norms = _around(block, "self_attn")
         attention = block.self_attn
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
-        # What else it is given may depend on the position, and differ only far into a text.
         temper = _temper(attention)
-        given = set(signature(type(attention).__call__).parameters) - _GIVEN
-        given -= set() if temper is None else {"attn_scale"}
-        _expect(not given, f"attention that takes {', '.join(sorted(given))}")
-        _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
+        _expect_given(attention, set() if temper is None else {"attn_scale"})
         qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         head_norms = _head_norms(attention)
         dtype = attention_norms.before.weight.dtype
@@ -414,9 +410,7 @@ class Latents(Surroundings):
         mlp, attention_norms, mlp_norms = _around(block, "self_attn")
         own = block.self_attn
         _expect(_parts(own) - _LATENT in _LATENT_QUERIES, "latent attention of other parts")
-        given = signature(type(own).__call__).parameters.keys()
-        _expect(given <= _GIVEN, f"attention that takes {', '.join(sorted(given - _GIVEN))}")
-        _expect(isinstance(own.rope, _ROPES), f"{type(own.rope).__name__}")
+        _expect_given(own)
         absorb, expand = own.embed_q, own.unembed_out
         _expect(type(absorb) in _BY_HEAD and type(expand) in _BY_HEAD, "heads' matrices of a kind")
         ranked = "q_a_proj" in own
@@ -686,6 +680,14 @@ class Common:
 @partial(mx.compile, shapeless=True)
 def _capped(logits: mx.array, most: float) -> mx.array:
     return mx.tanh(logits / most) * most
+
+
+def _expect_given(attention: nn.Module, known: Set[str] = frozenset()) -> None:
+    """Raise if `attention` is given what is not `known`, or turns heads in a way that is not."""
+    # What else it is given may depend on the position, and differ only far into a text.
+    given = signature(type(attention).__call__).parameters.keys() - _GIVEN - known
+    _expect(not given, f"attention that takes {', '.join(sorted(given))}")
+    _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
 
 
 def _temper(attention: nn.Module) -> Temper | None:

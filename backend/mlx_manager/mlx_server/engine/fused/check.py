@@ -121,7 +121,7 @@ class _Sample:
             pools=pools,
             splits=decoder.plan(seen),
             slots=slots,
-            far=decoder.is_far(max(self.lengths)),
+            far=decoder.is_far(self.lengths),
         )
 
 

@@ -192,9 +192,9 @@ class FusedDecoder:
             cuts[None] = kernels.plan(lengths)
         return cuts
 
-    def is_far(self, longest: int) -> bool:
-        """Whether a step whose longest row has so many tokens is `far`."""
-        return self.far_from is not None and longest > self.far_from
+    def is_far(self, lengths: Sequence[int]) -> bool:
+        """Whether a step of rows with so many tokens is `far`."""
+        return self.far_from is not None and max(lengths) > self.far_from
 
     def run(self, step: Step) -> Stepped:
         """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.

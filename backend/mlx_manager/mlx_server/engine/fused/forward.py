@@ -234,7 +234,7 @@ class FusedForward(OnPages):
             (store.keys, store.values) if isinstance(store, LayerStore) else store.pool
             for store in self._of_layers
         ]
-        far = self._decoder.is_far(max(batch.lengths))
+        far = self._decoder.is_far(batch.lengths)
         return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
 
     def _slots_of(self, decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:

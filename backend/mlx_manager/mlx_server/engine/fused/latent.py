@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.mla import MultiLinear
 
+from mlx_manager.mlx_server.engine.alike import made_of
 from mlx_manager.mlx_server.engine.fused.anatomy import Latents
 from mlx_manager.mlx_server.engine.fused.layers import Block, Part, Shared, Step
 from mlx_manager.mlx_server.engine.fused.mlps import flat
@@ -82,21 +83,9 @@ class ByHead:
 
     def _product(self, x: mx.array) -> mx.array:
         """(heads, tokens, outputs) of (heads, tokens, inputs)."""
-        weight = self.weight
-        parts = [part.reshape(self.heads, -1, part.shape[-1]) for part in arrays_of(weight)]
-        if not isinstance(weight, Packed):
-            return x @ parts[0].swapaxes(1, 2)
-        words, scales, *biases = parts
-        return mx.quantized_matmul(
-            x,
-            words,
-            scales=scales,
-            biases=biases[0] if biases else None,
-            transpose=True,
-            group_size=weight.group_size,
-            bits=weight.bits,
-            mode=weight.mode,
-        )
+        parts = [part.reshape(self.heads, -1, part.shape[-1]) for part in arrays_of(self.weight)]
+        weight = made_of(self.weight, parts)
+        return weight.times(x) if isinstance(weight, Packed) else x @ weight.swapaxes(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,17 +208,7 @@ class Quantized(FewOrMany):
         return 0 if self.few is None else outputs * inputs * self.packed.dtype.size
 
     def _product(self, x: mx.array) -> mx.array:
-        packed = self.packed
-        out = mx.quantized_matmul(
-            x,
-            packed.words,
-            scales=packed.scales,
-            biases=packed.biases,
-            transpose=True,
-            group_size=packed.group_size,
-            bits=packed.bits,
-            mode=packed.mode,
-        )
+        out = self.packed.times(x)
         return out if self.bias is None else out + self.bias
 
     def _sum(self, residual: mx.array, x: mx.array) -> mx.array:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from mlx_manager.mlx_server.engine.evaluation import one_by_one
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
@@ -23,6 +21,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import (
     real,
     source,
 )
+from mlx_manager.mlx_server.engine.likeness import distance
 from mlx_manager.mlx_server.engine.products.factors import (
     LEAST,
     Activation,
@@ -193,7 +192,7 @@ class ExpertKernels:
             self._grouped[kind] = False
             log.warning("prompts' experts are not multiplied by warpgroups: %s", error)
             return
-        off = _difference(*(np.array((x - hidden).astype(mx.float32)) for x in (got, wanted)))
+        off = distance(*((x - hidden).reshape(-1) for x in (got, wanted)))
         self._grouped[kind] = off <= _TOLERANCE and less < seconds
         log.info(
             "prompts' experts by warpgroups: %.2f times as fast, %.2g off%s",
@@ -391,12 +390,6 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
         outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
         shared_memory=form.shared_memory,
     )
-
-
-def _difference(got: npt.NDArray[np.float32], wanted: npt.NDArray[np.float32]) -> float:
-    """Relative; infinite where there is no number."""
-    off = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-    return math.inf if math.isnan(off) else off
 
 
 def _kind(experts: Experts) -> Hashable:

@@ -93,6 +93,20 @@ class Packed:
             self.words, self.scales, self.biases, self.group_size, self.bits, mode=self.mode
         )
 
+    def times(self, x: mx.array) -> mx.array:
+        """The product with rows `x`, (..., rows, inputs), by MLX: (..., rows, outputs). Where the
+        arrays are of several matrices, so is `x`."""
+        return mx.quantized_matmul(
+            x,
+            self.words,
+            scales=self.scales,
+            biases=self.biases,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
 
 Weight = mx.array | Packed
 """What rows are multiplied with: numbers of half precision, (outputs, inputs), or packed ones."""

@@ -69,8 +69,8 @@ enum class Scoring { kSoftmax, kSigmoid };
 
 // How a row's experts are chosen and weighted. GATED: there are logits of those that are shared,
 // too. NORMALISED: a row's weights add up to 1, before they are scaled; otherwise they are the
-// scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction. A sum of
-// sigmoids has `least` added to it.
+// scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction.
+// A sum of sigmoids has `least` added to it.
 template <Scoring SCORING, bool GATED, bool NORMALISED, bool CORRECTED>
 struct Choice {
   static constexpr bool kSigmoid = SCORING == Scoring::kSigmoid, kGated = GATED;
@@ -310,9 +310,9 @@ template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, 
           typename CHOICE>
 __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
                                            const T* bias, CHOICE choice, const int* done,
-                                           T* normed, float* logits, int* chosen, float* scores, int* places,
-                                           int* order, int* errands, int rows, int inputs,
-                                           float epsilon, int most_errands) {
+                                           T* normed, float* logits, int* chosen, float* scores,
+                                           int* places, int* order, int* errands, int rows,
+                                           int inputs, float epsilon, int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
   using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, BIAS>;
