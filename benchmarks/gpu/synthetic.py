@@ -8,13 +8,14 @@ first 256 is a word of its own, so that text comes with every token.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models import gemma3_text
+from mlx_lm.models import gemma3_text, gemma4_text, glm4_moe_lite
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -71,6 +72,14 @@ _GEMMA3: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+# What mlx-lm's module has of itself is E2B.
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "vocab_size_per_layer_input": VOCABULARY,
     "tie_word_embeddings": True,
 }
 _QWEN35: dict[str, Any] = {
@@ -203,6 +212,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },
+    "gemma4-e2b": _GEMMA4,
+    "gemma4-e4b": _GEMMA4
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 42,
+        "intermediate_size": 10240,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window_pattern": 6,
+        "use_double_wide_mlp": False,
+    },
+    "gemma4-7b": _GEMMA4
+    | {
+        "hidden_size": 5376,
+        "num_hidden_layers": 12,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "use_double_wide_mlp": False,
+    },
     "qwen3.5-9b": _QWEN35
     | {
         "hidden_size": 4096,
@@ -216,6 +251,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
 experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
+Gemma 4 E2B and E4B, and a fifth of the layers of 31B,
 Qwen 3.5 0.8B, 4B and 9B, a fifth of the layers of 35B A3B, LFM 2 1.2B, and a quarter of GLM 4.7
 Flash, but for their vocabularies."""
 
@@ -251,7 +287,7 @@ def make(shape: str) -> nn.Module:
     if config["tie_word_embeddings"]:
         # Some modules take it from the weights.
         model.sanitize({})
-    model.apply_to_modules(_norm_by_one)
+    model.apply_to_modules(_as_trained)
     model.set_dtype(mx.bfloat16)
     for layer in model.layers:
         mx.eval(layer.parameters())
@@ -259,11 +295,19 @@ def make(shape: str) -> nn.Module:
     return model
 
 
-def _norm_by_one(_: str, module: nn.Module) -> None:
-    """Gemma's norms multiply by 1 + weight. They are born with ones: layers that double all they
-    work on make noise of each other's rounding."""
-    if isinstance(module, gemma3_text.RMSNorm):
-        module.weight = mx.zeros_like(module.weight)
+def _as_trained(_: str, module: nn.Module) -> None:
+    """What modules are born with that no trained one has. Gemma's norms multiply by 1 + weight:
+    layers that double all they work on make noise of each other's rounding. So do scores that
+    nothing makes smaller than their heads are long. Routers of zeros send all rows to the same
+    experts."""
+    match module:
+        case gemma3_text.RMSNorm():
+            module.weight = mx.zeros_like(module.weight)
+        case gemma4_text.Attention():
+            module.q_norm.weight = mx.full(module.head_dim, module.head_dim**-0.5)
+        case glm4_moe_lite.MoEGate():
+            width = module.weight.shape[1]
+            module.weight = mx.random.normal(module.weight.shape) * width**-0.5
 
 
 def write(shape: str, folder: Path, bits: int | None = None) -> Path:
@@ -296,6 +340,9 @@ def vllm_config_of(shape: str) -> dict[str, Any] | None:
     match config["model_type"]:
         case "qwen3_5":
             return _with_eyes(config)
+        case "gemma4_text":
+            own = asdict(gemma4_text.ModelArgs.from_dict(config))
+            return own | {"architectures": config["architectures"], "dtype": "bfloat16"}
         case "glm4_moe_lite":
             names = ("model_type", "architectures", "num_hidden_layers", "vocab_size")
             return {name: config[name] for name in (*names, "rms_norm_eps")} | {

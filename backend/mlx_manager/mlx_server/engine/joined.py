@@ -245,6 +245,8 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
     attentions = [layer for layer in common.layers if isinstance(layer, Anatomy)]
     if len(attentions) < len(common.layers) or any(each.rotary.gated for each in attentions):
         raise NotApplicable("layers without attention, or with gates behind it")
+    if any(each.rotary.values or each.rotary.alone for each in attentions) or common.inlets:
+        raise NotApplicable("norms of values, or keys or inputs beside a layer's own")
     if not all(isinstance(anatomy.mlp, Gates) for anatomy in attentions):
         raise NotApplicable("an MLP of other parts")
     if attentions[0].shape.dtype != mx.float32:

@@ -91,6 +91,45 @@ MODELS = {
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3-tied": ("gemma3_text", {**GEMMA3, "tie_word_embeddings": True}),
 }
+# Values that are normed, results that are scaled, inputs of each layer's own, and wider heads in
+# every third layer.
+GEMMA4 = {
+    "hidden_size": 96,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "sliding_window_pattern": 3,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 32,
+    "use_double_wide_mlp": False,
+    "tie_word_embeddings": True,
+}
+GEMMA4S = {
+    "gemma4": ("gemma4_text", GEMMA4),
+    # Whose last layers attend to the keys and values of earlier ones, and have wider MLPs.
+    "gemma4-shared": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "sliding_window_pattern": 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    # Without such inputs, and with values that are keys in every third layer.
+    "gemma4-keys": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+}
 HYBRID = {
     "head_dim": 32,
     "full_attention_interval": 2,

@@ -43,8 +43,9 @@ class Portable:
 
     def rotate_and_write(self, qkv, rotations, head_norms, keys, values, slots, *, rotary):
         q, k, v = self._finished(qkv, rotations, head_norms, rotary)
-        put(keys, k, slots)
-        put(values, v, slots)
+        if not rotary.alone:
+            put(keys, k, slots)
+            put(values, v, slots)
         return q[:, :, None]
 
     def attend(
@@ -86,6 +87,8 @@ class Portable:
         if norms is not None:
             q = mx.fast.rms_norm(q, norms[0], rotary.epsilon)
             k = mx.fast.rms_norm(k, norms[1], rotary.epsilon)
+        if rotary.values:
+            v = mx.fast.rms_norm(v, None, rotary.epsilon)
         return turned(q, rotation, rotary), turned(k, rotation, rotary), v
 
     def _slots(self, pages, length):

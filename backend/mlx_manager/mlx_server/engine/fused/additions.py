@@ -76,18 +76,21 @@ class Added(Addition):
 
 @dataclass(frozen=True, slots=True)
 class NormedAndAdded(Addition):
-    """Behind a norm, which takes whole rows of the product. `kernels` do both, if anything does."""
+    """Behind a norm, which takes whole rows of the product. `kernels` do both, if anything does.
+    scale: (1,), what the sum is multiplied by, if it is."""
 
     norm: nn.RMSNorm
     kernels: SumKernels | None
+    scale: mx.array | None
 
     def launches(
         self, residual: mx.array, x: mx.array, following: Norm | None
     ) -> tuple[list[mx.array], Sum]:
         given = self.product.alone(x)
         if self.kernels is None:
-            return [given], Sum.alone(residual + self.norm(given))
-        rows, *ahead = self.kernels(residual, given, norm_of(self.norm), following)
+            added = residual + self.norm(given)
+            return [given], Sum.alone(added if self.scale is None else added * self.scale)
+        rows, *ahead = self.kernels(residual, given, norm_of(self.norm), following, self.scale)
         return [given, *ahead], Sum(rows, Normed(ahead[0]) if ahead else rows)
 
     @property
@@ -100,14 +103,18 @@ class NormedAndAdded(Addition):
 
 
 def addition_of(
-    layer: nn.Module, norm: nn.RMSNorm | None, few: ProductKernels | None, norm_for: NormFor
+    layer: nn.Module,
+    norm: nn.RMSNorm | None,
+    few: ProductKernels | None,
+    norm_for: NormFor,
+    scale: mx.array | None = None,
 ) -> Addition:
     """Of a layer whose weights become views, as in `join`, and the norm behind it, if there is one.
 
-    few: what multiplies few rows, if anything does.
+    few: what multiplies few rows, if anything does. scale: of the sum, where there is a norm.
     """
     product = join([layer], few)
     if norm is None:
         return Added(product)
     serves = few is not None and few.sums.serves(norm.weight.size)
-    return NormedAndAdded(product, norm_for(norm), few.sums if few and serves else None)
+    return NormedAndAdded(product, norm_for(norm), few.sums if few and serves else None, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -22,6 +22,7 @@ from mlx_lm.models import (
     exaone_moe,
     gemma2,
     gemma3_text,
+    gemma4_text,
     glm4_moe,
     glm4_moe_lite,
     lfm2,
@@ -54,6 +55,9 @@ _UNTURNED = 16
 _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"},
+    {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm", "v_norm"},
+    {"q_proj", "k_proj", "o_proj", "rope", "q_norm", "k_norm", "v_norm"},
+    {"q_proj", "o_proj", "rope", "q_norm"},
     {"qkv_proj", "o_proj", "rope"},
     {"q_proj", "k_proj", "v_proj", "out_proj", "rope", "q_layernorm", "k_layernorm"},
 )
@@ -109,15 +113,27 @@ _BLOCKS = (
     (("operator_norm", None), ("ffn_norm", None), ("feed_forward",)),
 )
 _BODY = {"embed_tokens", "layers"}
+# Of layers that take something of their own of each token, besides what lies around that: its gate,
+# what brings it back, and the norm behind; and what bodies make it by.
+_INLET = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+_INLETS = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
 # Names of its norm.
 _LAST_NORMS = ("norm", "embedding_norm")
 # What modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another activation,
 # layers that clip their sums to what float16 has. Bodies that scale their embeddings: see `_scale`.
 _NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
-_GELU_MLPS = (gemma2.MLP, gemma3_text.MLP)
+_GELU_MLPS = (gemma2.MLP, gemma3_text.MLP, gemma4_text.MLP)
 _CLIPPED = (gemma3_text.TransformerBlock,)
 # Attention whose q_proj gives a gate behind each head, which attends through a sigmoid of it.
 _GATED = (qwen3_next.Qwen3NextAttention,)
+# Attention that may be given the keys and values of another layer.
+_SHARING = (gemma4_text.Attention,)
+# Layers that multiply their results by a number.
+_SCALED = (gemma4_text.DecoderLayer,)
 # Attention whose queries are multiplied by what it is given for positions, `attn_scale`.
 _TEMPERED = (ministral3.Attention,)
 # Layers of the gated delta rule, with the names of what their first product is made of.
@@ -285,15 +301,36 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class Inlet:
+    """What a layer makes of its own input of a token, (per-layer embeddings of Gemma 3n and 4):
+    `norm(back(gelu(gate(hidden)) * own))`, which is added behind its MLP."""
+
+    gate: nn.Module
+    back: nn.Module
+    norm: nn.RMSNorm
+
+    @staticmethod
+    def of(block: nn.Module) -> Inlet | None:
+        """None where there is none."""
+        if not _parts(block) >= set(_INLET):
+            return None
+        gate, back = (_linears(block, (name,))[0] for name in _INLET[:2])
+        return Inlet(gate, back, _norm(block[_INLET[2]]))
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings(ABC):
     """What one layer of the module has around that by which its tokens meet, before anything is
-    joined. qkv: that is made of."""
+    joined. qkv: that is made of. inlet: what it takes of its own of each token, if it does.
+    scale_of_sum: (1,), what its result is multiplied by, if it is."""
 
     qkv: tuple[nn.Module, ...]
     output: nn.Module
     mlp: Gates | Routes
     attention_norms: Norms
     mlp_norms: Norms
+    inlet: Inlet | None = field(default=None, kw_only=True)
+    scale_of_sum: mx.array | None = field(default=None, kw_only=True)
 
     def weights(self) -> list[mx.array]:
         """Of the projections, and what is made of the rest: to be computed before steps are
@@ -302,8 +339,11 @@ class Surroundings(ABC):
         pairs = (self.attention_norms, self.mlp_norms)
         norms = [norm for pair in pairs for norm in (pair.before, pair.behind) if norm is not None]
         parts = (*layers, *norms)
+        if self.inlet is not None:
+            parts = (*parts, self.inlet.gate, self.inlet.back, self.inlet.norm)
         found = [array for part in parts for _, array in tree_flatten(part.parameters())]
-        return [*found, *self._own_weights()]
+        scales = [] if self.scale_of_sum is None else [self.scale_of_sum]
+        return [*found, *scales, *self._own_weights()]
 
     @abstractmethod
     def _own_weights(self) -> list[mx.array]: ...
@@ -339,20 +379,25 @@ class Anatomy(Surroundings):
 
     @staticmethod
     def of(block: nn.Module, window: int | None, page_size: int) -> Anatomy:
-        mlp, attention_norms, mlp_norms = _around(block, "self_attn")
+        inlet = Inlet.of(block)
+        besides = () if inlet is None else _INLET
+        mlp, attention_norms, mlp_norms = _around(block, "self_attn", besides)
         attention = block.self_attn
         _expect(_parts(attention) in _ATTENTIONS, "attention of other parts")
         temper = _temper(attention)
-        _expect_given(attention, set() if temper is None else {"attn_scale"})
-        qkv = _linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        shares = isinstance(attention, _SHARING)
+        known = {"attn_scale"} if temper else {"shared_kv", "offset"} if shares else set()
+        _expect_given(attention, known)
+        qkv = _linears(attention, _of_heads(attention), "qkv_proj")
         head_norms = _head_norms(attention)
+        alone = shares and not attention.has_kv
         dtype = attention_norms.before.weight.dtype
         clipped = isinstance(block, _CLIPPED) and dtype == mx.float16
         _expect(not clipped, "sums that are clipped to what float16 has")
         heads, kv_heads = (int(_first_of(attention, names)) for names in (_HEADS, _KV_HEADS))
         rows = sum(linear.weight.shape[0] for linear in qkv)
         gated = isinstance(attention, _GATED)
-        dim = rows // (heads * (2 if gated else 1) + 2 * kv_heads)
+        dim = rows // (heads * (2 if gated else 1) + (0 if alone else 2 * kv_heads))
         if head_norms is not None:
             sizes = {norm.weight.size for norm in head_norms}
             epsilons = {norm.eps for norm in head_norms}
@@ -367,7 +412,14 @@ class Anatomy(Surroundings):
             mlp_norms=mlp_norms,
             head_norms=head_norms,
             rope=attention.rope,
-            rotary=Rotary(dims, traditional, head_norms[0].eps if head_norms else None, gated),
+            rotary=Rotary(
+                dims,
+                traditional,
+                head_norms[0].eps if head_norms else None,
+                gated,
+                _norms_values(attention, head_norms),
+                alone,
+            ),
             shape=AttentionShape(heads, kv_heads, dim, page_size, dtype),
             scale=_first_of(attention, _SCALES),
             softcap=getattr(attention, "attn_logit_softcapping", None),
@@ -375,6 +427,8 @@ class Anatomy(Surroundings):
             # As the kernels take it.
             sinks=attention.sinks.astype(mx.float32) if "sinks" in attention else None,
             temper=temper,
+            inlet=inlet,
+            scale_of_sum=block.layer_scalar.astype(dtype) if isinstance(block, _SCALED) else None,
         )
 
     @property
@@ -602,6 +656,46 @@ class Rotation:
             _expect(bool(np.abs(theirs - ours).max() < 2e-3), "a rotation that turns otherwise")
 
 
+@dataclass(frozen=True, slots=True)
+class Inlets:
+    """What layers take of their own of each token: of an embedding for each layer, and of what the
+    first layer takes. Numbers multiply as the module's own do."""
+
+    embed: nn.Module
+    scale: float
+    projection: nn.Module
+    projection_scale: float
+    norm: nn.RMSNorm
+    layers: int
+    sum_scale: float
+
+    @staticmethod
+    def of(body: nn.Module) -> Inlets | None:
+        """None where there are none."""
+        if not isinstance(body, gemma4_text.Gemma4TextModel):
+            return None
+        embed, projection, norm = (body.get(name) for name in _INLETS)
+        if embed is None:
+            return None
+        return Inlets(
+            embed,
+            body.embed_tokens_per_layer_scale,
+            projection,
+            body.per_layer_projection_scale,
+            _norm(norm),
+            len(body.layers),
+            body.per_layer_input_scale,
+        )
+
+    def __call__(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """(tokens, layers, width). hidden: what the first layer takes of `tokens`."""
+        shape = (tokens.shape[0], self.layers, -1)
+        own = (self.embed(tokens) * self.scale).reshape(shape)
+        projected = self.norm((self.projection(hidden) * self.projection_scale).reshape(shape))
+        inlets: mx.array = (projected + own) * self.sum_scale
+        return inlets
+
+
 AnyLayer = Anatomy | Latents | Recurrence | Convolution
 
 
@@ -609,13 +703,16 @@ AnyLayer = Anatomy | Latents | Recurrence | Convolution
 class Common:
     """A common decoder, before anything is joined.
 
-    rotations: its kinds of rotation. kinds: the number of each layer's among them, of one that has
-    none 0. scale: what embeddings are multiplied by, a number of the layers' type, if they are.
-    head: what has the vocabulary's weights, `embed` or a layer of its own. softcap: of logits, if
-    they have one.
+    sources: of each layer, the number of that whose keys and values, or state, it works on: its
+    own, but for the last ones of some models. rotations: its kinds of rotation. kinds: the number
+    of each layer's among them, of one that has none 0. scale: what embeddings are multiplied by, a
+    number of the layers' type, if they are. head: what has the vocabulary's weights, `embed` or a
+    layer of its own. softcap: of logits, if they have one. inlets: what layers take of their own of
+    each token is made by.
     """
 
     layers: list[AnyLayer]
+    sources: list[int]
     rotations: list[Rotation]
     kinds: list[int]
     embed: nn.Module
@@ -623,6 +720,7 @@ class Common:
     norm: nn.RMSNorm
     head: nn.Module
     softcap: float | None
+    inlets: Inlets | None
 
     @staticmethod
     def of(model: nn.Module, page_size: int) -> Common:
@@ -633,14 +731,17 @@ class Common:
         text = model.language_model if _parts(model) == {"language_model"} else model
         _expect("model" in text and _parts(text) <= {"model", "lm_head"}, "a head")
         body = text.model
-        last = [body[name] for name in _LAST_NORMS if _parts(body) == {*_BODY, name}]
+        inlets = Inlets.of(body)
+        own = _parts(body) - (set() if inlets is None else set(_INLETS))
+        last = [body[name] for name in _LAST_NORMS if own == {*_BODY, name}]
         _expect(len(last) == 1 and _is_norm(last[0]), "a body of other parts")
-        windows = _windows(model)
-        _expect(len(windows) == len(body.layers), "layers without a cache, or with several")
+        windows, sources = _windows(model), _sources(body)
+        _expect(len(windows) == len(set(sources)), "layers without a cache, or with several")
         layers = [
-            _layer(block, window, page_size)
-            for block, window in zip(body.layers, windows, strict=True)
+            _layer(block, windows[source], page_size)
+            for block, source in zip(body.layers, sources, strict=True)
         ]
+        _expect_sources(layers, sources)
         rotations: dict[tuple[Any, ...], Rotation] = {}
         kinds = []
         for layer in layers:
@@ -654,6 +755,7 @@ class Common:
         _expect(bool(rotations), "no layer with attention")
         return Common(
             layers,
+            sources,
             list(rotations.values()),
             kinds,
             body.embed_tokens,
@@ -661,6 +763,7 @@ class Common:
             _norm(last[0]),
             text.get("lm_head", body.embed_tokens),
             getattr(text, "final_logit_softcapping", None),
+            inlets,
         )
 
     def embedded(self, tokens: mx.array) -> mx.array:
@@ -749,12 +852,15 @@ def _norm(module: nn.Module) -> nn.RMSNorm:
     return norm
 
 
-def _around(block: nn.Module, name: str) -> tuple[Gates | Routes, Norms, Norms]:
-    """A block's MLP, and the norms around its part of that name and the MLP."""
+def _around(
+    block: nn.Module, name: str, besides: Sequence[str] = ()
+) -> tuple[Gates | Routes, Norms, Norms]:
+    """A block's MLP, and the norms around its part of that name and the MLP. besides: others of its
+    parts."""
     for first, second, mlps in _BLOCKS:
         own = [mlp for mlp in mlps if mlp in block]
         norms = {norm for norm in (*first, *second) if norm is not None}
-        if _parts(block) == {name, *own, *norms} and len(own) == 1:
+        if _parts(block) == {name, *own, *norms, *besides} and len(own) == 1:
             return _mlp(block[own[0]]), _norms(block, *first), _norms(block, *second)
     raise NotFusable("a block of other parts")
 
@@ -764,17 +870,52 @@ def _norms(block: nn.Module, before: str, behind: str | None) -> Norms:
 
 
 def _head_norms(attention: nn.Module) -> tuple[nn.RMSNorm, nn.RMSNorm] | None:
-    """Of q and k, if there are some."""
+    """Of q and k, if there are some; where there are queries alone that of q stands for both."""
     for of_q, of_k in _HEAD_NORMS:
         if of_q in attention:
-            return _norm(attention[of_q]), _norm(attention[of_k])
+            return _norm(attention[of_q]), _norm(attention[of_k if of_k in attention else of_q])
     return None
+
+
+def _norms_values(attention: nn.Module, others: tuple[nn.RMSNorm, nn.RMSNorm] | None) -> bool:
+    """Whether heads of v are normed as those of q and k are, but without weights."""
+    if "v_norm" not in attention:
+        return False
+    norm = attention.v_norm
+    known = isinstance(norm, gemma4_text.RMSNormNoScale)
+    alike = known and others is not None and norm.eps == others[0].eps
+    _expect(alike, "norms of values of another kind")
+    return True
+
+
+def _of_heads(attention: nn.Module) -> tuple[str, ...]:
+    """Names of what makes q, k and v, or q alone. Values may be keys that are not turned."""
+    there = tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in attention)
+    is_short = isinstance(attention, _SHARING) and there == ("q_proj", "k_proj")
+    return (*there, "k_proj") if is_short else there
+
+
+def _sources(body: nn.Module) -> list[int]:
+    """See `Common`."""
+    if isinstance(body, gemma4_text.Gemma4TextModel):
+        return list(body.previous_kvs)
+    return list(range(len(body.layers)))
+
+
+def _expect_sources(layers: Sequence[AnyLayer], sources: Sequence[int]) -> None:
+    """Raise unless layers that have none of their own come last, and attend as their source's."""
+    count = len(set(sources))
+    _expect(sources[:count] == list(range(count)), "layers that share what comes later")
+    for layer, source in zip(layers, sources, strict=True):
+        alone = isinstance(layer, Anatomy) and layer.rotary.alone
+        _expect(alone == (layers[source] is not layer), "keys and values that are shared")
+        _expect(not alone or layer.shape == layers[source].shape, "keys of another shape")
 
 
 def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
     """What embeddings of `dtype` are multiplied by."""
     match body:
-        case gemma2.GemmaModel():
+        case gemma2.GemmaModel() | gemma4_text.Gemma4TextModel():
             first = dtype
         case gemma3_text.Gemma3Model():
             # Whatever the embeddings are.

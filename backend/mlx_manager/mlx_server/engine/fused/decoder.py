@@ -117,14 +117,14 @@ class FusedDecoder:
         self._open = open
         self._ending = ending
         parts = [layer.part for layer in layers]
-        # Of each kind of attention, the number of a layer.
+        # Of each kind of attention, the number of a store.
         self._attentions: dict[tuple[AttentionShape, int | None], int] = {}
         self._latents: dict[LatentShape, LatentKernels] = {}
         self._planners: dict[int | None, PagedKernels] = {}
         for number, part in enumerate(parts):
             match part:
                 case AttentionPart():
-                    self._attentions[part.kernels.shape, part.window] = number
+                    self._attentions[part.kernels.shape, part.window] = layers[number].source
                     self._planners[part.window] = part.kernels
                 case LatentPart():
                     self._latents[part.kernels.shape] = part.kernels
@@ -238,7 +238,11 @@ class FusedDecoder:
 
     def stores(self, page_size: int, kernels: KernelSet) -> list[Store]:
         """Pages, or states, for its layers, none as yet, that `kernels` read."""
-        return [layer.part.store(page_size, kernels) for layer in self._layers]
+        return [
+            layer.part.store(page_size, kernels)
+            for number, layer in enumerate(self._layers)
+            if layer.source == number
+        ]
 
     def prepare(self, plan: StepPlan, stores: Sequence[Store]) -> None:
         """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
@@ -268,17 +272,20 @@ class FusedDecoder:
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
+        inlets = self._open.of_layers(step.tokens, hidden)
         at_a_time, pieces_ahead = self._ahead(step.tokens.size)
         pieces = Pieces(pieces_ahead)
         unpack = self._unpacks(step.tokens.size)
         compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
-        for number, (layer, store) in enumerate(zip(self._repeated, stores, strict=True), 1):
+        for number, layer in enumerate(self._repeated):
+            store = stores[layer.source]
             if layer.kind not in compiled:
                 once = partial(layer.run, store, step.plan, texts, unpack)
                 compiled[layer.kind] = self._compile(once)
             run, rotation = compiled[layer.kind], rotations[layer.rotation]
-            hidden, store.written = run(hidden, rotation, layer.arrays, store.arrays)
-            if number % at_a_time == 0:
+            own = _own(inlets, number)
+            hidden, store.written = run(hidden, rotation, own, layer.arrays, store.arrays)
+            if (number + 1) % at_a_time == 0:
                 pieces.add(hidden)
         last = hidden if step.wanted is None else hidden[step.wanted]
         return last if step.silent else self._ending(last), pieces
@@ -328,9 +335,10 @@ class FusedDecoder:
         step = _step(cuts, tokens, before, table, pools, items, slots)
         hidden, shared = self._opened(step)
         heads: mx.array | None = None
-        for layer, pool in zip(self._layers, pools, strict=True):
-            own = layer.part.block.heads(hidden) if heads is None else heads
-            joined = layer.joint(hidden, layer.attend(own, shared, pool, step))
+        for number, layer in enumerate(self._layers):
+            fresh = layer.part.block.heads(hidden) if heads is None else heads
+            attended = layer.attend(fresh, shared, pools[layer.source], step)
+            joined = layer.joint(hidden, attended, _own(shared.inlets, number))
             hidden, heads = joined.result, joined.heads
         return self._ending(hidden), shared.following
 
@@ -344,16 +352,22 @@ class FusedDecoder:
         step = _step(cuts, *arrays)
         hidden, shared = self._opened(step)
         found = [shared.following, *shared.rotations, hidden]
+        found += [] if shared.inlets is None else [shared.inlets]
         kinds = set()
-        for layer, pool in zip(self._layers, step.pools, strict=True):
+        for number, layer in enumerate(self._layers):
             if layer.kind not in kinds:
                 kinds.add(layer.kind)
                 heads = layer.part.block.heads(hidden)
-                attended = layer.attend(heads, shared, pool, step)
-                joined = layer.joint(hidden, attended)
+                attended = layer.attend(heads, shared, step.pools[layer.source], step)
+                joined = layer.joint(hidden, attended, _own(shared.inlets, number))
                 found += [heads, attended, *joined.launches]
                 hidden = joined.result
         return [*found, self._ending(hidden)]
+
+
+def _own(inlets: mx.array | None, layer: int) -> list[mx.array]:
+    """What the layer of that number takes of its own, (tokens, width), if it does; see `Intake`."""
+    return [] if inlets is None else [inlets[:, layer]]
 
 
 def _cuts(step: Step) -> Cuts:
@@ -456,8 +470,10 @@ def _building(
         yield from blocks[-1].mlp.comparing()
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
-        Layer(parts.of(anatomy, joint.block, few), joint, kind)
-        for anatomy, kind, joint in zip(common.layers, common.kinds, joints, strict=True)
+        Layer(parts.of(anatomy, joint.block, few), joint, kind, source)
+        for anatomy, kind, joint, source in zip(
+            common.layers, common.kinds, joints, common.sources, strict=True
+        )
     ]
     return FusedDecoder(
         layers,

@@ -16,10 +16,13 @@ from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, add
 from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
     Common,
+    Inlets,
+    NotFusable,
     Rotation,
     Surroundings,
     Temper,
 )
+from mlx_manager.mlx_server.engine.fused.inlets import Intake
 from mlx_manager.mlx_server.engine.fused.mlps import Mlp, mlp_of
 from mlx_manager.mlx_server.engine.fused.projections import (
     Ahead,
@@ -77,6 +80,7 @@ class Block:
     qkv: Projection
     output: Addition
     mlp: Mlp
+    intake: Intake | None = None
 
     @staticmethod
     def of(
@@ -88,24 +92,33 @@ class Block:
 
         few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
         """
-        around = anatomy.attention_norms
+        around, inlet, scale = anatomy.attention_norms, anatomy.inlet, anatomy.scale_of_sum
+        behind = anatomy.mlp_norms.behind if inlet is None else inlet.norm
+        if scale is not None and behind is None:
+            raise NotFusable("a sum that is scaled, without a norm before it")
         return Block(
             norm=norm(around.before),
             qkv=join(anatomy.qkv, few, 1 if isinstance(anatomy, Anatomy) else WHOLE),
             output=addition_of(anatomy.output, around.behind, few, norm),
-            mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm),
+            mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm, None if inlet else scale),
+            intake=None if inlet is None else Intake.of(inlet, few, norm, scale),
         )
 
     @property
     def unpacked(self) -> Block:
         """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
         return replace(
-            self, qkv=self.qkv.unpacked, output=self.output.unpacked, mlp=self.mlp.unpacked
+            self,
+            qkv=self.qkv.unpacked,
+            output=self.output.unpacked,
+            mlp=self.mlp.unpacked,
+            intake=self.intake and self.intake.unpacked,
         )
 
     @property
     def unpacked_bytes(self) -> int:
-        return sum(part.unpacked_bytes for part in (self.qkv, self.output, self.mlp))
+        parts = (self.qkv, self.output, self.mlp, self.intake)
+        return sum(part.unpacked_bytes for part in parts if part is not None)
 
     def heads(self, hidden: Ahead) -> mx.array:
         """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
@@ -117,18 +130,27 @@ class Block:
             return None, None
         return self.qkv.expected(self.norm), self.mlp.expected()
 
-    def after(self, hidden: mx.array, attended: mx.array) -> mx.array:
-        """The layer's result. attended: (tokens, heads * dim)."""
-        return self.launches_after(hidden, attended, None)[1].rows
+    def after(self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()) -> mx.array:
+        """The layer's result. attended: (tokens, heads * dim). own: see `Intake`."""
+        return self.launches_after(hidden, attended, None, own)[1].rows
 
     def launches_after(
-        self, hidden: mx.array, attended: mx.array, following: Norm | None
+        self,
+        hidden: mx.array,
+        attended: mx.array,
+        following: Norm | None,
+        own: Sequence[mx.array] = (),
     ) -> tuple[list[mx.array], Sum]:
         """What the layer's result is made from, and that. following: what the next one expects."""
         _, expected = self.expects(hidden.shape[0])
         before, added = self.output.launches(hidden, attended, expected)
-        made, result = self.mlp.launches(added, following)
-        return [*before, added.rows, *made], result
+        last = self.intake
+        made, result = self.mlp.launches(added, following if last is None else None)
+        launches = [*before, added.rows, *made]
+        if last is None:
+            return launches, result
+        more, sum_of_all = last.launches(result.rows, own, following)
+        return [*launches, result.rows, *more], sum_of_all
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -161,6 +183,8 @@ class Joint:
     def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
         """few: what multiplies few rows, if anything does."""
         links = [block.output.link(), *block.mlp.links()]
+        if block.intake is not None:
+            links.append(None)
         if following is not None:
             links.append(following.qkv.link(following.norm))
         found = [link for link in links if link is not None]
@@ -168,14 +192,16 @@ class Joint:
             return Joint(block, following, None)
         return Joint(block, following, few.chain(found))
 
-    def __call__(self, hidden: mx.array, attended: mx.array) -> Joined:
-        """attended: (rows, heads * dim)."""
+    def __call__(
+        self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()
+    ) -> Joined:
+        """attended: (rows, heads * dim). own: see `Intake`."""
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
             return Joined(chained, chained[2], None if self.following is None else chained[3])
         following = self.following
         expected = None if following is None else following.expects(hidden.shape[0])[0]
-        made, result = self.block.launches_after(hidden, attended, expected)
+        made, result = self.block.launches_after(hidden, attended, expected, own)
         made.append(result.rows)
         if following is None:
             return Joined(made, result.rows, None)
@@ -198,14 +224,15 @@ class Shared:
     """What the layers of a step share, and what is `before` the next, (rows,) int32.
 
     lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
-    rotations: of the newest, by kind. slots: (rows,) int32, theirs on pages, -1 for padding; for
-    layers that do not find them by themselves.
+    rotations: of the newest, by kind. inlets: (rows, layers, width), if there are any. slots:
+    (rows,) int32, theirs on pages, -1 for padding; for layers that do not find them by themselves.
     """
 
     following: mx.array
     lengths: mx.array
     rotations: Sequence[mx.array]
     slots: mx.array | None = None
+    inlets: mx.array | None = None
 
     def with_slots(self, table: mx.array, page_size: int) -> Shared:
         """table: the pages of each row."""
@@ -221,31 +248,39 @@ class Opening:
 
     embed: Callable[[mx.array], mx.array]
     rotations: Sequence[Rotation]
+    inlets: Inlets | None
     kernel: OpeningKernel | None
 
     @staticmethod
     def of(common: Common, build: BuildOpening) -> Opening:
-        embed, rotations = common.embedded, common.rotations
+        embed, rotations, inlets = common.embedded, common.rotations, common.inlets
         dtype, table = common.layers[0].shape.dtype, table_of(common.embed)
         if table is None or table.dtype != dtype:
-            return Opening(embed, rotations, None)
+            return Opening(embed, rotations, inlets, None)
         kinds = [
             Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
             for turn in rotations
         ]
         kernel = build(table, kinds, common.scale)
-        return Opening(embed, rotations, None if isinstance(kernel, Unsupported) else kernel)
+        built = None if isinstance(kernel, Unsupported) else kernel
+        return Opening(embed, rotations, inlets, built)
 
     def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
         """Embeddings, (rows, width), and what layers share."""
         if self.kernel is not None:
             frequencies = [turn.frequencies for turn in self.rotations]
             hidden, following = self.kernel.open(tokens, before, frequencies)
-            return hidden, Shared(following, self.kernel.lengths, self.kernel.rotations)
-        # Padding stays at 0: it must not write anywhere.
-        lengths = mx.where(before > 0, before + 1, 0)
-        turns = [turn(before) for turn in self.rotations]
-        return self.embed(tokens), Shared(lengths, lengths, turns)
+            shared = Shared(following, self.kernel.lengths, self.kernel.rotations)
+        else:
+            # Padding stays at 0: it must not write anywhere.
+            lengths = mx.where(before > 0, before + 1, 0)
+            turns = [turn(before) for turn in self.rotations]
+            hidden, shared = self.embed(tokens), Shared(lengths, lengths, turns)
+        return hidden, replace(shared, inlets=self.of_layers(tokens, hidden))
+
+    def of_layers(self, tokens: mx.array, hidden: mx.array) -> mx.array | None:
+        """What layers take of their own of `tokens`, if they do; see `Inlets`."""
+        return None if self.inlets is None else self.inlets(tokens, hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +332,8 @@ class Part(ABC):
         hidden = 4 * block.output.width + block.output.token_numbers
         heads = block.qkv.weight.shape[-2] + self._own_numbers
         size: int = block.norm.weight.dtype.size
-        return size * (hidden + heads + block.mlp.token_numbers)
+        of_intake = 0 if block.intake is None else block.intake.token_numbers
+        return size * (hidden + heads + block.mlp.token_numbers + of_intake)
 
     @property
     @abstractmethod
@@ -333,13 +369,15 @@ class Part(ABC):
         texts: Texts | None,
         *,
         unpack: bool,
+        own: Sequence[mx.array] = (),
     ) -> mx.array:
         """The layer's result in a step with prompts in it. hidden: (tokens, width). texts: what
-        recurrent layers take of the plan. unpack: whether weights that are packed are made dense
-        for it."""
+        recurrent layers take of the plan. own: see `Intake`. unpack: whether weights that are
+        packed are made dense for it."""
         part = self.unpacked if unpack else self
         heads = part.block.heads(hidden)
-        return part.block.after(hidden, part._attend_ragged(heads, rotation, store, plan, texts))
+        attended = part._attend_ragged(heads, rotation, store, plan, texts)
+        return part.block.after(hidden, attended, own)
 
     @abstractmethod
     def _attend_ragged(
@@ -407,21 +445,22 @@ class AttentionPart(Part):
         keys, values = pool
         if step.far:
             heads = self._tempered(heads, shared.following - 1)
-        attended = self.kernels.attend_fused(
-            heads,
-            shared.rotations[rotation],
-            self.head_norms,
-            keys,
-            values,
-            step.table,
-            shared.lengths,
-            rotary=self.rotary,
-            scale=self.scale,
-            splits=step.splits[self.window],
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-        )
+        fresh = (heads, shared.rotations[rotation], self.head_norms)
+        how: dict[str, Any] = {
+            "scale": self.scale,
+            "splits": step.splits[self.window],
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
+        lengths, rotary = shared.lengths, self.rotary
+        pages = (keys, values, step.table, lengths)
+        if rotary.alone:
+            queries = self.kernels.rotate_and_write(*fresh, keys, values, lengths, rotary=rotary)
+            # What is written has been, by the layer that these keys and values are of.
+            dep = shared.following[:1]
+            return self.kernels.attend(queries, *pages, dep, **how).reshape(heads.shape)
+        attended = self.kernels.attend_fused(*fresh, *pages, rotary=rotary, **how)
         return self._gated(attended, heads)
 
     def _attend_ragged(
@@ -518,11 +557,13 @@ class StatePart(Part):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. `rotation` is the number of its rotation among the decoder's kinds."""
+    """One layer. `rotation` is the number of its rotation among the decoder's kinds, and `source`
+    that of the store that it works on."""
 
     part: Part
     joint: Joint
     rotation: int
+    source: int
 
     def attend(
         self, heads: mx.array, shared: Shared, pool: Sequence[mx.array], step: Step
@@ -539,12 +580,13 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """A layer, with all that tells it from others of its `kind`, a number: `arrays` and the number
-    of its `rotation`."""
+    of its `rotation`, and that of its store, `source`."""
 
     part: Part
     kind: int
     arrays: Sequence[mx.array]
     rotation: int
+    source: int
 
     @staticmethod
     def all_of(layers: Sequence[Layer]) -> list[Repeated]:
@@ -552,7 +594,7 @@ class Repeated:
         numbers: dict[tuple[Any, ...], int] = {}
         kinds = [numbers.setdefault(kind_of(part), len(numbers)) for part in parts]
         return [
-            Repeated(part, kind, arrays_of(part), layer.rotation)
+            Repeated(part, kind, arrays_of(part), layer.rotation, layer.source)
             for part, kind, layer in zip(parts, kinds, layers, strict=True)
         ]
 
@@ -564,14 +606,16 @@ class Repeated:
         unpack: bool,
         hidden: mx.array,
         rotation: mx.array,
+        own_inputs: Sequence[mx.array],
         arrays: Sequence[mx.array],
         pages: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
         """The result of any layer of this kind, and what is `written` then.
 
-        arrays, pages: that layer's, and its store's. texts, unpack: see `Part.ragged`.
+        own_inputs: see `Intake`. arrays, pages: that layer's, and its store's. texts, unpack: see
+        `Part.ragged`.
         """
         own = store.alike(pages)
         part = made_of(self.part, arrays)
-        result = part.ragged(hidden, rotation, own, plan, texts, unpack=unpack)
+        result = part.ragged(hidden, rotation, own, plan, texts, unpack=unpack, own=own_inputs)
         return result, own.written

@@ -135,11 +135,15 @@ class RoutedMlp(Mlp):
 
 
 def mlp_of(
-    anatomy: Gates | Routes, norms: Norms, few: ProductKernels | None, norm_for: NormFor
+    anatomy: Gates | Routes,
+    norms: Norms,
+    few: ProductKernels | None,
+    norm_for: NormFor,
+    scale: mx.array | None = None,
 ) -> Mlp:
     """Weights are joined, and those of the module become views of them: see `join`.
 
-    norms: around it. few: what multiplies few rows, if anything does.
+    norms: around it. few: what multiplies few rows, if anything does. scale: (1,), of the result.
 
     Raises:
         NotFusable: there are experts, and nothing multiplies them, or a norm is behind them.
@@ -150,7 +154,7 @@ def mlp_of(
             norm_for(norm),
             join(anatomy.gate_up, few),
             anatomy.activation,
-            addition_of(anatomy.down, norms.behind, few, norm_for),
+            addition_of(anatomy.down, norms.behind, few, norm_for, scale),
         )
     if norms.behind is not None:
         raise NotFusable("a norm behind experts")

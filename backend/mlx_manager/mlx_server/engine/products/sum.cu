@@ -1,7 +1,7 @@
 // What stands between two products of a layer that has norms behind them, too: bound by reading the
 // rows once.
 //
-//   sum = residual + norm(x)
+//   sum = residual + norm(x), times a number where there is one
 //   ahead = following(sum), where a norm follows
 //
 // A block has a row, and a thread the same pieces of it from beginning to end, in registers: all that
@@ -29,10 +29,10 @@ __device__ __forceinline__ T normed(T x, float scale, T by) {
 }
 
 // `PIECES` of 8 elements that a thread has at most.
-template <typename T, int WARPS, int PIECES, bool FOLLOWED>
+template <typename T, int WARPS, int PIECES, bool FOLLOWED, bool SCALED>
 __device__ __forceinline__ void add_normed(const T* residual, const T* x, const T* norm,
-                                           const T* following, T* out, T* ahead, int width,
-                                           float epsilon, float following_epsilon) {
+                                           const T* following, const T* times, T* out, T* ahead,
+                                           int width, float epsilon, float following_epsilon) {
   extern __shared__ __align__(16) unsigned char shared[];
   float* shares = reinterpret_cast<float*>(shared);
   using Values = Neighbours<T, 8>;
@@ -62,7 +62,9 @@ __device__ __forceinline__ void add_normed(const T* residual, const T* x, const 
 #pragma unroll
     for (int e = 0; e < 8; e++) {
       const T added = normed(of[piece].of[e], scale, by[piece].of[e]);
-      sums[piece].of[e] = T(float(sums[piece].of[e]) + float(added));
+      T sum = T(float(sums[piece].of[e]) + float(added));
+      if constexpr (SCALED) sum = T(float(sum) * float(*times));
+      sums[piece].of[e] = sum;
       squares = fmaf(float(sums[piece].of[e]), float(sums[piece].of[e]), squares);
     }
     sums[piece].put(out + place);

@@ -28,20 +28,21 @@ _SOURCE = Path(__file__).with_name("sum.cu")
 @dataclass(frozen=True, slots=True)
 class SumForm:
     """Constants of one kernel: a block's warps and the pieces that each thread has at most; the
-    norm's epsilon, and that of the norm that follows, None for none."""
+    norm's epsilon, and that of the norm that follows, None for none; whether the sum is scaled."""
 
     warps: int
     pieces: int
     epsilon: float
     following: float | None
+    scaled: bool = False
 
     @staticmethod
-    def of(width: int, epsilon: float, following: float | None) -> SumForm:
+    def of(width: int, epsilon: float, following: float | None, *, scaled: bool = False) -> SumForm:
         """As few pieces a thread as there may be, since a row is there the sooner the more threads
         ask for it; and the warps that it takes then."""
         pieces = -(-width // (_PIECE * 32 * _MOST_WARPS))
         warps = -(-width // (_PIECE * 32 * pieces))
-        return SumForm(warps, pieces, epsilon, following)
+        return SumForm(warps, pieces, epsilon, following, scaled)
 
     @property
     def threads(self) -> int:
@@ -64,16 +65,22 @@ class SumKernels:
         return width % _PIECE == 0 and width <= _PIECE * 32 * _MOST_WARPS * _MOST_PIECES
 
     def __call__(
-        self, residual: mx.array, x: mx.array, norm: Norm, following: Norm | None
+        self,
+        residual: mx.array,
+        x: mx.array,
+        norm: Norm,
+        following: Norm | None,
+        scale: mx.array | None = None,
     ) -> list[mx.array]:
-        """`residual + norm(x)`, and `following` of that, if there is one."""
+        """`residual + norm(x)`, times `scale`, (1,), if there is one, and `following` of that."""
         rows, width = x.shape
         epsilon = None if following is None else following.epsilon
-        form = SumForm.of(width, norm.epsilon, epsilon)
+        form = SumForm.of(width, norm.epsilon, epsilon, scaled=scale is not None)
         weights = [norm.weight] if following is None else [norm.weight, following.weight]
         count = len(weights)
+        factors = [] if scale is None else [scale]
         return self._kernel(sum_source, form)(
-            inputs=[residual, x, *weights],
+            inputs=[residual, x, *weights, *factors],
             grid=(rows * form.threads, 1, 1),
             threadgroup=(form.threads, 1, 1),
             output_shapes=[(rows, width)] * count,
@@ -83,17 +90,21 @@ class SumKernels:
 
 def sum_source(dtype: mx.Dtype, form: SumForm) -> KernelSource:
     followed = form.following is not None
-    constants = f"{TYPES[dtype]}, {form.warps}, {form.pieces}, {flag(followed)}"
+    constants = (
+        f"{TYPES[dtype]}, {form.warps}, {form.pieces}, {flag(followed)}, {flag(form.scaled)}"
+    )
     following, ahead = ("following", "ahead") if followed else ("nullptr", "nullptr")
+    times = "times" if form.scaled else "nullptr"
+    optional = {"following": followed, "times": form.scaled}
     epsilons = f"{real(form.epsilon)}, {real(form.following or 0.0)}"
     return KernelSource(
         name="sum",
         header=source(DEVICE_SOURCE, _SOURCE) + bounded(form.threads),
         body=(
-            f"kernels::add_normed<{constants}>(residual, x, norm, {following}, out, {ahead}, "
-            f"x_shape[1], {epsilons});"
+            f"kernels::add_normed<{constants}>(residual, x, norm, {following}, {times}, out, "
+            f"{ahead}, x_shape[1], {epsilons});"
         ),
-        inputs=("residual", "x", "norm", "following")[: 4 if followed else 3],
+        inputs=("residual", "x", "norm", *(name for name, there in optional.items() if there)),
         outputs=("out", "ahead")[: 2 if followed else 1],
         shared_memory=form.shared_memory,
     )

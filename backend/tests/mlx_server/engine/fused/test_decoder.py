@@ -7,7 +7,16 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import EXPERTS, HYBRIDS, LATENTS, MODELS, PACKABLE, SHORTS, make
+from engine.common_decoders import (
+    EXPERTS,
+    GEMMA4S,
+    HYBRIDS,
+    LATENTS,
+    MODELS,
+    PACKABLE,
+    SHORTS,
+    make,
+)
 from engine.portable import Portable, PortableLatents, plainly
 from engine.recurrent.portable import PortableDelta, PortableShort
 from mlx import nn
@@ -139,9 +148,10 @@ class PortableSums:
     def serves(self, width) -> bool:
         return True
 
-    def __call__(self, residual, x, norm, following):
+    def __call__(self, residual, x, norm, following, scale=None):
         self.rows.add((x.shape[0], following is not None))
         out = residual + mx.fast.rms_norm(x, norm.weight, norm.epsilon)
+        out = out if scale is None else out * scale
         if following is None:
             return [out]
         return [out, mx.fast.rms_norm(out, following.weight, following.epsilon)]
@@ -220,9 +230,12 @@ class PortableChain:
         return [hidden, gated, result, *heads]
 
 
-@pytest.fixture(params=MODELS, ids=list(MODELS))
+ATTENDING = MODELS | GEMMA4S
+
+
+@pytest.fixture(params=ATTENDING, ids=list(ATTENDING))
 def model(request) -> nn.Module:
-    return make(*MODELS[request.param])
+    return make(*ATTENDING[request.param])
 
 
 def built(model: nn.Module) -> FusedDecoder:
@@ -304,6 +317,35 @@ def test_norms_before_gates_by_groups_are_begun_by_who_makes_the_rows():
     assert of.ahead == {rows for rows in CHECKED_ROWS if 17 <= rows <= 32} != set()
 
 
+@pytest.mark.parametrize("name", GEMMA4S)
+def test_results_are_scaled_where_norms_are_added(name):
+    model, of = make(*GEMMA4S[name]), PortableProducts(chained=8)
+    decoder = FusedDecoder.build(model, PAGE, Portable, lambda _: of, plainly)
+    assert check(decoder, model, PAGE) is None
+    assert of.sums.rows == {(rows, followed) for rows in CHECKED_ROWS for followed in (True, False)}
+
+
+def test_layers_that_share_keys_and_values_have_no_pages():
+    decoder = built(make(*GEMMA4S["gemma4-shared"]))
+    assert [layer.source for layer in decoder._layers] == [0, 1, 0, 1, 0]
+    shapes = [store.shape for store in decoder.stores(PAGE, None)]
+    assert [(shape.key_dim, shape.window) for shape in shapes] == [(16, 24), (32, None)]
+
+
+@pytest.mark.parametrize("name", GEMMA4S)
+def test_a_prompt_of_a_gemma4_gives_the_modules_logits(name):
+    model = make(*GEMMA4S[name])
+    decoder = built(model)
+    stores = decoder.stores(PAGE, None)
+    for store in stores:
+        store.resize(8)
+    tokens = [5 + i % 40 for i in range(40)]
+    chunk = Chunk(0, Span(PageTable([3, 1, 2]), 40, 40), tokens, final=True, every=True)
+    logits, _ = decoder.run_ragged(RaggedStep.of(None, [chunk], PAGE), stores)
+    wanted = model(mx.array([tokens]))[0]
+    np.testing.assert_allclose(np.array(logits), np.array(wanted), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("grouped", [17, 33])
 def test_norms_behind_products_are_one_launch_with_the_norms_that_follow(grouped):
     model, of = make(*MODELS["gemma3"]), PortableProducts(chained=8, grouped=grouped)
@@ -377,12 +419,7 @@ def test_a_step_in_pieces_is_as_one_that_is_queued_whole(ahead, at_a_time, monke
 
 def ragged_logits(decoder: FusedDecoder, pages: float) -> np.ndarray:
     """Of a running row and a chunk, over pages of other numbers in each layer."""
-    cuts = [layer.part.window for layer in decoder._layers]
-    shape = decoder._layers[0].part.kernels.shape
-    stores = [
-        LayerStore(LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, shape.dtype, cut), 16)
-        for cut in cuts
-    ]
+    stores = decoder.stores(PAGE, None)
     for number, store in enumerate(stores):
         store.resize(8)
         store.keys = mx.full(store.keys.shape, pages * number)
@@ -393,7 +430,10 @@ def ragged_logits(decoder: FusedDecoder, pages: float) -> np.ndarray:
     return np.array(logits)
 
 
-def test_layers_that_repeat_what_was_put_together_once_give_what_each_by_itself_does(model):
+# What is put together once writes in place by kernels alone, and else for its own layer alone.
+@pytest.mark.parametrize("name", [name for name in ATTENDING if name != "gemma4-shared"])
+def test_layers_that_repeat_what_was_put_together_once_give_what_each_by_itself_does(name):
+    model = make(*ATTENDING[name])
     repeating = FusedDecoder.build(model, PAGE, Portable)
     plain = built(model)
     for pages in (0.3, -0.2):

@@ -49,12 +49,14 @@ on_kernels = partial(
         ("lfm2", "fused"),
         # Queries are multiplied far into a text.
         ("ministral3", "fused"),
+        # Layers take inputs of their own, or attend to the keys and values of earlier ones.
+        ("gemma4_text", "fused"),
+        ("gemma4_text, keys shared", "fused"),
         # What it attends to are latents.
         ("glm4_moe_lite", "fused"),
         # Other modules run over the kernels: windows and sinks among them.
         ("gpt_oss", "ragged"),
         ("gemma3n", "ragged"),
-        ("gemma4_text", "ragged"),
         ("qwen3_moe", "ragged"),
         # States beside pages that kernels read, and pages that the module reads by itself.
         ("falcon_h1", "separate"),

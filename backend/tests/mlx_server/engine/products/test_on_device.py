@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import DIMENSIONS, GEMMA3, make
+from engine.common_decoders import DIMENSIONS, GEMMA3, GEMMA4S, make
 from engine.products.halves import gated
 from mlx_lm.models import gemma2, gemma3_text
 
@@ -144,6 +144,22 @@ def test_a_gemma_is_fused(width, family):
     model = make(family, of | {"tie_word_embeddings": family == "gemma3_text"})
     # As trained ones are, whose norms multiply by 1 or so.
     model.apply_to_modules(lambda _, part: part.update(_by_one(part)))
+    model.set_dtype(BF16)
+    assert choose(model, 16).kind == "fused"
+
+
+@pytest.mark.parametrize("name", GEMMA4S)
+def test_a_gemma4_is_fused(name):
+    family, of = GEMMA4S[name]
+    of |= {"hidden_size": 640, "head_dim": 256, "global_head_dim": 512, "vocab_size": 512}
+    of |= {"vocab_size_per_layer_input": 512}
+    if of["hidden_size_per_layer_input"]:
+        of |= {"hidden_size_per_layer_input": 128}
+    model = make(family, DIMENSIONS | of | {"intermediate_size": 1280})
+    for layer in model.layers:
+        # As trained ones are, whose scores are small.
+        attention = layer.self_attn
+        attention.q_norm.weight = attention.q_norm.weight * attention.head_dim**-0.5
     model.set_dtype(BF16)
     assert choose(model, 16).kind == "fused"
 

@@ -23,10 +23,12 @@ class Case:
     rows: int = 3
     followed: bool = True
     dtype: mx.Dtype = BF16
+    scaled: bool = False
 
     @property
     def form(self) -> SumForm:
-        return SumForm.of(self.width, EPSILON, FOLLOWING if self.followed else None)
+        following = FOLLOWING if self.followed else None
+        return SumForm.of(self.width, EPSILON, following, scaled=self.scaled)
 
 
 # The widths of Gemma 3, one that leaves most of a warp without work, and a wide one.
@@ -35,7 +37,8 @@ CASES = [
     Case(8, rows=1),
     Case(16384, rows=2, dtype=F16),
     Case(1152, rows=1, followed=False, dtype=F16),
-    Case(5376, followed=False),
+    Case(5376, followed=False, scaled=True),
+    Case(1536, scaled=True),
 ]
 
 
@@ -62,19 +65,23 @@ def test_sums_of_normed_rows_are_the_reference(library, index):
     scales = 10.0 ** np.arange(-3, case.rows - 3)[:, None]
     residual, x = (rounded(rng.normal(size=size) * scales, case.dtype) for _ in range(2))
     norm, following = (rounded(rng.normal(size=case.width), case.dtype) for _ in range(2))
-    given = [bits(each, case.dtype) for each in (residual, x, norm, following)]
+    times = np.array([0.37 if case.scaled else 1.0], np.float32)
+    given = [bits(each, case.dtype) for each in (residual, x, norm)]
+    given += [bits(following, case.dtype)] if case.followed else []
+    given += [bits(times, case.dtype)] if case.scaled else []
     outs = [bits(np.full(size, np.nan, np.float32), case.dtype) for _ in range(2)]
     count, threads = 2 if case.followed else 1, case.form.threads
     grid = (case.rows * threads, 1, 1)
-    library.call(index, given[: 2 + count], outs[:count], grid, (threads, 1, 1))
+    library.call(index, given, outs[:count], grid, (threads, 1, 1))
     out, ahead = (np.array(mx.array(each).view(case.dtype).astype(mx.float32)) for each in outs)
-    np.testing.assert_allclose(out, residual + normed(x, norm, EPSILON), rtol=1e-2, atol=1e-2)
+    wanted = (residual + normed(x, norm, EPSILON)) * times
+    np.testing.assert_allclose(out, wanted, rtol=1e-2, atol=1e-2)
     if case.followed:
         wanted = normed(out, following, FOLLOWING)
         np.testing.assert_allclose(ahead, wanted, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("index", [0, 4, 7])
+@pytest.mark.parametrize("index", [0, 4, 7, 9])
 def test_nvidia_s_compiler_takes_sums(nvidia_accepts, index):
     nvidia_accepts([entry(CASES[index])])
 
@@ -104,9 +111,11 @@ def test_a_kernel_is_compiled_once_and_given_what_its_source_names(monkeypatch):
     rows, norm, following = mx.zeros((5, 640)), Norm(mx.ones(640), 1e-6), Norm(mx.zeros(640), 1e-5)
     assert kernels(rows, rows, norm, following) == kernels(rows, rows, norm, following)
     assert kernels(rows, rows, norm, None) == [(5, 640)]
+    assert kernels(rows, rows, norm, None, mx.zeros(1)) == [(5, 640)]
     assert [source.inputs for source in made] == [
         ("residual", "x", "norm", "following"),
         ("residual", "x", "norm"),
+        ("residual", "x", "norm", "times"),
     ]
     assert given[0]["inputs"][2] is norm.weight
     assert given[0]["inputs"][3] is following.weight

@@ -257,7 +257,7 @@ struct Attend {
   static constexpr int FRESH = HEADS * QUERY_STRIDE + 2 * D;
 
   // Finishes the queries and, in a last split, the new key, by all threads of the block.
-  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED>
+  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED, bool VALUES>
   __device__ __forceinline__ void finish_heads(const Fresh<T>& fresh, const Place& place,
                                                bool newest, T* queries, float* factors) const {
     const int q_heads = place.kv_heads * GROUP;
@@ -268,9 +268,12 @@ struct Attend {
     const T* v = k + place.kv_heads * D;
     const float* rotation = fresh.rotation + (long)place.q_row * ROTARY;
     const int heads = place.heads + (newest ? 1 : 0);
+    static_assert(NORM || !VALUES, "values are normed where keys are");
     if constexpr (NORM) {
-      for (int head = warp; head < heads; head += WARPS) {
-        const T* from = head < place.heads ? q + head * PLACES * D : k;
+      // That of the new value comes last.
+      const int measured = heads + (VALUES && newest ? 1 : 0);
+      for (int head = warp; head < measured; head += WARPS) {
+        const T* from = head < place.heads ? q + head * PLACES * D : head == place.heads ? k : v;
         float sum = 0.f;
         for (int d = lane * 2; d < D; d += 64)
           sum += squares(*reinterpret_cast<const unsigned*>(from + d), from);
@@ -297,6 +300,11 @@ struct Attend {
       const unsigned x = first + threadIdx.x;
       if (!newest || x >= D / 8) break;
       uint4 piece = reinterpret_cast<const uint4*>(v)[x];
+      if constexpr (VALUES) {
+        const float factor = factors[heads];
+        piece = make_uint4(multiplied<T>(piece.x, factor), multiplied<T>(piece.y, factor),
+                           multiplied<T>(piece.z, factor), multiplied<T>(piece.w, factor));
+      }
       reinterpret_cast<uint4*>(newest_key + D)[x] = piece;
       reinterpret_cast<uint4*>(const_cast<T*>(v_head) + slot * D)[x] = piece;
     }
@@ -381,7 +389,7 @@ struct Attend {
     merge(place, results, sinks);
   }
 
-  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED, int OFFSET>
+  template <int ROTARY, bool TRADITIONAL, bool NORM, bool GATED, bool VALUES, int OFFSET>
   __device__ void run_fused(const Fresh<T>& fresh, const Pages<T>& pages,
                             const Results<T>& results, const float* sinks, float scale,
                             float cap) {
@@ -393,8 +401,8 @@ struct Attend {
     T* queries = reinterpret_cast<T*>(shared + OFFSET);
     T* newest_key = queries + HEADS * QUERY_STRIDE;
     const bool newest = end > 0 && place.split == place.splits - 1;
-    finish_heads<ROTARY, TRADITIONAL, NORM, GATED>(fresh, place, newest, queries,
-                                                   reinterpret_cast<float*>(queries + FRESH));
+    finish_heads<ROTARY, TRADITIONAL, NORM, GATED, VALUES>(
+        fresh, place, newest, queries, reinterpret_cast<float*>(queries + FRESH));
     unsigned query[STEPS][COLUMNS][2];
     load_queries(queries, QUERY_STRIDE, place.heads, query);
     const int newest_tile = (end - 1) / kTile;

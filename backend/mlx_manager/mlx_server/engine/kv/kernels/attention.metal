@@ -73,15 +73,16 @@ struct Ready {
 };
 
 // The product of the q/k/v projections, (rows, q_heads + 2 kv_heads, D), or, GATED, with a gate
-// behind each head of q, which is skipped here: normalised and rotated on its way into registers. `rotation` is (rows, ROTARY): what the model's rotation makes of ones in
-// the first half (or, TRADITIONAL, even places) and zeros in the second, so cosines there and sines
-// here. `newest` is the new token's key and value, for the threadgroup that meets its tile and
+// behind each head of q, which is skipped here: normalised and rotated on its way into registers;
+// VALUES: those of v normalised without weights. ALONE: there are heads of q alone. `rotation` is
+// (rows, ROTARY): what the model's rotation makes of ones in the first half (or, TRADITIONAL, even
+// places) and zeros in the second, so cosines there and sines here. `newest` is the new token's key and value, for the threadgroup that meets its tile and
 // writes it into its page.
 template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM, bool GATED,
-          typename Norm, typename Rotation>
+          bool VALUES, bool ALONE, typename Norm, typename Rotation>
 struct Fresh {
   typedef Head<T, D, NORM, Norm> Query;
-  enum { NORMED = NORM };
+  enum { NORMED = NORM, QUERIES_ALONE = ALONE };
   const device T* qkv;
   Rotation rotation;
   Norm q_norm;
@@ -92,7 +93,7 @@ struct Fresh {
   // A head of q, then k, then v.
   const device T* head(int q_row, int kv_heads, int number) const {
     const int gates = GATED ? GROUP * kv_heads : 0;
-    const long row = long(q_row) * ((GROUP + 2) * kv_heads + gates);
+    const long row = long(q_row) * ((GROUP + (ALONE ? 0 : 2)) * kv_heads + gates);
     return qkv + (row + number + metal::min(number, gates)) * D;
   }
 
@@ -106,6 +107,11 @@ struct Fresh {
     const float sine = rotation[long(q_row) * ROTARY + low + apart];
     const float other = head.at(first ? d + apart : low);
     return T(first ? x * cosine - other * sine : x * cosine + other * sine);
+  }
+
+  // Of v: as it is, or normalised without weights.
+  T finished_value(Query head, int d) const {
+    return VALUES ? T(float(head.values[d]) * head.factor) : head.values[d];
   }
 
   template <int DIMS, int LANES>
@@ -122,9 +128,11 @@ struct Fresh {
     const device T* v = k + kv_heads * D;
     Query newest_head = {k, k_norm, 1.0f};
     if (NORM) newest_head.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
+    Query value = {v, k_norm, 1.0f};
+    if (VALUES) value.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
     for (int d = thread_index; d < D; d += threads) {
       newest[d] = finished(newest_head, q_row, d);
-      newest[D + d] = v[d];
+      newest[D + d] = finished_value(value, d);
       k_to[d] = newest[d];
       v_to[d] = newest[D + d];
     }
@@ -318,7 +326,8 @@ inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T
                              device T* out, int position) {
   constexpr int LANES = 16;
   constexpr int DIMS = D / LANES;
-  const int q_heads = GROUP * kv_heads, heads = (GROUP + 2) * kv_heads;
+  const int q_heads = GROUP * kv_heads;
+  const int heads = q_heads + (Heads::QUERIES_ALONE ? 0 : 2 * kv_heads);
   const int lane = position % LANES, number = position / LANES;
   // Threads without work go along as far as lanes meet.
   const bool works = number < tokens * heads;
@@ -334,7 +343,7 @@ inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T
   device T* to = is_query ? out + (long(token) * q_heads + head) * D
                           : pool + (kv_head * pool_slots + slot) * D;
   for (int d = lane; d < D; d += LANES)
-    to[d] = is_value ? mine.values[d] : fresh.finished(mine, token, d);
+    to[d] = is_value ? fresh.finished_value(mine, d) : fresh.finished(mine, token, d);
 }
 
 // Writes one token of one head, keys of K elements and values of V, one of each a thread. A slot

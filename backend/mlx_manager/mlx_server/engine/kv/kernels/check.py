@@ -158,8 +158,9 @@ def chunk_problem(
 class FreshProblem:
     """A problem whose newest tokens are not in their pages yet.
 
-    qkv: (rows, q_heads + 2 * kv_heads, head_dim), with gates if there are any. rotation: (rows,
-    dims). norms: (2, head_dim). `ready` is the plain problem that it comes down to.
+    qkv: (rows, q_heads + 2 * kv_heads, head_dim), with gates if there are any, or q alone.
+    rotation: (rows, dims). norms: (2, head_dim). `ready` is the plain problem that it comes down
+    to.
     """
 
     ready: Problem
@@ -172,17 +173,22 @@ class FreshProblem:
     def of(problem: Problem, rotary: Rotary) -> FreshProblem:
         rng = np.random.default_rng(1)
         shape, rows, dims = problem.shape, len(problem.lengths), rotary.dims
-        heads = shape.q_heads + 2 * shape.kv_heads
+        heads = shape.q_heads + (0 if rotary.alone else 2 * shape.kv_heads)
         gates = shape.q_heads if rotary.gated else 0
         qkv = exact(rng.normal(size=(rows, heads + gates, shape.head_dim)), shape.dtype)
         norms = exact(rng.uniform(0.5, 2, size=(2, shape.head_dim)), shape.dtype)
         angles = rng.uniform(0, 6, size=(rows, dims // 2))
         parts = np.stack([np.cos(angles), np.sin(angles)], 2 if rotary.traditional else 1)
         rotation = parts.reshape(rows, dims).astype(np.float32)
-        q, k, v = np.split(qkv, [shape.q_heads + gates, heads + gates - shape.kv_heads], axis=1)
+        q, kv = np.split(qkv, [shape.q_heads + gates], axis=1)
         q = q[:, :: 2 if rotary.gated else 1]
         q = finished(q, norms[0], rotation, rotary, shape.dtype)
+        if rotary.alone:
+            return FreshProblem(replace(problem, q=q), rotary, qkv, rotation, norms)
+        k, v = np.split(kv, 2, axis=1)
         k = finished(k, norms[1], rotation, rotary, shape.dtype)
+        if rotary.values:
+            v = normed(v, rotary.epsilon or 0.0, shape.dtype)
         pools = problem.k_pool.copy(), problem.v_pool.copy()
         for row in np.flatnonzero(problem.lengths).tolist():
             slot = _newest_slot(problem, row)
@@ -192,6 +198,8 @@ class FreshProblem:
 
     def unwritten(self) -> Problem:
         """`ready` with NaN where the newest tokens belong."""
+        if self.rotary.alone:
+            return self.ready
         pools = self.ready.k_pool.copy(), self.ready.v_pool.copy()
         for row in np.flatnonzero(self.ready.lengths).tolist():
             for pool in pools:
@@ -213,8 +221,7 @@ def _newest_slot(problem: Problem, row: int) -> int:
 def finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: mx.Dtype) -> Floats:
     """Heads (rows, heads, head_dim), normalised and rotated as MLX's own functions do it."""
     if rotary.epsilon is not None:
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotary.epsilon)
-        x = exact(exact(x, dtype) * norm, dtype)
+        x = exact(normed(x, rotary.epsilon, dtype) * norm, dtype)
     turn, dims = rotation[:, None], rotary.dims
     if rotary.traditional:
         first, second = x[..., :dims:2], x[..., 1:dims:2]
@@ -229,6 +236,11 @@ def finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: m
     return exact(out, dtype)
 
 
+def normed(x: Floats, epsilon: float, dtype: mx.Dtype) -> Floats:
+    """Heads normalised without weights."""
+    return exact(x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon), dtype)
+
+
 def self_check(
     kernels: PagedKernels, features: Features = Features(), rotary: Rotary | None = None
 ) -> str | None:
@@ -239,7 +251,9 @@ def self_check(
     try:
         wrong = _check_attention(kernels, features) or _check_write(kernels)
         if wrong is None and rotary is not None:
-            wrong = _check_rotated(kernels, rotary) or _check_fused(kernels, features, rotary)
+            wrong = _check_rotated(kernels, rotary)
+            if wrong is None and not rotary.alone:
+                wrong = _check_fused(kernels, features, rotary)
     except (RuntimeError, ValueError) as error:
         # What MLX raises when a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"

@@ -107,7 +107,7 @@ class CudaLaunch:
         merge = warps * heads * (dim + 6) * 4
         weights = (heads * MAX_SPLITS + 1) * 4
         fresh = -(-max(warps * stages * stage, merge, weights) // 16) * 16
-        memory = fresh + (heads * (dim + 8) + 2 * dim) * shape.dtype.size + (heads + 1) * 4
+        memory = fresh + (heads * (dim + 8) + 2 * dim) * shape.dtype.size + (heads + 2) * 4
         resident = device.multiprocessor_memory // (memory + RESERVED_PER_BLOCK)
         return CudaLaunch(warps, stages, memory, fresh, max(resident, 1), waves)
 
@@ -262,11 +262,11 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
             call = f"work.run(q, pages, results, sinks, {numbers});"
-        case Rotary(dims, traditional, epsilon, gated):
+        case Rotary(dims, traditional, epsilon, gated, values):
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
             options = (
                 f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {flag(gated)}, "
-                f"{launch.fresh}"
+                f"{flag(values)}, {launch.fresh}"
             )
             call = (
                 f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
@@ -315,11 +315,11 @@ def write_source(of: Pools) -> KernelSource:
 
 def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
     element = TYPES[shape.dtype]
-    normed = rotary.epsilon is not None
+    normed, kv_heads = rotary.epsilon is not None, 0 if rotary.alone else shape.kv_heads
     constants = (
-        f"{element}, {shape.head_dim}, {shape.q_heads}, {shape.kv_heads}, {_lanes(shape)}, "
+        f"{element}, {shape.head_dim}, {shape.q_heads}, {kv_heads}, {_lanes(shape)}, "
         f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}, "
-        f"{flag(rotary.gated)}"
+        f"{flag(rotary.gated)}, {flag(rotary.values)}"
     )
     body = (
         f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "

@@ -1,5 +1,5 @@
 // How heads of q and k are finished between the q/k/v projections and attention: normalised, then
-// rotated. A decode step does it on its way into attention (attention.cu); RotateAndWrite does it
+// rotated; and VALUES: those of v normalised, without weights. A decode step does it on its way into attention (attention.cu); RotateAndWrite does it
 // for steps whose queries are attended by another launch.
 
 namespace kernels {
@@ -30,6 +30,13 @@ __device__ __forceinline__ float inverse_rms(float squares, float epsilon) {
 #pragma unroll
   for (int o = LANES / 2; o; o /= 2) squares += shuffle_xor(squares, o);
   return rsqrtf(squares / D + epsilon);
+}
+
+template <typename T>
+__device__ __forceinline__ unsigned multiplied(unsigned word, float factor) {
+  const T* type = nullptr;
+  const float2 x = unpack(word, type);
+  return pack(x.x * factor, x.y * factor, type);
 }
 
 // Words that lie side by side, in one access.
@@ -128,6 +135,15 @@ struct Portion {
     }
   }
 
+  // Normalised without weights: 1 / rms is `factor`.
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      low[i] = multiplied<T>(low[i], factor);
+      high[i] = multiplied<T>(high[i], factor);
+    }
+  }
+
   __device__ __forceinline__ void put(T* head) const {
     write(head + d, low);
     write(head + e, high);
@@ -148,12 +164,12 @@ struct Portion {
 };
 
 // Finishes the heads of a step: queries go to `out`, (tokens, Q_HEADS, D), keys and values to their
-// slots; a slot below 0 is skipped.
+// slots; a slot below 0 is skipped. Without KV_HEADS there are queries alone.
 //
 // A head is taken by LANES threads, 16 elements each, in pieces of 16 bytes. They take EACH heads
 // of a token, so that as many reads are under way and the token's rotation is read once for them.
 template <typename T, int D, int Q_HEADS, int KV_HEADS, int LANES, int EACH, int ROTARY,
-          bool TRADITIONAL, bool NORM, bool GATED>
+          bool TRADITIONAL, bool NORM, bool GATED, bool VALUES>
 struct RotateAndWrite {
   typedef Portion<T, D, ROTARY, TRADITIONAL, NORM, 4> Mine;
   static constexpr int HEADS = Q_HEADS + 2 * KV_HEADS, GATES = GATED ? Q_HEADS : 0;
@@ -177,7 +193,7 @@ struct RotateAndWrite {
       if (works && head < HEADS) mine[i].take(row + (head + gates) * D);
     }
     float factors[EACH];
-    if constexpr (NORM) {
+    if constexpr (NORM || VALUES) {
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
         const bool has = works && first + i * SETS < HEADS;
@@ -194,7 +210,9 @@ struct RotateAndWrite {
       const bool is_query = head < Q_HEADS, is_value = head >= Q_HEADS + KV_HEADS;
       if (!is_value)
         mine[i].finish(is_query ? fresh.q_norm : fresh.k_norm, NORM ? factors[i] : 1.f, turn);
-      const long kv_head = (head - Q_HEADS) % KV_HEADS;
+      else if constexpr (VALUES)
+        mine[i].scale(factors[i]);
+      const long kv_head = (head - Q_HEADS) % (KV_HEADS > 0 ? KV_HEADS : 1);
       T* pool = const_cast<T*>(is_value ? v_pool : k_pool);
       T* to = is_query ? out + ((long)token * Q_HEADS + head) * D
                        : pool + (kv_head * pool_slots + slot) * D;

@@ -48,12 +48,16 @@ class Rotary:
     The first `dims` elements are rotated: pairs are neighbours when `traditional`, else half of
     `dims` apart. `epsilon` is that of an RMS norm over the head before the rotation, None for no
     norm. `gated`: a gate lies behind each head of q, which is none of attention's business.
+    `values`: heads of v are normed, too, without weights. `alone`: there are heads of q alone,
+    whose keys and values are another layer's; `attend_fused` has no such steps.
     """
 
     dims: int
     traditional: bool
     epsilon: float | None
     gated: bool = False
+    values: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

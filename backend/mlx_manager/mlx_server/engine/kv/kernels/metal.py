@@ -155,7 +155,8 @@ def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
     """Declares `queries`: what the q/k/v projections made of a step."""
     constants = (
         f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
-        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}"
+        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}, "
+        f"{flag(rotary.values)}, {flag(rotary.alone)}"
     )
     return (
         f"kernels::Fresh<{constants}, decltype(q_norm), decltype(rotation)> queries = "

@@ -115,7 +115,10 @@ FUSED_CASES = [
     Case("partial", shape(8, 1, 64, F16), rotary=Rotary(32, False, None), divided=False),
     Case("glm", shape(8, 1, 128, BF16), rotary=Rotary(64, True, None)),
     Case(
-        "window-256", shape(4, 2, 256, BF16), Features(window=64), rotary=Rotary(256, False, 1e-6)
+        "window-256",
+        shape(4, 2, 256, BF16),
+        Features(window=64),
+        rotary=Rotary(256, False, 1e-6, values=True),
     ),
     Case("gated", shape(8, 2, 256, BF16), rotary=Rotary(64, False, 1e-6, gated=True)),
     Case("group-of-20", shape(20, 1, 64, BF16), lengths=(40, 100), rotary=Rotary(64, True, 1e-6)),
@@ -125,7 +128,7 @@ FUSED_CASES = [
         "wide-16-partial",
         shape(16, 1, 512, F16),
         Features(window=64),
-        rotary=Rotary(128, False, 1e-6),
+        rotary=Rotary(128, False, 1e-6, values=True),
     ),
     Case(
         "wide-gated-one-warp",

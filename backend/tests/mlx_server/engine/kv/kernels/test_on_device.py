@@ -68,6 +68,15 @@ def test_kernels_for_wide_heads_in_groups_of_any_size_pass_their_self_check(
     assert self_check(kernels, rotary=Rotary(128, False, 1e-6)) is None
 
 
+@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.parametrize("how", [{"values": True}, {"alone": True}])
+def test_values_that_are_normed_and_queries_alone_pass_the_self_check(head_dim, how):
+    kernels = build(shape(head_dim))
+    assert not isinstance(kernels, Unsupported)
+    assert self_check(kernels, rotary=Rotary(head_dim, False, 1e-6, **how)) is None
+
+
 @pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(
