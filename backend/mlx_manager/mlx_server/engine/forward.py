@@ -229,11 +229,12 @@ class Forward(Protocol):
 
     @property
     def unpacked_bytes(self) -> int:
-        """What weights take that steps of many tokens make dense for themselves."""
+        """What it takes that steps of many tokens unpack for themselves: weights, which they make
+        dense, and latents, which they make keys and values of heads."""
         ...
 
     def keep_packed(self) -> None:
-        """Make none dense from now on: there is no memory for that."""
+        """Unpack nothing from now on: there is no memory for that."""
         ...
 
     def snapshot(self, key: int) -> Snapshot | None:

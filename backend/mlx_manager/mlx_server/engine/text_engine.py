@@ -885,7 +885,7 @@ def with_chunk(
         tokens //= 2
         working = _working_on(limits, model, forward, tokens)
     if working > most and forward.unpacked_bytes:
-        # Weights made dense for prompts would take what pages need.
+        # What is unpacked for prompts would take what pages need.
         forward.keep_packed()
         return with_chunk(limits, model, forward, ledger)
     return replace(limits, prefill_chunk=tokens), _most_scored(limits, model), working

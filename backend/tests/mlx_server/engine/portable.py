@@ -8,6 +8,7 @@ import numpy as np
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
     ChunkPlan,
+    Expansion,
     LatentShape,
     Pools,
     Rotary,
@@ -117,6 +118,7 @@ class PortableLatents:
 
     def __init__(self, shape: LatentShape) -> None:
         self.shape = shape
+        self.expansion = Expansion(shape, PortableChunks(shape.expanded))
 
     @staticmethod
     def building(shape: LatentShape, *, traditional: bool):
@@ -179,6 +181,28 @@ class PortableLatents:
             weights = mx.softmax(scale * scores.astype(mx.float32), axis=-1).astype(of.dtype)
             rows.append(weights @ latent)
         return mx.stack(rows, axis=1)
+
+
+class PortableChunks:
+    """`ChunkKernels` for as many key/value heads as there are of queries."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def plan(self, runs, window=None) -> ChunkPlan:
+        return PortableLatents.chunk_plan(self, runs)
+
+    def attend(self, q, k_pool, v_pool, table, plan, dep, *, scale):
+        size, out = self.shape.page_size, mx.full(q.shape, mx.nan, q.dtype)
+        for first, count, row, length in np.array(plan.items).tolist():
+            places = np.arange(length + count - 1)
+            slots = mx.array(np.array(table)[row][places // size] * size + places % size)
+            own = q[first : first + count, :, 0].swapaxes(0, 1)[None].astype(mx.float32)
+            keys, values = (pool[None, :, slots].astype(mx.float32) for pool in (k_pool, v_pool))
+            mask = mx.array(np.tri(count, len(places), length - 1, dtype=bool))
+            found = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask)
+            out[first : first + count, :, 0] = found[0].swapaxes(0, 1)
+        return out
 
 
 def put(pool, tokens, slots):

@@ -40,7 +40,7 @@ from mlx_lm.models.smollm3 import NoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.engine.products.factors import LEAST, Activation, Scoring
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, DeltaWeights, ShortShape
 
@@ -484,6 +484,7 @@ class Latents(Surroundings):
             queried=qkv[0].weight.shape[0],
             page_size=page_size,
             dtype=attention_norms.before.weight.dtype,
+            values=expand.weight.shape[1],
         )
         _, traditional = _turned(own.rope)
         return Latents(

@@ -56,6 +56,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
 from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening
+from mlx_manager.mlx_server.engine.kv.latents import meeting_of
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.products import ProductKernels
@@ -101,7 +102,7 @@ class FusedDecoder:
     """Steps of one model; made by `build`.
 
     Attributes:
-        unpacks: whether weights may be made dense for steps with many tokens.
+        unpacks: whether weights may be made dense for steps with many tokens; see `keep_packed`.
         far_from: tokens of a row beyond which its queries are multiplied, if ever; see `Temper`.
     """
 
@@ -251,8 +252,8 @@ class FusedDecoder:
             store = stores[number]
             assert isinstance(store, LayerStore)
             prepare(shape.q_heads, store, plan, window)
-        for kind, kernels in self._latents.items():
-            plan.in_tiles.cut(kind, kernels.chunk_plan)
+        for kernels in self._latents.values():
+            meeting_of(plan, kernels)
 
     def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
         """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
@@ -273,7 +274,7 @@ class FusedDecoder:
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
         inlets = self._open.of_layers(step.tokens, hidden)
-        at_a_time, pieces_ahead = self._ahead(step.tokens.size)
+        at_a_time, pieces_ahead = self._ahead(step.tokens.size, self._expanded_bytes(step.plan))
         pieces = Pieces(pieces_ahead)
         unpack = self._unpacks(step.tokens.size)
         compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
@@ -299,22 +300,37 @@ class FusedDecoder:
 
     @property
     def unpacked_at_once(self) -> int:
-        """Bytes of the weights that are made dense for steps with many tokens, at once: most for
-        the fewest tokens, as most layers are queued then."""
-        if not self.unpacks:
+        """Bytes of what is unpacked for steps with many tokens, at once: of weights that are made
+        dense, most for the fewest tokens, as most layers are queued then; and of latents that are
+        expanded, most for the longest contexts."""
+        expansions = [of.expansion for of in self._latents.values() if of.expansion is not None]
+        expanded = max((of.most_bytes for of in expansions), default=0)
+        layer = expanded + (self._unpacked_bytes if self.unpacks else 0)
+        if not layer:
             return 0
-        at_a_time, pieces = self._ahead(FEWEST_UNPACKED)
+        at_a_time, pieces = self._ahead(FEWEST_UNPACKED, expanded)
         layers = len(self._layers)
         queued = layers if pieces is None else min(layers, at_a_time * pieces)
-        return queued * self._unpacked_bytes
+        return queued * layer
+
+    def keep_packed(self) -> None:
+        """Unpack nothing from now on."""
+        self.unpacks = False
+        for kernels in self._latents.values():
+            kernels.expansion = None
 
     def _unpacks(self, tokens: int) -> bool:
         return self.unpacks and tokens >= FEWEST_UNPACKED
 
-    def _ahead(self, tokens: int) -> tuple[int, int | None]:
+    def _expanded_bytes(self, plan: StepPlan) -> int:
+        """What is expanded in a layer of the step takes."""
+        found = [meeting_of(plan, kernels).expanded for kernels in self._latents.values()]
+        return max((each.bytes for each in found if each is not None), default=0)
+
+    def _ahead(self, tokens: int, expanded: int = 0) -> tuple[int, int | None]:
         """How many layers of a step of so many tokens are queued at a time, and how many such
-        pieces at most; None: all."""
-        layer = tokens * self._layer_bytes
+        pieces at most; None: all. expanded: bytes of the latents that are, in a layer."""
+        layer = tokens * self._layer_bytes + expanded
         if self._unpacks(tokens):
             layer += self._unpacked_bytes
         if layer * len(self._layers) <= BYTES_AHEAD:

@@ -170,7 +170,7 @@ class FusedForward(OnPages):
         return self._decoder.unpacked_at_once
 
     def keep_packed(self) -> None:
-        self._decoder.unpacks = False
+        self._decoder.keep_packed()
 
     def warming(self) -> Steps[None]:
         """Compile what is compiled for steps and prompts, which would hold up whoever comes first:

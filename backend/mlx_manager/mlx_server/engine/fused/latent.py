@@ -2,7 +2,8 @@
 
 DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model"
 (2024), section 2.1, in the form that takes each head's matrices of keys and values to its queries
-and results, so that heads meet latents as they are.
+and results, so that heads meet latents as they are. Where a step has many queries for what they
+see, its latents are expanded to keys and values instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mlx_manager.mlx_server.engine.fused.layers import Block, Part, Shared, Step
 from mlx_manager.mlx_server.engine.fused.mlps import flat
 from mlx_manager.mlx_server.engine.fused.projections import Projection, join, packing_of
 from mlx_manager.mlx_server.engine.kv.attention import StepPlan
-from mlx_manager.mlx_server.engine.kv.kernels import KernelSet, LatentKernels
+from mlx_manager.mlx_server.engine.kv.kernels import Expanded, KernelSet, LatentKernels
+from mlx_manager.mlx_server.engine.kv.latents import Absorbed, meeting_of
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.factors import Packed, Weight, arrays_of
@@ -75,6 +77,12 @@ class ByHead:
             return 0
         lines, inputs = self.weight.shape
         return lines * inputs * self.weight.dtype.size
+
+    @property
+    def matrices(self) -> mx.array:
+        """(heads, outputs, inputs), dense."""
+        weight = self.weight.dense if isinstance(self.weight, Packed) else self.weight
+        return weight.reshape(self.heads, -1, weight.shape[1])
 
     @property
     def outputs(self) -> int:
@@ -167,10 +175,10 @@ class LatentPart(Part):
         slots = shared.slots
         assert slots is not None
         latents, rotated = pool
-        queries, absorbed = self._queries(heads, turns, (latents, rotated), slots)
+        queries = self._written(heads, turns, (latents, rotated), slots)
         return self.expand.to_rows(
             self.kernels.attend(
-                absorbed,
+                self.absorb.of_rows(queries),
                 queries,
                 turns,
                 latents,
@@ -192,26 +200,56 @@ class LatentPart(Part):
         texts: Texts | None,
     ) -> mx.array:
         pool = (store.keys, store.values)
-        queries, absorbed = self._queries(heads, rotation, pool, plan.numbers.array)
-        tiles = plan.in_tiles
+        queries = self._written(heads, rotation, pool, plan.numbers.array)
+        meeting = meeting_of(plan, self.kernels)
+        parts, tokens = [], meeting.tokens
+        if meeting.absorbed is not None:
+            # With the padding, where nothing comes behind.
+            own = slice(0, None if meeting.expanded is None else tokens)
+            parts.append(self._absorbed(queries[own], rotation[own], pool, meeting.absorbed))
+        if meeting.expanded is not None:
+            store.read_after(queries)
+            own = slice(tokens, None)
+            parts.append(self._expanded(queries[own], rotation[own], store, meeting.expanded))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def _absorbed(
+        self, queries: mx.array, rotation: mx.array, pool: tuple[mx.array, mx.array], of: Absorbed
+    ) -> mx.array:
         return self.expand.to_rows(
             self.kernels.attend_chunks(
-                absorbed,
+                self.absorb.of_rows(queries),
                 queries,
                 rotation,
                 *pool,
-                tiles.table,
-                tiles.cut(self.kernels.shape, self.kernels.chunk_plan),
+                of.table,
+                of.plan,
                 scale=self.scale,
                 traditional=self.traditional,
             )
         )
 
-    def _queries(
+    def _expanded(
+        self, queries: mx.array, rotation: mx.array, store: LayerStore, of: Expanded
+    ) -> mx.array:
+        expansion = self.kernels.expansion
+        assert expansion is not None
+        return expansion.attend(
+            queries,
+            rotation,
+            (store.keys, store.values),
+            store.after_write(of.pages),
+            (self.absorb.matrices, self.expand.matrices),
+            of,
+            scale=self.scale,
+            traditional=self.traditional,
+        )
+
+    def _written(
         self, heads: mx.array, turns: mx.array, pool: tuple[mx.array, mx.array], slots: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Queries, (tokens, heads * (plain + dims)), and what of them meets latents, (heads,
-        tokens, rank), when the tokens' own latents have been written."""
+    ) -> mx.array:
+        """Queries, (tokens, heads * (plain + dims)), when the tokens' own latents have been
+        written."""
         own, latent = self.norms
         queries = self.kernels.write(
             heads,
@@ -222,6 +260,4 @@ class LatentPart(Part):
             traditional=self.traditional,
             epsilon=latent.eps,
         )
-        if self.queries is not None:
-            queries = self.queries.alone(queries)
-        return queries, self.absorb.of_rows(queries)
+        return queries if self.queries is None else self.queries.alone(queries)

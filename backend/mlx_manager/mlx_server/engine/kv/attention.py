@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import takewhile
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +49,8 @@ from mlx_manager.mlx_server.engine.kv.powers import (
     pays,
 )
 from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
+
+F = TypeVar("F")
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
 # gathered together, since one larger product beats many small ones.
@@ -151,27 +153,25 @@ class Chunked:
     padding: queries behind them that see nothing.
 
     Attributes:
-        table: (spans, pages) int32, padded to the longest.
+        table: (spans, pages) int32, padded to the longest. runs: of the spans' queries.
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
         self.table = send(padded_table(spans, page_size))
-        self._runs = []
+        self.runs: list[QueryRun] = []
         first = 0
         for row, span in enumerate(spans):
             sees = span.length - span.queries + 1
-            self._runs.append(QueryRun(first, span.queries, row, sees))
+            self.runs.append(QueryRun(first, span.queries, row, sees))
             first += span.queries
-        self._runs += [QueryRun(first + number, 1, 0, 0) for number in range(padding)]
-        self._plans: dict[Hashable, ChunkPlan] = {}
+        self.runs += [QueryRun(first + number, 1, 0, 0) for number in range(padding)]
+        self._plans: dict[tuple[AttentionShape, int | None], ChunkPlan] = {}
 
     def plan(self, kernels: ChunkKernels, window: int | None) -> ChunkPlan:
-        return self.cut((kernels.shape, window), lambda runs: kernels.plan(runs, window))
-
-    def cut(self, kind: Hashable, by: Callable[[Sequence[QueryRun]], ChunkPlan]) -> ChunkPlan:
-        """The plan of that kind, once a step for all layers."""
+        """Once a step for all layers."""
+        kind = (kernels.shape, window)
         if kind not in self._plans:
-            self._plans[kind] = by(self._runs)
+            self._plans[kind] = kernels.plan(self.runs, window)
         return self._plans[kind]
 
 
@@ -209,7 +209,7 @@ class StepPlan:
     def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
         self.spans = spans
         self.page_size = page_size
-        self._padding = padding
+        self.padding = padding
         places = _places(spans)
         slots = _slots(spans, places, page_size)
         self.positions = send(np.pad(places, (0, padding)))
@@ -222,6 +222,7 @@ class StepPlan:
             slice(first, first + len(slots)) if neighbours else self.numbers
         )
         self._groups: dict[tuple[int | None, bool], list[Group]] = {}
+        self._found: dict[Hashable, Any] = {}
 
     @property
     def first_position(self) -> int:
@@ -244,10 +245,12 @@ class StepPlan:
         rest = self.spans[self.decoding.spans :]
         return Chunked(rest, self.page_size) if rest else None
 
-    @cached_property
-    def in_tiles(self) -> Chunked:
-        """All spans, and the padding, for kernels that take whatever there is in tiles."""
-        return Chunked(self.spans, self.page_size, self._padding)
+    def once(self, kind: Hashable, by: Callable[[], F]) -> F:
+        """What `by` finds of that kind, once a step for all layers."""
+        if kind not in self._found:
+            self._found[kind] = by()
+        found: F = self._found[kind]
+        return found
 
     def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
         """How to read the pages, for layers that see `window` tokens back (None: all).

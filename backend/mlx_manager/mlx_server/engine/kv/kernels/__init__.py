@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -13,9 +14,14 @@ from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
+from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expanded, Expansion, Text
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels, LatentShape
-from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_latent
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
+    checking_expansion,
+    checking_latent,
+)
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 from mlx_manager.mlx_server.utils.steps import Steps, finish
@@ -25,6 +31,8 @@ __all__ = [
     "BlockKind",
     "ChunkKernels",
     "ChunkPlan",
+    "Expanded",
+    "Expansion",
     "Features",
     "KernelSet",
     "LatentKernels",
@@ -34,10 +42,12 @@ __all__ = [
     "QueryRun",
     "Rotary",
     "Splits",
+    "Text",
     "Writer",
     "build",
     "build_writer",
     "building_chunks",
+    "building_expansion",
     "building_latents",
     "checking_chunks",
     "first_right",
@@ -113,7 +123,25 @@ def building_latents(
     if isinstance(kernels, Unsupported):
         return kernels
     wrong = yield from checking_latent(kernels, traditional=traditional)
-    return kernels if wrong is None else Unsupported(f"latent attention: {wrong}")
+    if wrong is not None:
+        return Unsupported(f"latent attention: {wrong}")
+    match (yield from building_expansion(shape, traditional=traditional)):
+        case Unsupported(reason):
+            log.warning("prompts' latents are not expanded: %s", reason)
+        case expansion:
+            kernels.expansion = expansion
+    return kernels
+
+
+def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expansion | Unsupported]:
+    """What expands latent vectors for prompts, built and checked; see `building_latents`."""
+    kernels = yield from building_chunks(shape.expanded)
+    if isinstance(kernels, Unsupported):
+        return kernels
+    # As of all heads, and the reference takes a while.
+    few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2))
+    wrong = yield from checking_expansion(few, traditional=traditional)
+    return Expansion(shape, kernels) if wrong is None else Unsupported(wrong)
 
 
 class KernelSet:

@@ -36,13 +36,13 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import (
     cut,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.cuda import HEADS_SOURCE, waves_for
+from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expansion
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Lengths
-from mlx_manager.mlx_server.engine.kv.kernels.splits import FIELDS, TILE, Splits, plan
-from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.splits import FIELDS, Splits, plan
 
 THREADS = 256
 MERGE_THREADS = 128
-MOST_RANK = 512
 
 _WARPS = 8
 _SOURCES = (
@@ -66,40 +66,6 @@ MOST_SPLITS = 128
 START = 64
 MERGE = 192
 LEAST = 256
-
-
-@dataclass(frozen=True, slots=True)
-class LatentShape:
-    """What the kernels are compiled for.
-
-    rank: of the latent vectors. dims: of the vectors that are rotated. plain: numbers of a query's
-    head before those that are rotated. queried: numbers that the first product gives for queries: a
-    rank of their own, or q_heads * (plain + dims). `page_size` is a multiple of 16 tokens.
-    """
-
-    q_heads: int
-    rank: int
-    dims: int
-    plain: int
-    queried: int
-    page_size: int
-    dtype: mx.Dtype
-
-    @property
-    def pools(self) -> Pools:
-        """Latent vectors stand where others have keys, the rotated ones where they have values."""
-        return Pools(1, self.rank, self.dims, self.dtype)
-
-    @property
-    def unsupported(self) -> str | None:
-        """Why the kernels do not serve it, whatever the device."""
-        if self.rank % 64 or self.rank > MOST_RANK:
-            return f"latent vectors of {self.rank} elements"
-        if self.dims % 16 or self.plain % 8 or self.queried % 16:
-            return f"queries of {self.queried} elements, heads of {self.plain} and {self.dims}"
-        if self.page_size % TILE:
-            return f"page size {self.page_size} is no multiple of {TILE}"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +165,16 @@ class LatentKernels:
 
     Pools are (1, pages * page_size, rank) of latent vectors and (1, pages * page_size, dims) of
     rotated ones, slot = page * page_size + offset. They must be evaluated.
+
+    Attributes:
+        expansion: what latent vectors are expanded by for prompts, where that pays; None for never.
     """
 
     def __init__(
         self, shape: LatentShape, device: CudaDevice, step: LatentForm, chunk: LatentForm
     ) -> None:
         self.shape = shape
+        self.expansion: Expansion | None = None
         self._device = device
         self._step, self._chunk = step, chunk
         self._no_norm = mx.zeros((1,), shape.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -22,12 +22,17 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import (
     numbers,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import QueryRun
+from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expansion, Text
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels, LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 # Queries of a chunk, and what the last of them sees; (1, 0) is padding.
 CHUNKS = ((37, 37), (1, 0), (20, 300), (1, 600), (5, 1500))
+# The same for texts that are expanded, and the tokens of padding behind them.
+EXPANDED = ((37, 37), (20, 300), (1, 130), (70, 200))
+PADDING = 21
 # Large enough to be seen.
 EPSILON = 0.1
 
@@ -136,6 +141,55 @@ class LatentProblem:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ExpansionProblem:
+    """A problem whose queries are absorbed by random matrices of heads, and whose results are made
+    by others: absorb, (q_heads, rank, plain), and expand, (q_heads, values, rank)."""
+
+    latent: LatentProblem
+    absorb: Floats
+    expand: Floats
+
+    @staticmethod
+    def of(
+        shape: LatentShape, runs: Sequence[tuple[int, int]], *, traditional: bool
+    ) -> ExpansionProblem:
+        rng = np.random.default_rng(3)
+        heads, rank = shape.q_heads, shape.rank
+        absorb = rng.normal(size=(heads, rank, shape.plain)) * rank**-0.5
+        expand = rng.normal(size=(heads, shape.values, rank)) * rank**-0.5
+        own = LatentProblem.of(shape, runs, traditional=traditional)
+        matrices = exact(absorb, shape.dtype), exact(expand, shape.dtype)
+        absorbed = own.ends[..., : shape.plain].swapaxes(0, 1) @ matrices[0].swapaxes(1, 2)
+        return ExpansionProblem(replace(own, absorbed=absorbed.swapaxes(0, 1)), *matrices)
+
+    def expected(self) -> Floats:
+        """(queries, q_heads, values)."""
+        found = self.latent.expected() @ self.expand.swapaxes(1, 2)
+        return np.ascontiguousarray(found.swapaxes(0, 1))
+
+    def found(self, expansion: Expansion) -> mx.array:
+        """The same as `expansion` has it, with what it gives for padding."""
+        own, of = self.latent, self.latent.shape
+        _, queries, rotation, latents, turned, _ = own.arrays()
+        texts = [
+            Text(run.count, run.length + run.count - 1, own.table[run.row]) for run in own.runs
+        ]
+        expanded = expansion.plan(texts, PADDING)
+        matrices = (mx.array(each).astype(of.dtype) for each in (self.absorb, self.expand))
+        out = expansion.attend(
+            mx.pad(queries, [(0, PADDING), (0, 0)]),
+            mx.pad(rotation, [(0, PADDING), (0, 0)]),
+            (latents, turned),
+            expanded.pages,
+            (next(matrices), next(matrices)),
+            expanded,
+            scale=own.scale,
+            traditional=own.traditional,
+        )
+        return out.reshape(-1, of.q_heads, of.values)
+
+
 def slots_of(shape: LatentShape, pages: npt.NDArray[np.int32], seen: int) -> npt.NDArray[np.int64]:
     """Where the first `seen` tokens of a text are whose pages these are."""
     places, size = np.arange(seen), shape.page_size
@@ -230,6 +284,22 @@ def checking_latent(kernels: LatentKernels, *, traditional: bool) -> Steps[str |
     return None
 
 
+def checking_expansion(expansion: Expansion, *, traditional: bool) -> Steps[str | None]:
+    """None when expanded latents give what absorbed queries and results do; else what is wrong."""
+    shape = expansion.shape
+    problem, expected = yield from beside(partial(_expanded, shape, traditional))
+    try:
+        out = problem.found(expansion)
+        yield from computed([out])
+        found = numbers(out)
+    except (RuntimeError, ValueError) as error:
+        return f"the kernel can't be run: {error}"
+    off = difference(found[: len(expected)], expected)
+    if off > TOLERANCE:
+        return f"expanded latents differ from the reference by {off:.3g}"
+    return None if np.isfinite(found).all() else "queries of padding become no numbers"
+
+
 def _check_writes(kernels: LatentKernels, traditional: bool) -> str | None:
     slots = [2 * kernels.shape.page_size - 1, -1, 0]
     for normed in (False, True):
@@ -275,6 +345,11 @@ def _solved(
     shape: LatentShape, runs: Sequence[tuple[int, int]], traditional: bool
 ) -> tuple[LatentProblem, Floats]:
     problem = LatentProblem.of(shape, runs, traditional=traditional)
+    return problem, problem.expected()
+
+
+def _expanded(shape: LatentShape, traditional: bool) -> tuple[ExpansionProblem, Floats]:
+    problem = ExpansionProblem.of(shape, EXPANDED, traditional=traditional)
     return problem, problem.expected()
 
 

@@ -15,12 +15,13 @@ from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource, Unsupport
 from mlx_manager.mlx_server.engine.kv.kernels import latent
 from mlx_manager.mlx_server.engine.kv.kernels.check import TOLERANCE, difference, numbers
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import Blocks, QueryRun, cut
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentForm, LatentKernels, LatentShape
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentForm, LatentKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
     LatentProblem,
     WriteProblem,
     checking_latent,
 )
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.utils.steps import finish
 
 # With the shared memory of an H100, and with what most others have.
@@ -50,7 +51,7 @@ class Case:
 def shape(
     q_heads: int, rank: int, dims: int, plain: int, dtype: mx.Dtype, page: int = 16
 ) -> LatentShape:
-    return LatentShape(q_heads, rank, dims, plain, q_heads * (plain + dims), page, dtype)
+    return LatentShape(q_heads, rank, dims, plain, q_heads * (plain + dims), page, dtype, plain)
 
 
 CASES = [
