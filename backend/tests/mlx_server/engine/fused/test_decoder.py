@@ -17,7 +17,7 @@ from engine.common_decoders import (
     SHORTS,
     make,
 )
-from engine.portable import Portable, PortableLatents, plainly
+from engine.portable import Portable, PortableLatents, PortableWriter, plainly
 from engine.recurrent.portable import PortableDelta, PortableShort
 from mlx import nn
 from mlx_lm.models.activations import swiglu_oai
@@ -31,7 +31,7 @@ from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.fused.projections import MOST_PACKED
 from mlx_manager.mlx_server.engine.kv.attention import Span
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet, Splits, expansion
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.products.factors import (
@@ -440,6 +440,89 @@ def test_layers_that_repeat_what_was_put_together_once_give_what_each_by_itself_
         mine, theirs = (ragged_logits(decoder, pages) for decoder in (repeating, plain))
         assert mine.shape == (2, 97)
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def expanding_short_prompts(monkeypatch) -> None:
+    monkeypatch.setattr(expansion, "START", 0)
+    monkeypatch.setattr(expansion, "MULTIPLYING", 0.1)
+
+
+def latent_logits(decoder: FusedDecoder, rows: int) -> np.ndarray:
+    """Of rows, and prompts of which two share a page and one is another's rest; then padding."""
+    stores = decoder.stores(PAGE, KernelSet(Portable, build_writer=PortableWriter))
+    mx.random.seed(5)
+    for store in stores:
+        store.resize(12)
+        store.keys, store.values = (
+            mx.random.normal(pool.shape, pool.dtype) for pool in (store.keys, store.values)
+        )
+    tables = [PageTable([number]) for number in range(10, 10 + rows)]
+    row = Decode(list(range(rows)), tables, [7] * rows, mx.full((rows,), 11, mx.uint32))
+    spans = [
+        Span(PageTable([4, 1, 6]), 40, 21),
+        Span(PageTable([4, 5]), 30, 14),
+        Span(PageTable([0, 7, 2, 9]), 50, 50),
+    ]
+    chunks = [
+        Chunk(3 + number, span, [5 + number] * span.queries, final=True)
+        for number, span in enumerate(spans)
+    ]
+    step = RaggedStep.of(row if rows else None, chunks, PAGE, lambda tokens: 96)
+    decoder.prepare(step.plan, stores)
+    logits, _ = decoder.run_ragged(step, stores)
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("name", LATENTS)
+def test_expanded_latents_give_what_latents_do(name, rows, request):
+    model = make(*LATENTS[name])
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building
+    )
+    expected = latent_logits(decoder, rows)
+    assert len(expected) == rows + 3
+    request.getfixturevalue("expanding_short_prompts")
+    (kernels,) = decoder._latents.values()
+    attended = []
+    of_kernels = kernels.attend_chunks
+    kernels.attend_chunks = lambda *of, **how: attended.append(1) or of_kernels(*of, **how)
+    np.testing.assert_allclose(latent_logits(decoder, rows), expected, rtol=1e-4, atol=1e-4)
+    assert len(attended) == (len(decoder._layers) if rows else 0)
+
+
+@pytest.mark.usefixtures("expanding_short_prompts")
+@pytest.mark.parametrize("quantised", [False, True])
+def test_layers_that_expand_latents_are_repeated(quantised):
+    model = make("glm4_moe_lite", PACKABLE)
+    if quantised:
+        nn.quantize(model, group_size=32, bits=4)
+    logits = [
+        latent_logits(
+            FusedDecoder.build(
+                model, PAGE, Portable, compile=compile, latents=PortableLatents.building
+            ),
+            rows=2,
+        )
+        for compile in (mx.compile, plainly)
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_expanded_is_counted_until_there_is_no_memory_for_it(monkeypatch):
+    monkeypatch.setattr(decoders, "BYTES_AHEAD", 10_000)
+    model = make(*LATENTS["rank"])
+    decoder = FusedDecoder.build(
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building
+    )
+    (kernels,) = decoder._latents.values()
+    most = kernels.expansion.most_bytes
+    assert decoder.unpacked_at_once == len(decoder._layers) * most
+    assert decoder._ahead(1, most) == (1, decoders.LEAST_AHEAD)
+    decoder.keep_packed()
+    assert decoder.unpacked_at_once == 0
+    latent_logits(decoder, 2)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("windows", 2), ("biases", 1)])

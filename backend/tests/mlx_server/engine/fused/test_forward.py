@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused import decoder as decoders
 from mlx_manager.mlx_server.engine.fused.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.kernels import Expansion, expansion
 from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
@@ -79,6 +80,31 @@ async def test_rows_that_join_and_leave_draw_what_each_draws_alone(
         for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
             assert row.tokens == alone(rig.model, tokens, limit)
         assert rig.engine.stats().pages_held == 0
+
+
+async def test_prompts_whose_latents_are_expanded_draw_what_each_draws_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "START", 0)
+    planned: list[int] = []
+    plan = Expansion.plan
+    monkeypatch.setattr(
+        Expansion, "plan", lambda *of, **how: planned.append(len(of[1])) or plan(*of, **how)
+    )
+    folder = make_tiny_model(tmp_path / "m", "glm4_moe_lite")
+    async with HandRig(folder, choose=on_kernels, prefill_chunk=48) as rig:
+        rows: list[tuple[list[int], int]] = []
+        for i, length in enumerate([100, 20, 70]):
+            # All but the first begin as it does, and find its pages.
+            start = rows[0][0][:64] if rows else []
+            rows.append((start + prompt(length, i + 1), 3 + 5 * i))
+            rig.submit(*rows[-1])
+            rig.step(3)
+        rig.run()
+        for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
+            assert row.tokens == alone(rig.model, tokens, limit)
+        assert any((row.sequence.cached or 0) > 0 for row in rig._submitted)
+    assert len(planned) > 3
 
 
 async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_path: Path) -> None:

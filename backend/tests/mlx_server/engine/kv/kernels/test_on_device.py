@@ -13,12 +13,16 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Rotary,
     build,
     building_chunks,
+    building_expansion,
     checking_chunks,
     latent,
     self_check,
 )
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentShape
-from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_latent
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
+    checking_expansion,
+    checking_latent,
+)
+from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.utils.steps import finish
 
 
@@ -93,11 +97,11 @@ def test_kernels_for_chunks_pass_their_check(head_dim, features):
 @pytest.mark.parametrize(
     "of",
     [
-        LatentShape(2, 128, 32, 64, 192, 16, mx.float16),
-        LatentShape(16, 512, 64, 128, 3072, 16, mx.bfloat16),
-        LatentShape(20, 512, 64, 192, 768, 16, mx.bfloat16),
-        LatentShape(40, 256, 32, 64, 768, 32, mx.bfloat16),
-        LatentShape(128, 512, 64, 128, 1536, 16, mx.float16),
+        LatentShape(2, 128, 32, 64, 192, 16, mx.float16, 64),
+        LatentShape(16, 512, 64, 128, 3072, 16, mx.bfloat16, 128),
+        LatentShape(20, 512, 64, 192, 768, 16, mx.bfloat16, 256),
+        LatentShape(40, 256, 32, 64, 768, 32, mx.bfloat16, 64),
+        LatentShape(128, 512, 64, 128, 1536, 16, mx.float16, 128),
     ],
     ids=lambda of: f"{of.q_heads}-heads",
 )
@@ -105,3 +109,20 @@ def test_kernels_for_latent_attention_pass_their_check(of, traditional):
     kernels = latent.build(of)
     assert not isinstance(kernels, Unsupported)
     assert finish(checking_latent(kernels, traditional=traditional)) is None
+
+
+@pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("traditional", [True, False])
+@pytest.mark.parametrize(
+    "of",
+    [
+        LatentShape(2, 128, 32, 64, 192, 16, mx.float16, 48),
+        LatentShape(16, 512, 64, 128, 3072, 16, mx.bfloat16, 128),
+        LatentShape(20, 512, 64, 192, 768, 32, mx.bfloat16, 256),
+    ],
+    ids=lambda of: f"{of.expanded.head_dim}-wide",
+)
+def test_expanded_latents_pass_their_check(of, traditional):
+    expansion = finish(building_expansion(of, traditional=traditional))
+    assert not isinstance(expansion, Unsupported), expansion
+    assert finish(checking_expansion(expansion, traditional=traditional)) is None
