@@ -116,14 +116,22 @@ class Portable:
 class PortableLatents:
     """`LatentKernels`, as `kernels.building_latents` would give them."""
 
+    expansion: Expansion | None = None
+
     def __init__(self, shape: LatentShape) -> None:
         self.shape = shape
-        self.expansion = Expansion(shape, PortableChunks(shape.expanded))
 
     @staticmethod
     def building(shape: LatentShape, *, traditional: bool):
         yield None
         return PortableLatents(shape)
+
+    @staticmethod
+    def expanding(shape: LatentShape, *, traditional: bool):
+        """As `building`, and latents may be expanded for prompts."""
+        kernels = yield from PortableLatents.building(shape, traditional=traditional)
+        kernels.expansion = Expansion(shape, PortableChunks(shape.expanded))
+        return kernels
 
     plan = Portable.plan
 

@@ -313,6 +313,11 @@ class FusedDecoder:
         queued = layers if pieces is None else min(layers, at_a_time * pieces)
         return queued * layer
 
+    @property
+    def expands(self) -> bool:
+        """Whether latents may be expanded for steps with many tokens."""
+        return any(kernels.expansion is not None for kernels in self._latents.values())
+
     def keep_packed(self) -> None:
         """Unpack nothing from now on."""
         self.unpacks = False

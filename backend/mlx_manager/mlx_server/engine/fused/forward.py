@@ -54,7 +54,8 @@ WORTH = 256
 # Pages that tables are padded to, for the same reason.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
-# prompt's chunk, for which memory is there anyway.
+# prompt's chunk, for which memory is there anyway. What it sees as such a context's end is expanded
+# where latents are.
 LONG = 4096
 CHUNK = 512
 
@@ -193,14 +194,21 @@ class FusedForward(OnPages):
             step = self._step(tokens, self._begin(decode))
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
-            ragged = RaggedStep.of(decode, [chunk], size, whole)
-            slots = self._slots_of(decode, [chunk])
-            texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
-            logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
-            yield from computed([logits])
+            yield from self._prompted(decode, chunk)
+        if self._decoder.expands:
+            rest = Span(PageTable([0] * (LONG // size)), LONG, CHUNK)
+            yield from self._prompted(None, Chunk(chunk.key, rest, chunk.tokens, final=True))
         yield from self._put_back(chunk.key)
         self.forget(chunk.key)
         self._slots.clear()
+
+    def _prompted(self, decode: Decode | None, chunk: Chunk) -> Steps[None]:
+        """A step with a prompt in it, which leaves nothing but what it writes."""
+        ragged = RaggedStep.of(decode, [chunk], self._page_size, whole)
+        slots = self._slots_of(decode, [chunk])
+        texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
+        logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
+        yield from computed([logits])
 
     def _put_back(self, key: int) -> Steps[None]:
         """Copy a sequence's states, where there are any, and put the copy in another slot.

@@ -479,7 +479,7 @@ def latent_logits(decoder: FusedDecoder, rows: int) -> np.ndarray:
 def test_expanded_latents_give_what_latents_do(name, rows, request):
     model = make(*LATENTS[name])
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.expanding
     )
     expected = latent_logits(decoder, rows)
     assert len(expected) == rows + 3
@@ -501,7 +501,7 @@ def test_layers_that_expand_latents_are_repeated(quantised):
     logits = [
         latent_logits(
             FusedDecoder.build(
-                model, PAGE, Portable, compile=compile, latents=PortableLatents.building
+                model, PAGE, Portable, compile=compile, latents=PortableLatents.expanding
             ),
             rows=2,
         )
@@ -514,7 +514,7 @@ def test_what_is_expanded_is_counted_until_there_is_no_memory_for_it(monkeypatch
     monkeypatch.setattr(decoders, "BYTES_AHEAD", 10_000)
     model = make(*LATENTS["rank"])
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.expanding
     )
     (kernels,) = decoder._latents.values()
     most = kernels.expansion.most_bytes

@@ -92,7 +92,8 @@ async def test_prompts_whose_latents_are_expanded_draw_what_each_draws_alone(
         Expansion, "plan", lambda *of, **how: planned.append(len(of[1])) or plan(*of, **how)
     )
     folder = make_tiny_model(tmp_path / "m", "glm4_moe_lite")
-    async with HandRig(folder, choose=on_kernels, prefill_chunk=48) as rig:
+    expanding = partial(on_kernels, latents=PortableLatents.expanding)
+    async with HandRig(folder, choose=expanding, prefill_chunk=48) as rig:
         rows: list[tuple[list[int], int]] = []
         for i, length in enumerate([100, 20, 70]):
             # All but the first begin as it does, and find its pages.

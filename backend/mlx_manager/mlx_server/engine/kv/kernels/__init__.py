@@ -127,7 +127,7 @@ def building_latents(
         return Unsupported(f"latent attention: {wrong}")
     match (yield from building_expansion(shape, traditional=traditional)):
         case Unsupported(reason):
-            log.warning("prompts' latents are not expanded: %s", reason)
+            log.info("prompts' latents are not expanded: %s", reason)
         case expansion:
             kernels.expansion = expansion
     return kernels
