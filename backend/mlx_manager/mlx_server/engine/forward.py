@@ -227,10 +227,9 @@ class Forward(Protocol):
         many follow each other."""
         ...
 
-    @property
-    def unpacked_bytes(self) -> int:
-        """What it takes that steps of many tokens unpack for themselves: weights, which they make
-        dense, and latents, which they make keys and values of heads."""
+    def unpacked_bytes(self, tokens: int) -> int:
+        """What it takes that steps of so many tokens unpack for themselves: weights, which they
+        make dense, and latents, which they make keys and values of heads."""
         ...
 
     def keep_packed(self) -> None:
@@ -280,8 +279,7 @@ class Plain:
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
 
-    @property
-    def unpacked_bytes(self) -> int:
+    def unpacked_bytes(self, tokens: int) -> int:
         return 0
 
     def keep_packed(self) -> None:
@@ -624,7 +622,8 @@ def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: 
     if forward is None:
         return logits
     products: int = sum(n for n in outputs if n != vocabulary)
-    return logits + forward.unpacked_bytes + 4 * forward.tokens_at_once(tokens) * products
+    unpacked = forward.unpacked_bytes(tokens)
+    return logits + unpacked + 4 * forward.tokens_at_once(tokens) * products
 
 
 def _shape(cache: Any) -> LayerShape | None:

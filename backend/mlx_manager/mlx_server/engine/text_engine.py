@@ -884,7 +884,7 @@ def with_chunk(
     while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
         tokens //= 2
         working = _working_on(limits, model, forward, tokens)
-    if working > most and forward.unpacked_bytes:
+    if working > most and forward.unpacked_bytes(tokens):
         # What is unpacked for prompts would take what pages need.
         forward.keep_packed()
         return with_chunk(limits, model, forward, ledger)

@@ -300,18 +300,22 @@ class FusedDecoder:
 
     @property
     def unpacked_at_once(self) -> int:
-        """Bytes of what is unpacked for steps with many tokens, at once: of weights that are made
-        dense, most for the fewest tokens, as most layers are queued then; and of latents that are
-        expanded, most for the longest contexts."""
-        expansions = [of.expansion for of in self._latents.values() if of.expansion is not None]
-        expanded = max((of.most_bytes for of in expansions), default=0)
-        layer = expanded + (self._unpacked_bytes if self.unpacks else 0)
-        if not layer:
+        """Bytes of the weights that are made dense for steps with many tokens, at once: most for
+        the fewest tokens, as most layers are queued then."""
+        if not self.unpacks:
             return 0
-        at_a_time, pieces = self._ahead(FEWEST_UNPACKED, expanded)
-        layers = len(self._layers)
-        queued = layers if pieces is None else min(layers, at_a_time * pieces)
-        return queued * layer
+        return self._queued(FEWEST_UNPACKED) * self._unpacked_bytes
+
+    def expanded_at_once(self, tokens: int) -> int:
+        """Bytes that a step of so many tokens holds beyond those of `tokens_at_once` where its
+        layers expand all the latents that they may."""
+        expansions = [of.expansion for of in self._latents.values() if of.expansion is not None]
+        if not expansions:
+            return 0
+        expanded = max(of.most_bytes for of in expansions)
+        layer = tokens * self._layer_bytes + expanded
+        counted = self.tokens_at_once(tokens) * self._layer_bytes * len(self._layers)
+        return max(self._queued(tokens, expanded) * layer - counted, 0)
 
     @property
     def expands(self) -> bool:
@@ -326,6 +330,12 @@ class FusedDecoder:
 
     def _unpacks(self, tokens: int) -> bool:
         return self.unpacks and tokens >= FEWEST_UNPACKED
+
+    def _queued(self, tokens: int, expanded: int = 0) -> int:
+        """How many layers are queued at once; see `_ahead`."""
+        at_a_time, pieces = self._ahead(tokens, expanded)
+        layers = len(self._layers)
+        return layers if pieces is None else min(layers, at_a_time * pieces)
 
     def _expanded_bytes(self, plan: StepPlan) -> int:
         """What is expanded in a layer of the step takes."""

@@ -166,9 +166,8 @@ class FusedForward(OnPages):
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
 
-    @property
-    def unpacked_bytes(self) -> int:
-        return self._decoder.unpacked_at_once
+    def unpacked_bytes(self, tokens: int) -> int:
+        return self._decoder.unpacked_at_once + self._decoder.expanded_at_once(tokens)
 
     def keep_packed(self) -> None:
         self._decoder.keep_packed()

@@ -11,6 +11,7 @@ from engine.common_decoders import (
     EXPERTS,
     GEMMA4S,
     HYBRIDS,
+    LATENT,
     LATENTS,
     MODELS,
     PACKABLE,
@@ -511,17 +512,27 @@ def test_layers_that_expand_latents_are_repeated(quantised):
 
 
 def test_what_is_expanded_is_counted_until_there_is_no_memory_for_it(monkeypatch):
-    monkeypatch.setattr(decoders, "BYTES_AHEAD", 10_000)
-    model = make(*LATENTS["rank"])
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, latents=PortableLatents.expanding
+        make("glm4_moe_lite", {**LATENT, "num_hidden_layers": 32}),
+        PAGE,
+        Portable,
+        compile=plainly,
+        latents=PortableLatents.expanding,
     )
     (kernels,) = decoder._latents.values()
-    most = kernels.expansion.most_bytes
-    assert decoder.unpacked_at_once == len(decoder._layers) * most
+    most, token = kernels.expansion.most_bytes, decoder._layer_bytes
+    # Layers are queued one at a time then, and three of them.
     assert decoder._ahead(1, most) == (1, decoders.LEAST_AHEAD)
+    assert decoder.expanded_at_once(1) == 3 * most + 3 * token - token * 32
+    # What is counted for all steps is not counted twice.
+    many = decoders.BYTES_AT_A_TIME // token
+    counted = decoders.STEPS_AHEAD * decoders.BYTES_AHEAD
+    expected = 3 * (most + many * token) - counted
+    assert decoder.expanded_at_once(many) == pytest.approx(expected, rel=0.01)
+    assert decoder.expands
     decoder.keep_packed()
-    assert decoder.unpacked_at_once == 0
+    assert not decoder.expands
+    assert decoder.expanded_at_once(many) == 0
     latent_logits(decoder, 2)
 
 

@@ -9,7 +9,6 @@ layer takes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,6 @@ from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
-
-log = logging.getLogger(__name__)
 
 # Estimates, in multiplications of the absorbed form's attention (206 TFLOP/s on an H100): what one
 # takes of attention to heads, and of plain products, and what launches take besides (NOTES 133).
