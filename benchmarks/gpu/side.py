@@ -124,9 +124,11 @@ class Vllm:
 
         how: Any = {"gpu_memory_utilization": 0.4, "max_model_len": 16384, "max_num_seqs": 128}
         if (folder / "vllm").exists():
-            # Weights of its own drawing.
             folder = folder / "vllm"
-            how |= {"load_format": "dummy", "skip_tokenizer_init": True}
+            how["skip_tokenizer_init"] = True
+            if not list(folder.glob("*.safetensors")):
+                # Weights of its own drawing.
+                how["load_format"] = "dummy"
             if "vision_config" in json.loads((folder / "config.json").read_text()):
                 # FlashInfer's prefill wants a compiler and minutes.
                 how |= {"language_model_only": True, "gdn_prefill_backend": "triton"}

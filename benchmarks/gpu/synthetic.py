@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, gemma4_text, glm4_moe_lite
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -323,25 +324,52 @@ def write(shape: str, folder: Path, bits: int | None = None) -> Path:
         )
     elif bits is not None:
         model, config = quantize_model(model, config, 64, bits)
-    save_model(folder, model, donate_model=True)
-    write_tokenizer(folder)
     for_vllm = vllm_config_of(shape)
     if for_vllm is not None:
         (folder / "vllm").mkdir()
+        if config["model_type"] == "glm4_moe_lite":
+            arrays = _as_published(model)
+            mx.save_safetensors(str(folder / "vllm" / "model.safetensors"), arrays)
+            del arrays
+    save_model(folder, model, donate_model=True)
+    write_tokenizer(folder)
+    if for_vllm is not None:
         (folder / "vllm" / "config.json").write_text(json.dumps(for_vllm))
     save_config(config, folder / "config.json")
     mx.clear_cache()
     return folder
 
 
+def _as_published(model: nn.Module) -> dict[str, mx.array]:
+    """GLM 4.7 Flash's weights by their own names, which mlx-lm's module has otherwise: which expert
+    a row goes through is what its speed depends on."""
+    found = {}
+    for name, array in tree_flatten(model.parameters()):
+        if ".switch_mlp." in name:
+            for number in range(array.shape[0]):
+                found[name.replace("switch_mlp", f"experts.{number}")] = array[number]
+        elif ".unembed_out." not in name and ".embed_q." not in name:
+            found[name] = array
+    for number, layer in enumerate(model.layers):
+        own = layer.self_attn
+        both = [own.embed_q.weight.swapaxes(1, 2), own.unembed_out.weight]
+        joined = mx.concatenate(both, axis=1)
+        name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
+        found[name] = joined.reshape(-1, joined.shape[-1])
+    return found
+
+
 def vllm_config_of(shape: str) -> dict[str, Any] | None:
-    """What vLLM wants to see where it is not the same, for weights of its own drawing."""
+    """What vLLM wants to see where it is not the same: for weights of its own drawing, unless there
+    are some beside it."""
     config = config_of(shape)
     match config["model_type"]:
         case "qwen3_5":
             return _with_eyes(config)
         case "gemma4_text":
             own = asdict(gemma4_text.ModelArgs.from_dict(config))
+            # Heads are of two sizes, by names that it knows.
+            own["allow_global_per_layer_attribute_access"] = True
             return own | {"architectures": config["architectures"], "dtype": "bfloat16"}
         case "glm4_moe_lite":
             names = ("model_type", "architectures", "num_hidden_layers", "vocab_size")
