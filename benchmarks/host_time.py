@@ -75,7 +75,7 @@ class DecodesAlone(FusedForward):
     def run(self, decode: Decode | None, chunks: Any) -> mx.array:
         if decode is not None and not chunks:
             return super().run(decode, chunks)
-        self._batch = None
+        self._running.batch = None
         rows = len(decode.keys) if decode else 0
         return mx.zeros((max(1, rows + sum(chunk.final for chunk in chunks)), VOCABULARY))
 

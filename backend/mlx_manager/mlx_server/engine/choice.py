@@ -12,6 +12,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_manager.mlx_server.engine.compiled import WRONG, Compile
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
@@ -25,7 +26,7 @@ from mlx_manager.mlx_server.engine.forward import (
 )
 from mlx_manager.mlx_server.engine.fused.anatomy import attention_shapes
 from mlx_manager.mlx_server.engine.fused.check import checking
-from mlx_manager.mlx_server.engine.fused.decoder import Compile, FusedDecoder
+from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.forward import FEW, FusedForward
 from mlx_manager.mlx_server.engine.joined import joining
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
@@ -46,6 +47,7 @@ from mlx_manager.mlx_server.engine.likeness import (
     distance,
     may_stray,
 )
+from mlx_manager.mlx_server.engine.modules import ModuleSteps
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
 from mlx_manager.mlx_server.engine.recurrent import short
 from mlx_manager.mlx_server.engine.recurrent.delta import computing_chunks
@@ -59,8 +61,9 @@ log = logging.getLogger(__name__)
 Choice = Callable[[nn.Module, int], Steps[Forward]]
 """Finds out how a model is run, in pages of so many tokens."""
 
-# What an architecture makes of caches it was not written for shows in many ways.
-WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+# Of running rows, to compare by. Where steps are compiled, the first of two rows is not, the second
+# is, the third repeats that, and the last, of one row, is not.
+STEPS = 4
 
 
 @dataclass(slots=True)
@@ -148,7 +151,7 @@ def choosing(  # noqa: PLR0917
     Pauses within each pass through the model, so that others' steps fit in between.
 
     kernels, deltas, writers, latents, shorts: what builds a GPU's kernels; there are none on a CPU.
-    compile: of fused steps.
+    compile: of steps, where there are kernels.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
@@ -165,7 +168,7 @@ def choosing(  # noqa: PLR0917
         latents=latents,
         shorts=shorts,
     )
-    forward = yield from _first_right(model, built, decoder, reference)
+    forward = yield from _first_right(model, built, decoder, reference, compile)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # What draws is compiled and checked here, and not in the step of whoever draws first.
         yield from one_by_one(every_way(mx.stack(reference.logits[0][:2])))
@@ -178,20 +181,21 @@ def _first_right(
     built: KernelSet,
     decoder: Steps[FusedDecoder | Unsupported],
     reference: Reference,
+    compile: Compile,
 ) -> Steps[Forward]:
     page_size = reference.page_size
     if mx.default_device() == mx.gpu:
         # Others would only be built when a pass through the model asks for them, in one go.
         yield from built.building(attention_shapes(model, page_size))
     others: list[Steps[Forward]] = [
-        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built)),
-        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built)),
+        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built, compile)),
+        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built, compile)),
         joining(model, page_size),
         _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
         _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
     ]
     others += [
-        _at_once(partial(SeparateForward, model, page_size, reading, kernels))
+        _at_once(partial(SeparateForward, model, page_size, reading, kernels, compile))
         for reading in (Reading.PAGES, Reading.GATHERED, Reading.GROUPED)
         for kernels in (built, None)
     ]
@@ -231,7 +235,8 @@ def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
         NotApplicable: its logits are others.
     """
     forward = yield from way
-    disagreement = yield from reference.disagreement(forward)
+    rows = forward.rows if isinstance(forward, RaggedForward | SeparateForward) else None
+    disagreement = yield from _disagreement(forward, rows, reference)
     layers = forward.layers if isinstance(forward, RaggedForward | SeparateForward) else ()
     if disagreement is None and any(layer.unread for layer in layers):
         # As of an indexer, whose choice matters only far into a text.
@@ -241,6 +246,32 @@ def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
     if forward.kind == "fused":
         log.warning("%s: not fused: %s", type(reference.model).__module__, disagreement)
     raise NotApplicable(f"not {forward.kind}: {disagreement}")
+
+
+def _disagreement(
+    forward: Forward, rows: ModuleSteps | None, reference: Reference
+) -> Steps[str | None]:
+    """How `forward` differs, if it does. Its steps of rows alone are compared as they are compiled,
+    too, and are not compiled where that is what is wrong."""
+    if rows is None:
+        return (yield from reference.disagreement(forward))
+    rows.kinds.early = True
+    try:
+        wrong = yield from reference.disagreement(forward)
+    except WRONG as error:
+        if not rows.kinds.compiled:
+            raise
+        wrong = str(error)
+    if wrong is not None and rows.kinds.compiled:
+        rows.kinds.give_up(wrong)
+        for key in (0, 1):
+            forward.forget(key)
+        forward.abandon()
+        for store in forward.stores:
+            store.resize(0)
+        wrong = yield from reference.disagreement(forward)
+    rows.kinds.early = False
+    return wrong
 
 
 def _fused(
@@ -277,7 +308,9 @@ def _texts(page_size: int) -> list[tuple[list[int], int]]:
     """Two sequences to compare by, each with the length of its prompt: one long enough for kernels
     of chunks and of many rows, and one not."""
     prompts = (page_size + FEW[-1] + 5, page_size // 2 + 3)
-    return [([3 + (7 * i + 13 * j) % 50 for j in range(n + 3)], n) for i, n in enumerate(prompts)]
+    return [
+        ([3 + (7 * i + 13 * j) % 50 for j in range(n + STEPS)], n) for i, n in enumerate(prompts)
+    ]
 
 
 def run_both(
@@ -309,9 +342,9 @@ def run_both(
         yield from computed([*forward.state(), logits])
         for i, chunk in enumerate(chunks):
             got[chunk.key].append(logits[i])
-    for step in range(3):
+    for step in range(STEPS):
         # The second row leaves before the last step.
-        rows = [0, 1] if step < 2 else [0]
+        rows = [0, 1] if step < STEPS - 1 else [0]
         keys = [rows[i] for i in forward.order(rows, [lengths[r] + step + 1 for r in rows])]
         tokens = mx.array([texts[k][lengths[k] + step] for k in keys], mx.uint32)
         ends = [lengths[k] + step + 1 for k in keys]
@@ -320,7 +353,7 @@ def run_both(
         yield from computed([*forward.state(), logits])
         for i, k in enumerate(keys):
             got[k].append(logits[i])
-        if step == 1:
+        if step == STEPS - 2:
             forward.forget(1)
     forward.forget(0)
     return got

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -36,6 +37,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_manager.mlx_server.engine.activations import silu_by_powers
+from mlx_manager.mlx_server.engine.compiled import Compile
 from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.attention import (
     SCORES,
@@ -50,8 +52,10 @@ from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.latent import multiply_by_head
+from mlx_manager.mlx_server.engine.modules import ModuleSteps, serves
 from mlx_manager.mlx_server.engine.recurrent.convolution import with_taps
 from mlx_manager.mlx_server.engine.rotary import share_rotations
+from mlx_manager.mlx_server.engine.running import padded_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +319,8 @@ class OnPages(Plain):
 class RaggedForward(OnPages):
     """All tokens of a step in one pass, (tokens, 1).
 
-    kernels: what writes to the pages and reads them for running rows, on a GPU.
+    kernels: what writes to the pages and reads them for running rows, on a GPU. compile: of steps
+    of these alone.
     """
 
     kind: ClassVar[str] = "ragged"
@@ -326,6 +331,7 @@ class RaggedForward(OnPages):
         page_size: int,
         reading: Reading,
         kernels: KernelSet | None = None,
+        compile: Compile = mx.compile,
     ) -> None:
         self._model = model
         self._page_size = page_size
@@ -344,6 +350,11 @@ class RaggedForward(OnPages):
         if len(self.stores) < len(self._caches):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         route(model)
+        self.rows: ModuleSteps | None = None
+        if kernels is not None and serves(self.layers):
+            call = partial(self._through, wanted=None)
+            how = (self._pass, page_size, compile, padded_rows)
+            self.rows = ModuleSteps(call, self.layers, (), *how)
         if kernels is None and mx.default_device() == mx.cpu:
             self.abreast = ABREAST_ON_CPU
             share_rotations(model, self.stores[0].shape.key_dim)
@@ -356,9 +367,21 @@ class RaggedForward(OnPages):
         return shortest_first(lengths)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        if self.rows is not None and decode is not None and not chunks:
+            return self.rows.run(decode)
+        self.abandon()
         step = RaggedStep.of(decode, chunks, self._page_size)
         self._pass.plan = step.plan
-        tokens, wanted = step.tokens[:, None], step.wanted
+        return self._through(step.tokens[:, None], step.wanted)
+
+    def abandon(self) -> None:
+        if self.rows is not None:
+            self.rows.pause()
+
+    def state(self) -> list[mx.array]:
+        return super().state() + ([] if self.rows is None else self.rows.state())
+
+    def _through(self, tokens: mx.array, wanted: mx.array | None) -> mx.array:
         hidden = (lambda h: h) if wanted is None else (lambda h: h[wanted])
         return self._selection.run(lambda: self._model(tokens, cache=self._caches), hidden)
 
@@ -378,6 +401,7 @@ class SeparateForward(Plain):
     """Running rows as one batch (rows, 1); each chunk as (1, tokens).
 
     kernels: what writes to the pages on a GPU, and reads them where the module attends over pages.
+    compile: of the rows' pass.
     """
 
     kind: ClassVar[str] = "separate"
@@ -388,6 +412,7 @@ class SeparateForward(Plain):
         page_size: int,
         reading: Reading,
         kernels: KernelSet | None = None,
+        compile: Compile = mx.compile,
     ) -> None:
         self._model = model
         self._page_size = page_size
@@ -415,6 +440,13 @@ class SeparateForward(Plain):
         self._batch: list[Any] = []
         self._rows: list[int] = []
         route(model)
+        self.rows: ModuleSteps | None = None
+        if kernels is not None and serves(self.layers):
+            # Of a batch, and empty but for the time of its pass.
+            caches = self._fresh()
+            call = partial(self._through, caches=caches, wanted=lambda h: h)
+            how = (self._pass, page_size, compile, int)
+            self.rows = ModuleSteps(call, self.layers, _unpaged(caches), *how)
         if mx.default_device() == mx.cpu:
             with_taps(model)
             silu_by_powers(model)
@@ -428,8 +460,10 @@ class SeparateForward(Plain):
         out = mx.zeros((1, 1))
         if decode:
             self._arrange(decode.keys)
-            out = self._pass_through(decode.spans, decode.tokens[:, None], self._batch)
+            out = self._pass_of_rows(decode)
             logits.append(out)
+        else:
+            self.abandon()
         for number, chunk in enumerate(chunks):
             if (decode or number) and not self.looks_ahead:
                 # Each pass writes to the same pages: evaluated in between, it does so in place.
@@ -442,7 +476,7 @@ class SeparateForward(Plain):
                 # A GPU would go through several at a time, whose launches count in one place what
                 # has arrived. It is 0.
                 tokens = tokens + (out.reshape(-1)[:1] < -mx.inf).astype(mx.int32)
-            out = self._pass_through([chunk.span], tokens, own, chunk=chunk)
+            out = self._pass_of_chunk(chunk, tokens, own)
             if chunk.final or chunk.every:
                 logits.append(out)
         # Where nobody draws, the last pass is waited for.
@@ -457,7 +491,12 @@ class SeparateForward(Plain):
 
     def state(self) -> list[mx.array]:
         own = [*self._batch, *chain.from_iterable(self._own.values())]
-        return self._pages() + kept_in(own)
+        rows = [] if self.rows is None else self.rows.state()
+        return self._pages() + kept_in(own) + rows
+
+    def abandon(self) -> None:
+        if self.rows is not None:
+            self.rows.pause()
 
     def snapshot(self, key: int) -> Snapshot | None:
         own = self._own.get(key)
@@ -494,18 +533,20 @@ class SeparateForward(Plain):
             )
             self._rows += joining
 
-    def _pass_through(
-        self,
-        spans: list[Span],
-        tokens: mx.array,
-        caches: list[Any],
-        *,
-        chunk: Chunk | None = None,
+    def _pass_of_rows(self, decode: Decode) -> mx.array:
+        if self.rows is not None:
+            return self.rows.run(decode, _unpaged(self._batch))
+        self._pass.plan, self._pass.chunk = StepPlan(decode.spans, self._page_size), False
+        return self._through(decode.tokens[:, None], self._batch, lambda h: h)
+
+    def _pass_of_chunk(self, chunk: Chunk, tokens: mx.array, caches: list[Any]) -> mx.array:
+        self._pass.plan, self._pass.chunk = StepPlan([chunk.span], self._page_size), True
+        wanted = (lambda h: h) if chunk.every else (lambda h: h[:, -1:])
+        return self._through(tokens, caches, wanted)
+
+    def _through(
+        self, tokens: mx.array, caches: list[Any], wanted: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        self._pass.plan = StepPlan(spans, self._page_size)
-        self._pass.chunk = chunk is not None
-        all_of_it = chunk is None or chunk.every
-        wanted = (lambda h: h) if all_of_it else (lambda h: h[:, -1:])
         return self._selection.run(lambda: self._model(tokens, cache=caches), wanted)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.alike import arrays_of
+from mlx_manager.mlx_server.engine.compiled import Compile, Kinds
 from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import (
@@ -70,12 +70,10 @@ from mlx_manager.mlx_server.utils.steps import Steps, finish
 A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Cuts = tuple[Sequence[tuple[int | None, bool, BlockKind]], bool]
 """Of a step what is no array: of its splits the window of each, `divided` and `blocks`; `far`."""
 Stepped = tuple[mx.array, mx.array]
 """A step's logits, and what is `before` the next."""
-STEPS_BEFORE_COMPILING = 64
 # Layers of a step with prompts that are queued at a time: the device begins while the host is still
 # at the next ones. To queue is to give up Python's lock, and to wait for it again.
 LAYERS_AT_A_TIME = 8
@@ -93,9 +91,6 @@ STEPS_AHEAD = 1.5
 # made dense, a layer at a time: that takes as long whatever the tokens, while MLX's products with
 # packed weights take 1 ms a layer of an 8B for 64 (H200; NOTES 109).
 FEWEST_UNPACKED = 65
-# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
-# not abbreviated.
-MOST_COMPILED = 64
 
 
 class FusedDecoder:
@@ -136,8 +131,7 @@ class FusedDecoder:
         tempers = [part.temper for part in parts if isinstance(part, AttentionPart)]
         self.far_from = min((each.tokens for each in tempers if each), default=None)
         self._compile = compile
-        self._compiled: dict[tuple[Any, ...], Callable[..., Stepped]] = {}
-        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._kinds = Kinds(compile)
 
     @staticmethod
     def build(  # noqa: PLR0917
@@ -200,28 +194,16 @@ class FusedDecoder:
     def run(self, step: Step) -> Stepped:
         """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
 
-        A kind of step (rows, width of the table, length of the work lists) that keeps coming is
-        compiled, which halves the host's share and holds everybody up once. Of more kinds than are
-        kept that which did not come for longest goes, and counts anew: where rows are of every
-        length there are hundreds.
+        A kind of step is rows, the width of the table, and the length of the work lists. One that
+        keeps coming is compiled, which halves the host's share.
         """
         kind = (
             step.table.shape,
             step.far,
             *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
-        run = self._compiled.pop(kind, None)
-        if run is None:
-            run = partial(self._run, _cuts(step))
-            self._seen[kind] += 1
-            if self._seen[kind] <= STEPS_BEFORE_COMPILING:
-                return run(*_arrays(step))
-            del self._seen[kind]
-            if len(self._compiled) == MOST_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
-            run = self._compile(run)
-        self._compiled[kind] = run
-        return run(*_arrays(step))
+        found: Stepped = self._kinds.run(kind, partial(self._run, _cuts(step)), *_arrays(step))
+        return found
 
     def launches(self, step: Step) -> list[mx.array]:
         """What `run` launches, in that order and not evaluated, in one layer of each kind.

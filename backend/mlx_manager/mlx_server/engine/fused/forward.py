@@ -1,20 +1,13 @@
-"""A model on a GPU, run by its fused decoder.
-
-What changes little from step to step stays on the device: the page tables are sent again when some
-row has new pages, which is every `HORIZON` steps since the rows get them together, and lengths
-advance there.
-"""
+"""A model on a GPU, run by its fused decoder. Its rows get pages together, for `HORIZON` steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
@@ -28,21 +21,18 @@ from mlx_manager.mlx_server.engine.forward import (
 )
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step, Store
-from mlx_manager.mlx_server.engine.kernels.mapped import send, together
+from mlx_manager.mlx_server.engine.kernels.mapped import together
 from mlx_manager.mlx_server.engine.kv.attention import Span
-from mlx_manager.mlx_server.engine.kv.kernels import BlockKind, Splits
+from mlx_manager.mlx_server.engine.kv.kernels import BlockKind
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.pieces import Pieces
 from mlx_manager.mlx_server.engine.recurrent.kernels import Texts
 from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
 from mlx_manager.mlx_server.engine.recurrent.slots import Slots
+from mlx_manager.mlx_server.engine.running import HORIZON, ROWS, Batch, Running
 from mlx_manager.mlx_server.utils.steps import Steps
 
-# Steps after which the attention's work is divided anew, and for which rows get pages ahead.
-HORIZON = 16
-# Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
 # when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
 GRAIN = 128
@@ -51,35 +41,11 @@ GRAIN = 128
 FEW = (16, 32, 64)
 # A step takes the host as long as the device takes so many of a prompt's tokens.
 WORTH = 256
-# Pages that tables are padded to, for the same reason.
-WIDTHS = tuple(64 * 8**i for i in range(8))
 # A context that is divided among blocks, so that the kernels for that are compiled, too, and a
 # prompt's chunk, for which memory is there anyway. What it sees as such a context's end is expanded
 # where latents are.
 LONG = 4096
 CHUNK = 512
-
-
-@dataclass(slots=True)
-class Batch:
-    """The rows of the last step, as they are on the device.
-
-    Attributes:
-        keys: of the rows, in order. lengths: of theirs in the last step.
-        pages: how many the rows had in all when `table` was made.
-        table: (padded rows, n). before: (padded rows,) their lengths before the next step, 0 for
-            padding. splits: by window; `age` steps old. slots: (padded rows,), if there are
-        recurrent layers.
-    """
-
-    keys: list[int]
-    lengths: list[int]
-    pages: int
-    table: mx.array
-    before: mx.array
-    splits: Mapping[int | None, Splits]
-    slots: Sequence[mx.array]
-    age: int = 0
 
 
 class FusedForward(OnPages):
@@ -97,25 +63,26 @@ class FusedForward(OnPages):
     def __init__(self, stores: Sequence[Store], decoder: FusedDecoder, page_size: int) -> None:
         self._decoder = decoder
         self._page_size = page_size
-        self._batch: Batch | None = None
         self._pieces = Pieces()
         self._of_layers = stores
         self._states = {
             number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
         }
         self._slots = Slots(list(self._states.values()))
+        self._running = Running(decoder.plan, slots=self._slots_of)
         self.stores = [store for store in stores if isinstance(store, LayerStore)]
         self.prefixes: Prefixes = "snapshot" if self._states else "pages"
         # Where there is no room for one more, it is made for as many again: see `Slots`.
         self.row_bytes = 2 * sum(store.shape.slot_bytes for store in self._states.values())
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        return order_after(() if self._batch is None else self._batch.keys, keys)
+        last = self._running.batch
+        return order_after(() if last is None else last.keys, keys)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         if decode is None or chunks:
-            self._batch = None
-            slots = self._slots_of(decode, chunks)
+            self._running.batch = None
+            slots = self._slots_of(_keys(decode, chunks))
             with together():
                 ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
                 self._decoder.prepare(ragged.plan, self._of_layers)
@@ -123,10 +90,8 @@ class FusedForward(OnPages):
             logits, self._pieces = self._decoder.run_ragged(ragged, self._of_layers, texts)
             return logits
         self._pieces = Pieces()
-        batch = self._batch = self._next(decode)
-        tokens, lacking = decode.tokens, batch.before.size - decode.tokens.size
-        if lacking:
-            tokens = mx.pad(tokens, (0, lacking))
+        batch = self._running.next(decode.keys, decode.tables, decode.lengths)
+        tokens = batch.padded(decode.tokens)
         logits, batch.before = self._decoder.run(self._step(tokens, batch))
         return logits
 
@@ -138,7 +103,7 @@ class FusedForward(OnPages):
         self._pieces.finish()
 
     def abandon(self) -> None:
-        self._batch, self._pieces = None, Pieces()
+        self._running.batch, self._pieces = None, Pieces()
 
     def forget(self, key: int) -> None:
         self._slots.release(key)
@@ -161,7 +126,8 @@ class FusedForward(OnPages):
 
     def state(self) -> list[mx.array]:
         # Pages are written in place, by launches that the logits come after.
-        return [] if self._batch is None else [self._batch.before]
+        last = self._running.batch
+        return [] if last is None else [last.before]
 
     def tokens_at_once(self, tokens: int) -> int:
         return self._decoder.tokens_at_once(tokens)
@@ -190,7 +156,8 @@ class FusedForward(OnPages):
             tables = [PageTable([0] * (length // size))] * rows
             # All the same row, whose states nobody is to have.
             decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
-            step = self._step(tokens, self._begin(decode))
+            batch = self._running.begin(decode.keys, decode.tables, decode.lengths)
+            step = self._step(tokens, batch)
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
             yield from self._prompted(decode, chunk)
@@ -204,7 +171,7 @@ class FusedForward(OnPages):
     def _prompted(self, decode: Decode | None, chunk: Chunk) -> Steps[None]:
         """A step with a prompt in it, which leaves nothing but what it writes."""
         ragged = RaggedStep.of(decode, [chunk], self._page_size, whole)
-        slots = self._slots_of(decode, [chunk])
+        slots = self._slots_of(_keys(decode, [chunk]))
         texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
         logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
         yield from computed([logits])
@@ -244,52 +211,14 @@ class FusedForward(OnPages):
         far = self._decoder.is_far(batch.lengths)
         return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
 
-    def _slots_of(self, decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
-        """Of the rows and then the chunks; none where there are no recurrent layers."""
-        if not self._states:
-            return []
-        keys = [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
-        return self._slots.of(keys)
+    def _slots_of(self, keys: Sequence[int]) -> list[int]:
+        """None where there are no recurrent layers."""
+        return self._slots.of(keys) if self._states else []
 
-    def _next(self, decode: Decode) -> Batch:
-        last, lengths = self._batch, decode.lengths
-        if (
-            last is None
-            or last.keys != decode.keys
-            or lengths != [length + 1 for length in last.lengths]
-        ):
-            return self._begin(decode)
-        pages = sum(map(len, decode.tables))
-        if pages != last.pages:
-            last.pages, last.table = pages, self._table(decode.tables)
-        if last.age >= HORIZON:
-            last.age, last.splits = 0, self._decoder.plan(_padded(lengths))
-        last.age += 1
-        last.lengths = lengths
-        return last
 
-    def _begin(self, decode: Decode) -> Batch:
-        lengths = _padded(decode.lengths)
-        slots = self._slots_of(decode, [])
-        with together():
-            return Batch(
-                decode.keys,
-                decode.lengths,
-                sum(map(len, decode.tables)),
-                self._table(decode.tables),
-                send(np.maximum(lengths - 1, 0)),
-                self._decoder.plan(lengths),
-                [send(_padded(slots))] if slots else [],
-            )
-
-    def _table(self, tables: Sequence[PageTable]) -> mx.array:
-        """All the pages that the rows have, also those that they will grow into."""
-        longest = max(map(len, tables))
-        width = next(width for width in WIDTHS if width >= longest)
-        table = np.zeros((_size(len(tables)), width), np.int32)
-        for row, own in enumerate(tables):
-            table[row, : len(own)] = own.pages
-        return send(table)
+def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
+    """Of the rows and then the chunks."""
+    return [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
 
 
 def whole(tokens: int) -> int:
@@ -306,14 +235,3 @@ def _texts(
     counts += [chunk.span.queries for chunk in chunks]
     positions += [chunk.span.length - chunk.span.queries for chunk in chunks]
     return Texts.of(counts, slots, positions, tokens)
-
-
-def _padded(lengths: Sequence[int]) -> NDArray[np.int32]:
-    padded = np.zeros(_size(len(lengths)), np.int32)
-    padded[: len(lengths)] = lengths
-    return padded
-
-
-def _size(rows: int) -> int:
-    """What so many rows are padded to."""
-    return next((size for size in ROWS if size >= rows), -(-rows // ROWS[-1]) * ROWS[-1])

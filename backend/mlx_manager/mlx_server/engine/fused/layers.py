@@ -34,7 +34,7 @@ from mlx_manager.mlx_server.engine.fused.projections import (
     table_of,
 )
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
+from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend, newest_slots
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet, PagedKernels, Rotary, Splits
 from mlx_manager.mlx_server.engine.kv.kernels.opening import BuildOpening, OpeningKernel, Turning
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
@@ -236,9 +236,7 @@ class Shared:
 
     def with_slots(self, table: mx.array, page_size: int) -> Shared:
         """table: the pages of each row."""
-        newest = mx.maximum(self.following - 1, 0)
-        pages = mx.take_along_axis(table, (newest // page_size)[:, None], axis=1)[:, 0]
-        slots = mx.where(self.following > 0, pages * page_size + newest % page_size, -1)
+        slots = newest_slots(self.following, table, page_size)
         return replace(self, slots=slots)
 
 

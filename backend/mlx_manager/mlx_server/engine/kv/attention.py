@@ -13,9 +13,9 @@ is padded. `StepPlan` says which tokens belong together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import takewhile
@@ -48,7 +48,7 @@ from mlx_manager.mlx_server.engine.kv.powers import (
     block_of,
     pays,
 )
-from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
+from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers, Sent
 
 F = TypeVar("F")
 
@@ -350,6 +350,62 @@ class StepPlan:
         return visible
 
 
+def newest_slots(lengths: mx.array, table: mx.array, page_size: int) -> mx.array:
+    """The slots of the newest tokens, -1 for rows of none. lengths: (rows,) int32, tokens of each
+    row. table: (rows, n), their pages."""
+    newest = mx.maximum(lengths - 1, 0)
+    pages = mx.take_along_axis(table, (newest // page_size)[:, None], axis=1)[:, 0]
+    return mx.where(lengths > 0, pages * page_size + newest % page_size, -1)
+
+
+ReadBy = tuple[AttentionShape, int | None]
+"""What attends, and how many tokens back it sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRows:
+    """As `Decoding`, of rows that are on the device, each of one query."""
+
+    table: mx.array
+    lengths: mx.array
+    cuts: Mapping[ReadBy, Splits]
+
+    @property
+    def queries(self) -> int:
+        return int(self.lengths.size)
+
+    def splits(self, kernels: PagedKernels, window: int | None) -> Splits:
+        return self.cuts[kernels.shape, window]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """`StepPlan` of rows alone whose lengths are on the device, and nowhere else: what is put
+    together by it is right for all that follow. Kernels alone can go by it.
+
+    positions: (rows,) int32, those of the newest tokens. numbers: of their slots; -1 for padding.
+    """
+
+    positions: mx.array
+    numbers: Sent
+    decoding: DecodingRows
+
+    @staticmethod
+    def of(
+        before: mx.array, table: mx.array, cuts: Mapping[ReadBy, Splits], page_size: int
+    ) -> RowsPlan:
+        """before: (rows,) int32, the rows' lengths without their newest tokens, 0 for padding.
+        table: (rows, n), their pages. cuts: of each kind of attention."""
+        lengths = mx.where(before > 0, before + 1, 0)
+        numbers = Sent(newest_slots(lengths, table, page_size))
+        return RowsPlan(before, numbers, DecodingRows(table, lengths, cuts))
+
+    @property
+    def chunked(self) -> None:
+        """There are none."""
+        return None
+
+
 class Reading(Enum):
     """How a module gets at its keys and values.
 
@@ -371,10 +427,12 @@ class Pass:
     """The forward pass under way, seen by all layers.
 
     `chunk` says that it is one sequence's chunk, (1, tokens), instead of ragged, (tokens, 1).
+    readers: what has attended in any pass, with kernels.
     """
 
-    plan: StepPlan | None = None
+    plan: StepPlan | RowsPlan | None = None
     chunk: bool = False
+    readers: dict[ReadBy, PagedKernels] = field(default_factory=dict)
 
 
 class PagedLayer:
@@ -393,9 +451,14 @@ class PagedLayer:
         self._pass = current
 
     @property
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepPlan | RowsPlan:
         assert self._pass.plan is not None
         return self._pass.plan
+
+    @property
+    def _spans(self) -> StepPlan:
+        """The plan of a pass whose spans the host knows."""
+        return of_spans(self.plan)
 
     @property
     def chunk(self) -> bool:
@@ -403,7 +466,7 @@ class PagedLayer:
 
     @property
     def offset(self) -> mx.array | int:
-        return self.plan.first_position if self.chunk else self.plan.positions
+        return self._spans.first_position if self.chunk else self.plan.positions
 
     @property
     def keys(self) -> mx.array:
@@ -432,13 +495,13 @@ class PagedLayer:
             case Reading.PAGES | Reading.HANDED_ON:
                 return None if window is None else Window(window)
             case Reading.GATHERED:
-                return self.plan.dense_mask(window)
+                return self._spans.dense_mask(window)
             case Reading.GROUPED:
-                return self.plan.dense_mask(window)[:, None]
+                return self._spans.dense_mask(window)[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
         """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
-        slots = self.plan.numbers if self.store.writes_in_place else self.plan.slots
+        slots = self.plan.numbers if self.store.writes_in_place else self._spans.slots
         if self.chunk:
             self.store.write(keys[0], values[0], slots)
         else:
@@ -456,7 +519,7 @@ class PagedLayer:
             case Reading.HANDED_ON:
                 return self, self
             case _:
-                return self.store.gather(self.plan.table)
+                return self.store.gather(self._spans.table)
 
     def attend(
         self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None
@@ -472,14 +535,24 @@ class PagedLayer:
         """
         self.unread, self._attended = False, True
         window = self.store.shape.window if mask is None else mask.size
+        if self.store.kernels is not None:
+            shape = self.store.attention(queries.shape[1])
+            if (shape, window) not in self._pass.readers:
+                self._pass.readers[shape, window] = self.store.kernels[shape]
         if self.chunk and self.store.kernels is not None:
             by_token = queries.transpose(2, 1, 0, 3)
             out = attend(by_token, self.store, self.plan, scale, window, sinks)
             return out.transpose(2, 1, 0, 3)
         if self.chunk:
-            group = self.plan.groups(window)[0]
+            group = self._spans.groups(window)[0]
             return _attend_chunk(queries, group, self.store, scale, sinks)
         return attend(queries, self.store, self.plan, scale, window, sinks)
+
+
+def of_spans(plan: StepPlan | RowsPlan) -> StepPlan:
+    """`plan`, which is one whose spans the host knows."""
+    assert isinstance(plan, StepPlan)
+    return plan
 
 
 def prepare(q_heads: int, store: LayerStore, plan: StepPlan, window: int | None) -> None:
@@ -497,7 +570,7 @@ def prepare(q_heads: int, store: LayerStore, plan: StepPlan, window: int | None)
 def attend(  # noqa: PLR0917
     queries: mx.array,
     store: LayerStore,
-    plan: StepPlan,
+    plan: StepPlan | RowsPlan,
     scale: float,
     window: int | None,
     sinks: mx.array | None = None,
@@ -516,9 +589,10 @@ def attend(  # noqa: PLR0917
             parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
     else:
         parts = []
-        for group in plan.groups(window):
+        known = of_spans(plan)
+        for group in known.groups(window):
             # A load's checks have no steps of rows and chunks.
-            stream = lane() if group.queries > 1 and plan.spans[0].queries == 1 else nullcontext()
+            stream = lane() if group.queries > 1 and known.spans[0].queries == 1 else nullcontext()
             with stream:
                 parts.append(_attend_group(queries, group, store, scale, sinks, softcap))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -528,7 +602,7 @@ def _attend_with(  # noqa: PLR0917
     kernels: KernelSet,
     queries: mx.array,
     store: LayerStore,
-    plan: StepPlan,
+    plan: StepPlan | RowsPlan,
     scale: float,
     window: int | None,
     sinks: mx.array | None,
@@ -560,7 +634,7 @@ def _attend_with(  # noqa: PLR0917
         case Unsupported():
             # The launch that made the queries may be the one that wrote the pages.
             store.read_after(queries)
-            groups = plan.groups(window, decoding=False)
+            groups = of_spans(plan).groups(window, decoding=False)
             parts += [
                 _attend_group(queries, group, store, scale, sinks, softcap) for group in groups
             ]

@@ -91,6 +91,16 @@ class Numbers:
         return self._places[heads, each]
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Numbers of slots, (tokens,) int32, that the device alone knows, for kernels.
+
+    array: on the device.
+    """
+
+    array: mx.array
+
+
 class LayerStore:
     """Keys and values of one layer.
 
@@ -137,10 +147,14 @@ class LayerStore:
         """The pages, and what is `written`."""
         return self.keys, self.values, self.written
 
+    @arrays.setter
+    def arrays(self, arrays: Sequence[mx.array]) -> None:
+        self.keys, self.values, self.written = arrays
+
     def alike(self, arrays: Sequence[mx.array]) -> LayerStore:
         """One like this with other `arrays`."""
         store = copy(self)
-        store.keys, store.values, store.written = arrays
+        store.arrays = arrays
         return store
 
     @property
@@ -191,7 +205,7 @@ class LayerStore:
         of = self.shape
         return AttentionShape(q_heads, of.kv_heads, of.key_dim, self.page_size, of.dtype)
 
-    def write(self, keys: mx.array, values: mx.array, slots: Numbers | slice) -> None:
+    def write(self, keys: mx.array, values: mx.array, slots: Numbers | Sent | slice) -> None:
         """Put `keys` and `values`, (kv_heads, tokens, dim), into `slots`, (tokens,) or a slice.
 
         In place: with kernels always, and otherwise once evaluated, as long as nothing else holds
@@ -203,6 +217,7 @@ class LayerStore:
             self.values[:, slots] = values
             return
         if self._writer is None:
+            assert isinstance(slots, Numbers)
             index = slots.of_heads(self.shape.kv_heads, self.keys.shape[1])
             # Nothing here may hold the pages beside what writes to them.
             self.keys = _scattered(self.keys.reshape(-1, self.shape.key_dim), index, keys)

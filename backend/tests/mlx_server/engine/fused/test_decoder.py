@@ -25,6 +25,7 @@ from mlx_lm.models.activations import swiglu_oai
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import QuantizedMultiLinear
 
+from mlx_manager.mlx_server.engine import compiled as compiled_steps
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, RaggedStep
 from mlx_manager.mlx_server.engine.fused import decoder as decoders
 from mlx_manager.mlx_server.engine.fused.check import CHECKED_ROWS, check
@@ -824,15 +825,15 @@ def test_launches_take_every_kernel_that_a_compiled_step_takes(name, quantised, 
 
     decoder = FusedDecoder.build(model, PAGE, Opaque, lambda _: PortableProducts(), compile)
     step = step_of(decoder, model, 40)
-    for _ in range(decoders.STEPS_BEFORE_COMPILING + 1):
+    for _ in range(compiled_steps.STEPS_BEFORE_COMPILING + 1):
         decoder.run(step)
     assert len(whole) == 1
     assert joined(list(whole[0])) <= joined(decoder.launches_compiled(step))
 
 
 def test_steps_that_keep_coming_are_compiled_once_and_few_kinds_are_kept(monkeypatch):
-    monkeypatch.setattr(decoders, "STEPS_BEFORE_COMPILING", 4)
-    monkeypatch.setattr(decoders, "MOST_COMPILED", 3)
+    monkeypatch.setattr(compiled_steps, "STEPS_BEFORE_COMPILING", 4)
+    monkeypatch.setattr(compiled_steps, "MOST_COMPILED", 3)
     compiled = []
     decoder = FusedDecoder.build(
         make("llama", {}), PAGE, Portable, compile=lambda function: compiled.append(1) or function
