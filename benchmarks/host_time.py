@@ -1,11 +1,14 @@
 """What a decode step takes of the host, by part, and how many launches it is; on any machine.
 
     PYTHONPATH=backend python benchmarks/host_time.py [--rows 1 32 64 128] [--steps 600]
+        [--model llama|olmo2|falcon_h1|granitemoehybrid|mamba2] [--plain]
 
-The engine as it runs on a GPU: a step ahead, its fused steps compiled. The model is so small that
-it takes the device next to nothing, prompts are not computed, and the kernels are stand-ins of one
-operation each. `python` is the engine's own; what MLX takes to make and to queue the graph and to
-wait for its tokens is apart, and so is the event loop, whose readers do nothing but count. In
+The engine as it runs on a GPU: a step ahead, its steps compiled, those of a llama fused, and of
+other models by mlx-lm's modules. The model is so small that it takes the device next to nothing, a
+llama's prompts are not computed, and the kernels are stand-ins of one operation each. `python` is
+the engine's own; what MLX takes to make and to queue the graph and to wait for its tokens is apart,
+and so is the event loop, whose readers do nothing but count. On a CPU MLX queues operations that a
+GPU launches together one by one, so that `queue` says how many there are and no more. In
 microseconds of the thread's processor time: the smallest of all steps, and the median.
 """
 
@@ -20,18 +23,26 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import llama
+from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine import text_engine
-from mlx_manager.mlx_server.engine.forward import Decode
+from mlx_manager.mlx_server.engine.compiled import Compile
+from mlx_manager.mlx_server.engine.forward import (
+    Decode,
+    Forward,
+    RaggedForward,
+    SeparateForward,
+)
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.forward import FusedForward
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, splits
+from mlx_manager.mlx_server.engine.kv.attention import Reading
+from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet, splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
@@ -53,14 +64,81 @@ VIEWS = frozenset(("Transpose", "Split", "Slice", "ExpandDims", "Reshape", "Broa
 NORM = frozenset(("Square", "Sum"))
 
 
+DECODER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+}
+# By layers.
+MODELS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "llama": lambda layers: {"num_hidden_layers": layers},
+    "olmo2": lambda layers: {"num_hidden_layers": layers},
+    "falcon_h1": lambda layers: {
+        "num_hidden_layers": layers,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 128,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 8,
+        "attention_out_multiplier": 1.0,
+    },
+    "granitemoehybrid": lambda layers: {
+        "num_hidden_layers": layers,
+        # As in Granite 4 H 1B: one of ten.
+        "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(layers)],
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+    },
+    "mamba2": lambda layers: {
+        "num_hidden_layers": layers,
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.001, 100.0],
+        "time_step_rank": "auto",
+    },
+}
+
+
 class StandIn:
-    """`PagedKernels` whose attention is one operation, with a kernel's inputs."""
+    """`PagedKernels` whose attention, and what writes, is one operation, with a kernel's inputs."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
+        self._dep = mx.zeros((1,), mx.int32)
 
-    def plan(self, lengths: Any, *, window: int | None = None) -> splits.Splits:
-        return splits.plan(lengths, blocks_per_item=1, blocks_wanted=528, window=window)
+    def plan(self, lengths: Any, **options: Any) -> splits.Splits:
+        return splits.plan(lengths, blocks_per_item=1, blocks_wanted=528, **options)
+
+    def write(self, *inputs: mx.array) -> mx.array:
+        found: list[mx.array] = mx.depends([self._dep], list(inputs))
+        return found[0]
+
+    def attend(self, queries: mx.array, *inputs: mx.array, **options: Any) -> mx.array:
+        found: list[mx.array] = mx.depends([queries], [*inputs, options["splits"].items])
+        return found[0]
 
     def attend_fused(self, qkv: mx.array, *inputs: Any, **options: Any) -> mx.array:
         arrays = [array for array in inputs if isinstance(array, mx.array)]
@@ -93,24 +171,32 @@ class Words:
         return ""
 
 
-def forward(layers: int) -> DecodesAlone:
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=layers,
-            intermediate_size=128,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            rms_norm_eps=1e-5,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=True,
-        )
-    )
+def as_on_a_gpu() -> None:
+    """A norm, or a rotation, is one operation."""
+
+    def alone(x: mx.array, *inputs: Any, **options: Any) -> mx.array:
+        arrays = [each for each in (*inputs, *options.values()) if isinstance(each, mx.array)]
+        return mx.depends([x], arrays)[0] if arrays else x
+
+    mx.fast.rms_norm = mx.fast.rope = alone
+
+
+def module(name: str, layers: int) -> nn.Module:
+    config = {"model_type": name, **DECODER, **MODELS[name](layers)}
+    family = import_module(f"mlx_lm.models.{name}")
+    model: nn.Module = family.Model(family.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
-    decoder = FusedDecoder.build(model, PAGE, StandIn)  # type: ignore[arg-type]
+    return model
+
+
+def forward(name: str, layers: int, compile: Compile) -> Forward:
+    model = module(name, layers)
+    if name != "llama":
+        built = KernelSet(StandIn)  # type: ignore[arg-type]
+        kind = RaggedForward if name == "olmo2" else SeparateForward
+        return kind(model, PAGE, Reading.PAGES, built, compile)
+    decoder = FusedDecoder.build(model, PAGE, StandIn, compile=compile)  # type: ignore[arg-type]
     assert isinstance(decoder, FusedDecoder), decoder
     stores = [LayerStore(LayerShape(1, 32, 32, mx.bfloat16), PAGE) for _ in range(layers)]
     return DecodesAlone(stores, decoder, PAGE)
@@ -153,17 +239,22 @@ def watch(engine: text_engine.TextEngine) -> Stopwatch:
         watch.wrap(engine, name, part)
     watch.wrap(engine._scheduler, "schedule", "schedule")
     watch.wrap(engine._forward, "run", "forward")
-    watch.wrap(engine._forward._decoder, "run", "make")  # type: ignore[attr-defined]
+    match engine._forward:
+        case FusedForward() as fused:
+            watch.wrap(fused._decoder, "run", "make")
+        case RaggedForward() | SeparateForward() as by_module:
+            assert by_module.rows is not None
+            watch.wrap(by_module.rows.kinds, "run", "make")
     watch.wrap(engine._outbox, "flush", "flush")
     watch.wrap(mx, "async_eval", "queue")
     return watch
 
 
-async def steps(rows: int, count: int, layers: int, temperature: float) -> list[dict[str, float]]:
+async def steps(runs: Forward, rows: int, count: int, temperature: float) -> list[dict[str, float]]:
     """What each step took, by part, in seconds."""
     engine = text_engine.TextEngine(
         "stand-in",
-        forward(layers),
+        runs,
         EngineLimits(max_rows=rows),
         Ledger(1 << 30, cache_bytes=lambda: 0),
         looks_ahead=True,
@@ -229,7 +320,7 @@ async def timed(engine: text_engine.TextEngine, count: int) -> list[dict[str, fl
 
 def launches(rows: int, layers: int) -> Counter[str]:
     """The operations of a compiled step and of drawing its tokens, greedy, by name."""
-    decodes = forward(layers)
+    decodes = forward("llama", layers, mx.compile)
     pages = 2 * WARM // PAGE
     for store in decodes.stores:
         store.resize(rows * pages)
@@ -262,12 +353,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--plain", action="store_true", help="compile no steps")
     options = parser.parse_args()
-    report_launches(options.rows[-1])
+    if options.model == "llama":
+        report_launches(options.rows[-1])
+    else:
+        as_on_a_gpu()
     print("microseconds of processor time a step, smallest and median")
     found = {}
     for rows in options.rows:
-        run = steps(rows, options.steps, options.layers, options.temperature)
+        compile = (lambda function: function) if options.plain else mx.compile
+        runs = forward(options.model, options.layers, compile)
+        run = steps(runs, rows, options.steps, options.temperature)
         found[rows] = asyncio.run(run)
     print(f"{'rows':10}" + "".join(f"{rows:>18}" for rows in found))
     for part in ("python", *PARTS, *APART):

@@ -43,7 +43,7 @@ from servers import (  # noqa: E402
 )
 
 # Tokens that rows decode: some 0.5 s, or what a run has besides would weigh as much.
-TOKENS = {"1b": 192, "8b": 96, "lfm2-1b": 256}
+TOKENS = {"1b": 192, "8b": 96, "lfm2-1b": 256, "olmo2-1b": 256, "granite4-h-1b": 192}
 # Tokens of streams that run while a prompt arrives: they must outlast it.
 RUNNING = {"1b": 1600, "8b": 400}
 Answers = dict[str, list[dict[str, Any]]]

@@ -239,6 +239,66 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "use_double_wide_mlp": False,
     },
+    "olmo2-1b": {
+        "model_type": "olmo2",
+        "architectures": ["Olmo2ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "granite4-h-1b": {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_size": 1536,
+        "num_hidden_layers": 40,
+        "intermediate_size": 4096,
+        "shared_intermediate_size": 4096,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "layer_types": [
+            "attention" if number in {5, 15, 25, 35} else "mamba" for number in range(40)
+        ],
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0078125,
+        "logits_scaling": 6.0,
+        "residual_multiplier": 0.22,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+    },
+    "falcon-h1-1.5b": {
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 256,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "attention_out_multiplier": 1.0,
+        "tie_word_embeddings": False,
+    },
     "qwen3.5-9b": _QWEN35
     | {
         "hidden_size": 4096,
@@ -252,9 +312,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
 experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
-Gemma 4 E2B and E4B, and a fifth of the layers of 31B,
-Qwen 3.5 0.8B, 4B and 9B, a fifth of the layers of 35B A3B, LFM 2 1.2B, and a quarter of GLM 4.7
-Flash, but for their vocabularies."""
+Gemma 4 E2B and E4B, and a fifth of the layers of 31B; Qwen 3.5 0.8B, 4B and 9B, a fifth of the
+layers of 35B A3B, LFM 2 1.2B, a quarter of GLM 4.7 Flash, OLMo 2 1B, Granite 4 H 1B and Falcon H1
+1.5B, but for their vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

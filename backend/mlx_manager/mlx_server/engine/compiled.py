@@ -34,25 +34,31 @@ class Kinds:
 
     Attributes:
         early: a kind is compiled when it comes for the second time: while a model is compared.
-        compiled: whether any has been compiled, and none has failed to be.
+        compiles: False from the first on that could not be.
     """
 
     def __init__(self, compile: Compile) -> None:
         self.early = False
-        self._compile: Compile | None = compile
+        self.compiles = True
+        self._compile = compile
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._seen: Counter[Hashable] = Counter()
 
     @property
-    def compiled(self) -> bool:
-        return bool(self._compiled)
+    def compiled(self) -> int:
+        """How many are."""
+        return len(self._compiled)
 
-    def give_up(self, why: str) -> None:
-        """Compile no more, and forget what has been."""
-        log.info("steps are not compiled: %s", why)
-        self._compile = None
+    def forget(self) -> None:
+        """What comes from now on is as if nothing had come before. What has been put together stays
+        on the stream that it was put together for."""
         self._compiled.clear()
         self._seen.clear()
+
+    def give_up(self) -> None:
+        """Compile no more."""
+        self.compiles = False
+        self.forget()
 
     def run(self, kind: Hashable, plain: Callable[..., Any], *arrays: Any) -> Any:
         """`plain(*arrays)`, by what has been compiled of it for other arrays of that kind.
@@ -65,14 +71,14 @@ class Kinds:
         if run is not None:
             self._compiled[kind] = run
             return run(*arrays)
-        compile = self._compile
-        if compile is None or not self._comes_again(kind):
+        if not self.compiles or not self._comes_again(kind):
             return plain(*arrays)
-        run = compile(plain)
+        run = self._compile(plain)
         try:
             found = run(*arrays)
         except WRONG as error:
-            self.give_up(str(error))
+            log.info("steps are not compiled: %s", error)
+            self.give_up()
             return plain(*arrays)
         if len(self._compiled) == MOST_COMPILED:
             del self._compiled[next(iter(self._compiled))]

@@ -352,7 +352,7 @@ class RaggedForward(OnPages):
         route(model)
         self.rows: ModuleSteps | None = None
         if kernels is not None and serves(self.layers):
-            call = partial(self._through, wanted=None)
+            call = partial(self._selection.logits, model, self._caches)
             how = (self._pass, page_size, compile, padded_rows)
             self.rows = ModuleSteps(call, self.layers, (), *how)
         if kernels is None and mx.default_device() == mx.cpu:
@@ -372,7 +372,9 @@ class RaggedForward(OnPages):
         self.abandon()
         step = RaggedStep.of(decode, chunks, self._page_size)
         self._pass.plan = step.plan
-        return self._through(step.tokens[:, None], step.wanted)
+        tokens, wanted = step.tokens[:, None], step.wanted
+        hidden = _as_it_is if wanted is None else (lambda h: h[wanted])
+        return self._selection.logits(self._model, self._caches, tokens, hidden)
 
     def abandon(self) -> None:
         if self.rows is not None:
@@ -380,10 +382,6 @@ class RaggedForward(OnPages):
 
     def state(self) -> list[mx.array]:
         return super().state() + ([] if self.rows is None else self.rows.state())
-
-    def _through(self, tokens: mx.array, wanted: mx.array | None) -> mx.array:
-        hidden = (lambda h: h) if wanted is None else (lambda h: h[wanted])
-        return self._selection.run(lambda: self._model(tokens, cache=self._caches), hidden)
 
 
 def shortest_first(lengths: Sequence[int]) -> list[int]:
@@ -444,7 +442,7 @@ class SeparateForward(Plain):
         if kernels is not None and serves(self.layers):
             # Of a batch, and empty but for the time of its pass.
             caches = self._fresh()
-            call = partial(self._through, caches=caches, wanted=lambda h: h)
+            call = partial(self._selection.logits, model, caches)
             how = (self._pass, page_size, compile, int)
             self.rows = ModuleSteps(call, self.layers, _unpaged(caches), *how)
         if mx.default_device() == mx.cpu:
@@ -537,17 +535,12 @@ class SeparateForward(Plain):
         if self.rows is not None:
             return self.rows.run(decode, _unpaged(self._batch))
         self._pass.plan, self._pass.chunk = StepPlan(decode.spans, self._page_size), False
-        return self._through(decode.tokens[:, None], self._batch, lambda h: h)
+        return self._selection.logits(self._model, self._batch, decode.tokens[:, None])
 
     def _pass_of_chunk(self, chunk: Chunk, tokens: mx.array, caches: list[Any]) -> mx.array:
         self._pass.plan, self._pass.chunk = StepPlan([chunk.span], self._page_size), True
-        wanted = (lambda h: h) if chunk.every else (lambda h: h[:, -1:])
-        return self._through(tokens, caches, wanted)
-
-    def _through(
-        self, tokens: mx.array, caches: list[Any], wanted: Callable[[mx.array], mx.array]
-    ) -> mx.array:
-        return self._selection.run(lambda: self._model(tokens, cache=caches), wanted)
+        wanted = _as_it_is if chunk.every else (lambda h: h[:, -1:])
+        return self._selection.logits(self._model, caches, tokens, wanted)
 
 
 class AloneForward(Plain):
@@ -774,6 +767,10 @@ def kept_in(caches: Sequence[Any]) -> list[mx.array]:
 # ---------------------------------------------------------------------------------------------
 
 
+def _as_it_is(hidden: mx.array) -> mx.array:
+    return hidden
+
+
 class HiddenSelection:
     """Lets the output projection see only the tokens whose logits are wanted.
 
@@ -791,12 +788,16 @@ class HiddenSelection:
             self._inside = True
             self._install(body)
 
-    def run(
-        self, forward: Callable[[], mx.array], select: Callable[[mx.array], mx.array]
+    def logits(
+        self,
+        model: nn.Module,
+        caches: Sequence[Any],
+        tokens: mx.array,
+        select: Callable[[mx.array], mx.array] = _as_it_is,
     ) -> mx.array:
-        """`forward()`'s logits (rows, vocabulary) where `select` picks of (batch, tokens, …)."""
+        """Of `model`, (rows, vocabulary), where `select` picks of (batch, tokens, …)."""
         self._select = select
-        logits = forward()
+        logits: mx.array = model(tokens, cache=caches)
         if not self._inside:
             logits = select(logits)
         return logits[:, -1] if logits.shape[1] == 1 else logits.reshape(-1, logits.shape[-1])

@@ -74,7 +74,7 @@ class ModuleSteps:
         self._states = states
         self._pass = current
         self._page_size = page_size
-        self._running = Running(self._plan, size)
+        self._running = Running(partial(_cut, current), size)
         self.kinds = Kinds(compile)
 
     def run(self, decode: Decode, kept: Sequence[ArraysCache] = ()) -> mx.array:
@@ -111,12 +111,6 @@ class ModuleSteps:
         last = self._running.batch
         return [] if last is None else [last.before]
 
-    def _plan(self, lengths: NDArray[Any]) -> dict[ReadBy, Splits]:
-        return {
-            (shape, window): kernels.plan(lengths, window=window)
-            for (shape, window), kernels in self._pass.readers.items()
-        }
-
     def _step(  # noqa: PLR0917
         self,
         cuts: Sequence[Cut],
@@ -150,6 +144,14 @@ class ModuleSteps:
                 store.arrays = arrays
             for state in self._states:
                 _keep(state, [None] * (len(state.cache) + 2))
+
+
+def _cut(current: Pass, lengths: NDArray[Any]) -> dict[ReadBy, Splits]:
+    """The work of all that has attended in any pass."""
+    return {
+        (shape, window): kernels.plan(lengths, window=window)
+        for (shape, window), kernels in current.readers.items()
+    }
 
 
 def _kept_by(state: ArraysCache) -> Kept:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
+
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
@@ -111,6 +114,47 @@ class Portable:
         return mx.fast.scaled_dot_product_attention(
             q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
         )[0]
+
+
+class TraceableWriter:
+    """`PortableWriter` for any slots, so that `mx.compile` can go through it."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+
+    def write(self, k_pool, v_pool, k, v, slots):
+        for token in range(slots.size):
+            slot = mx.maximum(slots[token], 0)
+            for pool, new in ((k_pool, k), (v_pool, v)):
+                row, place = divmod(token, new.shape[2])
+                pool[:, slot] = mx.where(slots[token] >= 0, new[row, :, place], pool[:, slot])
+        return mx.zeros((1,), mx.int32)
+
+
+class Traceable(Portable):
+    """`Portable` whose rows are attended to over all of their pages, whatever their lengths, so
+    that `mx.compile` can go through it."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.write = TraceableWriter(shape.pools).write
+
+    def attend(
+        self, q, k_pool, v_pool, table, lengths, dep, *,
+        scale, splits, window=None, softcap=None, sinks=None,
+    ):  # fmt: skip
+        pages, size = table[splits.items[: lengths.size, 1]], self.shape.page_size
+        slots = (pages[..., None] * size + mx.arange(size)).reshape(lengths.size, -1)
+        places, ends = mx.arange(slots.shape[1]), lengths[:, None]
+        seen = places < ends
+        if window is not None:
+            seen = seen & (places >= ends - window)
+        keys, values = k_pool[:, slots].swapaxes(0, 1), v_pool[:, slots].swapaxes(0, 1)
+        mask = (seen | (ends == 0))[:, None, None]
+        out = mx.fast.scaled_dot_product_attention(
+            q, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+        return mx.where((ends == 0)[..., None, None], 0.0, out)
 
 
 class PortableLatents:
@@ -223,6 +267,40 @@ def put(pool, tokens, slots):
 def plainly(function):
     """In place of `mx.compile`, which `Portable`'s loops over rows can't go through."""
     return function
+
+
+class Replayed:
+    """In place of `mx.compile`: what is put together for the first arrays is repeated for others of
+    their shapes, operation by operation. `mx.compile` would have g++ compile those that it joins.
+
+    times: how often it has been repeated.
+    """
+
+    def __init__(self, function) -> None:
+        self._function = function
+        self._repeats = {}
+        self.times = 0
+
+    def __call__(self, *given):
+        arrays = [array for _, array in tree_flatten(given) if array is not None]
+        shapes = tuple((array.shape, array.dtype) for array in arrays)
+        if shapes not in self._repeats:
+            self._repeats[shapes] = self._put_together(given, arrays)
+        self.times += 1
+        found = iter(self._repeats[shapes](arrays))
+        return tree_map(lambda leaf: None if leaf is None else next(found), self._made)
+
+    def _put_together(self, given, arrays):
+        def flat(*traced):
+            own = iter(traced)
+            as_given = tree_map(lambda leaf: None if leaf is None else next(own), given)
+            made = self._function(*as_given)
+            self._made = tree_map(lambda leaf: None if leaf is None else 0, made)
+            return [leaf for _, leaf in tree_flatten(made) if leaf is not None]
+
+        with TemporaryDirectory() as folder:
+            mx.export_function(f"{folder}/step.mlxfn", flat, *arrays)
+            return mx.import_function(f"{folder}/step.mlxfn")
 
 
 def turned(x, rotation, rotary):

@@ -17,7 +17,7 @@ from engine.portable import Portable, plainly
 from pools import answer, given_back, open_pool, request, states
 
 from mlx_manager.mlx_server.backends.text import TextBackend, preparing
-from mlx_manager.mlx_server.engine.choice import choosing
+from mlx_manager.mlx_server.engine.choice import STEPS, choosing
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.loading import LoadedModel
@@ -102,7 +102,7 @@ async def test_on_a_gpu_each_kernel_and_each_pass_is_a_piece(models_dir: Path) -
     # Its two layers are joined one by one, and two sequences pass through the model three times.
     assert places.count("building > _building > computed > beside") == 2
     assert places.count("checking > _passed > computed > beside") == 2 * 3
-    assert places.count("disagreement > run_both > computed > beside") == 5
+    assert places.count("disagreement > run_both > computed > beside") == 2 + STEPS
     # A draw in every way.
     draws = watch.pauses.count("preparing > choosing > one_by_one > computed > beside")
     assert draws == len(list(every_way(mx.zeros((2, 64)))))

@@ -69,6 +69,7 @@ class FusedForward(OnPages):
             number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
         }
         self._slots = Slots(list(self._states.values()))
+        self._slots_of = self._slots.of if self._states else _no_slots
         self._running = Running(decoder.plan, slots=self._slots_of)
         self.stores = [store for store in stores if isinstance(store, LayerStore)]
         self.prefixes: Prefixes = "snapshot" if self._states else "pages"
@@ -211,9 +212,10 @@ class FusedForward(OnPages):
         far = self._decoder.is_far(batch.lengths)
         return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
 
-    def _slots_of(self, keys: Sequence[int]) -> list[int]:
-        """None where there are no recurrent layers."""
-        return self._slots.of(keys) if self._states else []
+
+def _no_slots(_: Sequence[int]) -> list[int]:
+    """Where there are no recurrent layers."""
+    return []
 
 
 def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
