@@ -25,7 +25,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 # takes of attention to heads, and of plain products, and what launches take besides (NOTES 133).
 ATTENDING = 0.6
 MULTIPLYING = 0.35
-START = 4e9
+START = 1e10
 # Of a layer's expanded contexts: layers that are queued have them each, three at least. It is
 # 30 000 tokens of GLM 4.7 Flash's 20 heads of 256; longer contexts are attended as latents.
 MOST_BYTES = 700_000_000

@@ -86,7 +86,8 @@ def first_of(of: LatentShape, texts: list[tuple[int, int]]) -> int:
         ([(1, 500)] * 3 + [(2048, 0), (2048, 0)], 3),
         # Many prompts, each too short by itself.
         ([(256, 0)], 1),
-        ([(256, 0)] * 16, 0),
+        ([(256, 0)] * 16, 16),
+        ([(512, 0)] * 16, 0),
         # Few queries far into a text, by themselves and before others.
         ([(64, 20_000)], 1),
         ([(64, 9_000), (2048, 0)], 1),
