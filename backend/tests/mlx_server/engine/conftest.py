@@ -100,7 +100,7 @@ def compile_cuda(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     def compile_entries(entries: Sequence[tuple]) -> Library:
         directory = tmp_path_factory.mktemp("cuda")
         views = ("Shape", "Strides")
-        return _compile(directory, _entries(entries), "cuda.h", "Index", CUDA_TYPES, views)
+        return _compile(directory, _entries(entries), "cuda", "Index", CUDA_TYPES, views)
 
     return compile_entries
 
@@ -110,7 +110,7 @@ def compile_metal(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     def compile_entries(entries: Sequence[tuple]) -> Library:
         directory = tmp_path_factory.mktemp("metal")
         views = ("const int*", "const int64_t*")
-        return _compile(directory, _entries(entries), "metal.h", "uint3", METAL_TYPES, views)
+        return _compile(directory, _entries(entries), "metal", "uint3", METAL_TYPES, views)
 
     return compile_entries
 
@@ -139,7 +139,7 @@ def _entries(entries: Sequence[tuple]) -> list[Entry]:
 def _compile(
     directory: Path,
     entries: Sequence[Entry],
-    header: str,
+    language: str,
     index: str,
     types: dict[mx.Dtype, str],
     views: tuple[str, str],
@@ -147,37 +147,43 @@ def _compile(
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed: the GPU sources can't be compiled for a CPU")
-    parts = [f'#include "{header}"', "#define threadgroup", entries[0].source.header]
+    parts = [f'#include "{language}.h"', "#define threadgroup", entries[0].source.header]
     parts += ["#undef threadgroup", "#define threadgroup static"]
     parts += [_function(i, entry, index, types, views) for i, entry in enumerate(entries)]
     path = directory / "kernels.so"
-    headers = _compiled_header(compiler, header, directory.parent)
-    path.write_bytes(_compiled(compiler, "\n".join(parts), headers))
+    folder = _compiled_language(compiler, language, directory.parent)
+    path.write_bytes(_compiled(compiler, "\n".join(parts), folder))
     return Library(path, entries)
 
 
 # Unfortified: that checks jumps to stay on one stack, and each emulated thread has its own.
 FLAGS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w")
+EMULATED = "emulated.so"
 
 
 @cache
-def _compiled_header(compiler: str, header: str, parent: Path) -> Path:
-    """A folder with a compiled header, which saves each library the half of its compilation."""
-    folder = parent / "headers"
+def _compiled_language(compiler: str, language: str, parent: Path) -> Path:
+    """A folder with a compiled header, and beside it the library of what is the same for all
+    kernels: most of what each would take to compile."""
+    folder = parent / language
     folder.mkdir(exist_ok=True)
-    command = [compiler, "-x", "c++-header", *FLAGS, str(EMULATION / header)]
-    subprocess.run([*command, "-o", str(folder / f"{header}.gch")], check=True)
+    header = [compiler, "-x", "c++-header", *FLAGS, str(EMULATION / f"{language}.h")]
+    subprocess.run([*header, "-o", str(folder / f"{language}.h.gch")], check=True)
+    sources = [str(EMULATION / f"{name}.cpp") for name in ("group", language)]
+    library = [compiler, *FLAGS, *sources, "-o", str(folder / EMULATED)]
+    subprocess.run(library, check=True)
     return folder
 
 
 @cache
-def _compiled(compiler: str, text: str, headers: Path) -> bytes:
+def _compiled(compiler: str, text: str, language: Path) -> bytes:
     """The file of a library. Many tests differ only in what they give a kernel; each has a copy."""
-    flags = [*FLAGS, f"-I{headers}", f"-I{EMULATION}"]
+    flags = [*FLAGS, f"-I{language}", f"-I{EMULATION}"]
     with TemporaryDirectory() as folder:
         source, path = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
         source.write_text(text)
-        subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+        command = [compiler, *flags, str(source), str(language / EMULATED), "-o", str(path)]
+        subprocess.run(command, check=True)
         return path.read_bytes()
 
 

@@ -3,6 +3,8 @@
 // Matrix instructions follow the fragment layouts of the PTX ISA (warp-level matrix instructions).
 // Asynchronous copies take place when they are waited for and not before, so that a missing wait
 // shows as stale data.
+//
+// What needs no kernel is in cuda.cpp, which is compiled once.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -19,7 +21,7 @@
 #define __align__(n)
 
 struct Index { int x, y, z; };
-inline Index blockIdx, gridDim, blockDim;
+extern Index blockIdx, gridDim, blockDim;
 #define threadIdx (Index{group::current, 0, 0})
 
 struct __nv_bfloat16 {
@@ -60,7 +62,7 @@ using Shape = std::array<int32_t, 8>;
 
 namespace kernels {
 
-alignas(1024) inline unsigned char shared[256 * 1024];
+alignas(1024) extern unsigned char shared[256 * 1024];
 
 inline unsigned shared_address(const void* pointer) {
   return unsigned(static_cast<const unsigned char*>(pointer) - shared);
@@ -68,75 +70,29 @@ inline unsigned shared_address(const void* pointer) {
 
 struct Copy { void* to; const void* from; int bytes, size = 16; };
 using Copies = std::vector<Copy>;
-inline std::deque<Copies> committed[1024];
-inline Copies pending[1024];
+extern std::deque<Copies> committed[1024];
+extern Copies pending[1024];
 
 // 16-byte pieces of shared memory that copies have written and no fence has shown to the group
 // products yet (hopper.h), and those of each thread.
-inline bool hidden[sizeof shared / 16];
-inline std::vector<unsigned> unshown[1024];
+extern bool hidden[sizeof shared / 16];
+extern std::vector<unsigned> unshown[1024];
 
-inline void forget_copies() {
-  for (auto& copies : committed) copies.clear();
-  for (auto& copies : pending) copies.clear();
-  for (auto& pieces : unshown) pieces.clear();
-  std::memset(hidden, 0, sizeof hidden);
-}
-inline void copy_async(void* to, const void* from, int bytes) {
-  pending[group::current].push_back({to, from, bytes});
-}
+void copy_async(void* to, const void* from, int bytes);
 inline void copy_async_of_line(void* to, const void* from, int bytes) {
   copy_async(to, from, bytes);
 }
 inline void copy_async_in_order(void* to, const void* from) { copy_async(to, from, 16); }
-inline void commit_copies() {
-  committed[group::current].push_back(std::move(pending[group::current]));
-  pending[group::current].clear();
-}
+void commit_copies();
+void wait_copies_but(int last);
 template <int PENDING>
-inline void wait_copies() {
-  auto& groups = committed[group::current];
-  for (; int(groups.size()) > PENDING; groups.pop_front())
-    for (auto& copy : groups.front()) {
-      std::memset(copy.to, 0, copy.size);
-      std::memcpy(copy.to, copy.from, copy.bytes);
-      unsigned piece = shared_address(copy.to) / 16;
-      hidden[piece] = true;
-      unshown[group::current].push_back(piece);
-    }
-}
+inline void wait_copies() { wait_copies_but(PENDING); }
 
-inline void load(unsigned (&r)[4], const void* row, bool transposed) {
-  group::self().pointer = row;
-  group::warp_barrier();
-  int major = group::lane() / 4, minor = group::lane() % 4 * 2;
-  for (int i = 0; i < 4; i++) {
-    uint16_t pair[2];
-    for (int e = 0; e < 2; e++) {
-      int from = transposed ? minor + e : major, at = transposed ? major : minor + e;
-      pair[e] = static_cast<const uint16_t*>(group::peer(i * 8 + from).pointer)[at];
-    }
-    std::memcpy(&r[i], pair, 4);
-  }
-  group::warp_barrier();
-}
+void load(unsigned (&r)[4], const void* row, bool transposed);
 inline void load_matrices(unsigned (&r)[4], const void* row) { load(r, row, false); }
 inline void load_matrices_transposed(unsigned (&r)[4], const void* row) { load(r, row, true); }
 
-inline unsigned transpose_matrix(unsigned x) {
-  group::self().shown[0] = x;
-  group::warp_barrier();
-  int major = group::lane() / 4, minor = group::lane() % 4 * 2;
-  uint16_t pair[2];
-  for (int e = 0; e < 2; e++) {
-    unsigned from = group::peer((minor + e) * 4 + major / 2).shown[0];
-    pair[e] = uint16_t(from >> major % 2 * 16);
-  }
-  group::warp_barrier();
-  unsigned y;
-  std::memcpy(&y, pair, 4);
-  return y;
-}
+unsigned transpose_matrix(unsigned x);
 
 template <typename T>
 float element(unsigned word, int which) {
@@ -166,6 +122,11 @@ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, c
   group::warp_barrier();
 }
 
+extern template void multiply(float (&)[4], const unsigned (&)[4], unsigned, unsigned,
+                              const __nv_bfloat16*);
+extern template void multiply(float (&)[4], const unsigned (&)[4], unsigned, unsigned,
+                              const __half*);
+
 template <typename T>
 void multiply_alone(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const T* type) {
   for (float& sum : c) sum = 0.f;
@@ -193,14 +154,7 @@ inline float power_of_two(float x) { return std::exp2(x); }
 inline float shuffle_xor(float x, int lanes) { return group::exchange(x, group::lane() ^ lanes); }
 inline int shuffle(int x, int lane) { return group::exchange(x, lane); }
 inline float shuffle(float x, int lane) { return group::exchange(x, lane); }
-inline bool any_lane(bool x) {
-  group::self().shown[0] = x;
-  group::warp_barrier();
-  bool any = false;
-  for (int i = 0; i < group::kLanes; i++) any = any || group::peer(i).shown[0];
-  group::warp_barrier();
-  return any;
-}
+bool any_lane(bool x);
 inline float4 read_shared_result(const float4* p) { return *p; }
 inline float2 read_shared_result(const float2* p) { return *p; }
 inline uint4 read_shared_result(const uint4* p) { return *p; }
@@ -217,57 +171,4 @@ inline void write_global(uint4* p, uint4 x) { *p = x; }
 
 #include "hopper.h"
 
-// A block that waits for others, while they run: all that is its own.
-struct Waiting {
-  Index place;
-  std::vector<group::Thread> threads;
-  std::vector<unsigned char> shared;
-  std::vector<std::deque<kernels::Copies>> committed;
-  std::vector<kernels::Copies> pending;
-
-  // Of the block that runs; to set it aside, and to have it back.
-  void exchange(int size) {
-    std::swap(place, blockIdx);
-    std::swap(threads, group::threads);
-    std::swap_ranges(shared.begin(), shared.end(), kernels::shared);
-    for (int i = 0; i < size; i++) {
-      std::swap(committed[i], kernels::committed[i]);
-      std::swap(pending[i], kernels::pending[i]);
-    }
-  }
-};
-
-template <typename Kernel>
-void launch(Index grid, Index block, Kernel kernel) {
-  gridDim = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
-  blockDim = block;
-  std::deque<Waiting> waiting;
-  // The last first: a block that needs what others make shows whether it waits for them.
-  for (int y = gridDim.y - 1; y >= 0; y--)
-    for (int x = gridDim.x - 1; x >= 0; x--) {
-      blockIdx = {x, y, 0};
-      // Not a number in every format: what is read before it is written shows.
-      std::memset(kernels::shared, 0xff, sizeof kernels::shared);
-      kernels::forget_copies();
-      kernels::forget_products();
-      group::begin(block.x, kernel);
-      group::go_on_until_stuck();
-      if (group::has_ended()) continue;
-      Waiting own{{}, {}, std::vector<unsigned char>(sizeof kernels::shared)};
-      own.committed.resize(block.x);
-      own.pending.resize(block.x);
-      waiting.push_back(std::move(own));
-      waiting.back().exchange(block.x);
-    }
-  for (size_t idle = 0; !waiting.empty();) {
-    Waiting own = std::move(waiting.back());
-    waiting.pop_back();
-    own.exchange(block.x);
-    idle = group::go_on_until_stuck() ? 0 : idle + 1;
-    if (!group::has_ended()) {
-      if (idle > waiting.size()) group::give_up();
-      own.exchange(block.x);
-      waiting.push_front(std::move(own));
-    }
-  }
-}
+void launch(Index grid, Index block, std::function<void()> kernel);

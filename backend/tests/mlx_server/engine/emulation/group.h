@@ -2,6 +2,8 @@
 //
 // Fibers run in order and switch at barriers alone, so a run is deterministic. A barrier that some
 // thread of its group never reaches is a deadlock on a GPU; here it ends the process with a message.
+//
+// What needs no kernel is in group.cpp, which is compiled once.
 #pragma once
 #include <csetjmp>
 #include <sys/mman.h>
@@ -36,17 +38,6 @@ struct Free {
   void operator()(char* memory) const { munmap(memory, kStack); }
 };
 
-// Zeros that take no memory until they are touched, and then a page: thousands of stacks would be
-// gigabytes, and `calloc` writes what has been in use before, as huge pages are written whole.
-inline char* stack() {
-  void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-  if (memory == MAP_FAILED) std::abort();
-#ifdef MADV_NOHUGEPAGE
-  madvise(memory, kStack, MADV_NOHUGEPAGE);
-#endif
-  return static_cast<char*>(memory);
-}
-
 // A context only starts a fiber: to switch by contexts asks the system for the signal mask each time.
 struct Thread {
   ucontext_t start;
@@ -61,110 +52,30 @@ struct Thread {
   const void* pointer;
 };
 
-inline std::vector<Thread> threads;
-inline jmp_buf scheduler;
-inline int current;
-inline std::function<void()> body;
+extern std::vector<Thread> threads;
+extern jmp_buf scheduler;
+extern int current;
 
 inline int lane() { return current % kLanes; }
 inline Thread& self() { return threads[current]; }
 inline Thread& peer(int lane) { return threads[current / kLanes * kLanes + lane]; }
 
-inline void wait(Waits what) {
-  self().waits = what;
-  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
-}
-
-inline void entry() {
-  body();
-  self().waits = Waits::done;
-  _longjmp(scheduler, 1);
-}
-
-inline void go_on(Thread& thread) {
-  if (_setjmp(scheduler) != 0) return;
-  if (thread.started) _longjmp(thread.place, 1);
-  thread.started = true;
-  setcontext(&thread.start);
-}
-
-inline void resume(int first, int count) {
-  for (int i = first; i < first + count; i++)
-    if (threads[i].waits != Waits::done) {
-      threads[i].waits = Waits::nobody;
-      current = i;
-      go_on(threads[i]);
-    }
-}
-
-inline bool all(int first, int count, Waits what) {
-  for (int i = first; i < first + count; i++)
-    if (threads[i].waits != what) return false;
-  return true;
-}
+void wait(Waits what);
 
 // Begins a block: `go_on_until_stuck` has it run.
-inline void begin(int size, std::function<void()> what) {
-  body = std::move(what);
-  threads.resize(size);
-  for (auto& thread : threads) {
-    if (!thread.stack) thread.stack.reset(stack());
-    thread.waits = Waits::nobody;
-    thread.started = false;
-    getcontext(&thread.start);
-    thread.start.uc_stack.ss_sp = thread.stack.get();
-    thread.start.uc_stack.ss_size = kStack;
-    thread.start.uc_link = nullptr;
-    makecontext(&thread.start, entry, 0);
-  }
-}
-
-inline void give_up() {
-  std::fprintf(stderr, "deadlock: not every thread reached the same barrier\n");
-  std::abort();
-}
-
-inline bool has_ended() { return all(0, threads.size(), Waits::done); }
+void begin(int size, std::function<void()> what);
 
 // Returns when the block has ended, or waits for what it can't bring about itself. Says whether
 // anything happened.
-inline bool go_on_until_stuck() {
-  int size = threads.size();
-  bool ever = !threads[0].started;
-  if (ever) resume(0, size);
-  for (bool moved = true; moved && !has_ended();) {
-    moved = false;
-    for (int warp = 0; warp + kLanes <= size; warp += kLanes)
-      while (all(warp, kLanes, Waits::warp)) {
-        resume(warp, kLanes);
-        moved = true;
-      }
-    for (int i = 0; i < size; i++)
-      if (threads[i].waits == Waits::event && threads[i].happened()) {
-        resume(i, 1);
-        moved = true;
-      }
-    if (all(0, size, Waits::block)) {
-      resume(0, size);
-      moved = true;
-    }
-    ever = ever || moved;
-  }
-  return ever;
-}
+bool go_on_until_stuck();
 
-inline void run(int size, std::function<void()> what) {
-  begin(size, std::move(what));
-  go_on_until_stuck();
-  if (!has_ended()) give_up();
-}
+bool has_ended();
+[[noreturn]] void give_up();
+void run(int size, std::function<void()> what);
 
 inline void warp_barrier() { wait(Waits::warp); }
 inline void block_barrier() { wait(Waits::block); }
-inline void wait_until(std::function<bool()> happened) {
-  self().happened = std::move(happened);
-  wait(Waits::event);
-}
+void wait_until(std::function<bool()> happened);
 
 // The value that `lane` shows while this thread shows `x`.
 template <typename T>

@@ -24,30 +24,16 @@ struct PendingProduct {
   std::vector<std::pair<unsigned, std::array<unsigned, 4>>> read;
 };
 using Products = std::vector<PendingProduct>;
-inline std::deque<Products> committed_products[1024];
-inline Products pending_products[1024];
+extern std::deque<Products> committed_products[1024];
+extern Products pending_products[1024];
 // The values of accumulators that products have been begun on.
-inline std::map<float*, std::vector<float>> accumulators[1024];
-inline bool may_multiply[1024];
+extern std::map<float*, std::vector<float>> accumulators[1024];
+extern bool may_multiply[1024];
 
-inline void forget_products() {
-  for (auto& products : committed_products) products.clear();
-  for (auto& products : pending_products) products.clear();
-  for (auto& values : accumulators) values.clear();
-  for (bool& may : may_multiply) may = false;
-}
-
-inline void show_to_products() {
-  for (unsigned piece : unshown[group::current]) hidden[piece] = false;
-  unshown[group::current].clear();
-}
-
-inline void begin_products() { may_multiply[group::current] = true; }
-
-inline void commit_products() {
-  committed_products[group::current].push_back(std::move(pending_products[group::current]));
-  pending_products[group::current].clear();
-}
+void forget_products();
+void show_to_products();
+void begin_products();
+void commit_products();
 
 inline std::array<unsigned, 4> piece_at(unsigned offset) {
   std::array<unsigned, 4> found;
@@ -55,39 +41,9 @@ inline std::array<unsigned, 4> piece_at(unsigned offset) {
   return found;
 }
 
-inline bool in_use(const float* d) {
-  for (auto& products : committed_products[group::current])
-    for (auto& product : products)
-      if (product.d == d) return true;
-  for (auto& product : pending_products[group::current])
-    if (product.d == d) return true;
-  return false;
-}
-
+void wait_products_but(int last);
 template <int PENDING>
-void wait_products() {
-  may_multiply[group::current] = false;
-  auto& groups = committed_products[group::current];
-  while (int(groups.size()) > PENDING) {
-    Products done = std::move(groups.front());
-    groups.pop_front();
-    for (size_t n = 0; n < done.size(); n++) {
-      PendingProduct& product = done[n];
-      auto& values = accumulators[group::current][product.d];
-      bool sound = true;
-      for (auto& [offset, bytes] : product.read) sound = sound && piece_at(offset) == bytes;
-      for (size_t i = 0; i < values.size(); i++) {
-        float found = sound ? product.found[i] : std::nanf("");
-        values[i] = product.add ? values[i] + found : found;
-      }
-      bool more = in_use(product.d);
-      for (size_t m = n + 1; m < done.size(); m++) more = more || done[m].d == product.d;
-      if (more) continue;
-      std::copy(values.begin(), values.end(), product.d);
-      accumulators[group::current].erase(product.d);
-    }
-  }
-}
+void wait_products() { wait_products_but(PENDING); }
 
 template <typename T, int N>
 void settle(T (&)[N]) {}

@@ -1,4 +1,6 @@
 // What the kernels need of the Metal Shading Language, on a CPU.
+//
+// What needs no kernel is in metal.cpp, which is compiled once.
 #pragma once
 #include <algorithm>
 
@@ -25,7 +27,7 @@ struct float16_t {
   operator float() const { return float_of_float16(bits); }
 };
 
-inline uint3 threadgroup_position_in_grid, threadgroups_per_grid, threads_per_threadgroup;
+extern uint3 threadgroup_position_in_grid, threadgroups_per_grid, threads_per_threadgroup;
 #define thread_index_in_threadgroup (unsigned(group::current))
 #define simdgroup_index_in_threadgroup (unsigned(group::current) / 32)
 #define thread_index_in_simdgroup (unsigned(group::current) % 32)
@@ -62,13 +64,4 @@ inline float tanh(float x) { return std::tanh(x); }
 }
 }  // namespace metal
 
-template <typename Kernel>
-void launch(uint3 grid, uint3 block, Kernel kernel) {
-  threads_per_threadgroup = block;
-  threadgroups_per_grid = {grid.x / block.x, grid.y / block.y, grid.z / block.z};
-  for (unsigned y = 0; y < threadgroups_per_grid.y; y++)
-    for (unsigned x = 0; x < threadgroups_per_grid.x; x++) {
-      threadgroup_position_in_grid = {x, y, 0};
-      group::run(int(block.x), kernel);
-    }
-}
+void launch(uint3 grid, uint3 block, std::function<void()> kernel);
