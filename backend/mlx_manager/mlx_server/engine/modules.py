@@ -40,7 +40,11 @@ Kept = list["mx.array | None"]
 
 
 def serves(layers: Sequence[PagedLayer]) -> bool:
-    """Whether kernels read the pages of all `layers`."""
+    """Whether kernels read the pages of all `layers`; where there are none, whether a GPU computes
+    the others: MLX would compile for a CPU by the machine's own compiler, for seconds, if it has
+    one."""
+    if not layers:
+        return mx.default_device() == mx.gpu
     by_kernels = (Reading.PAGES, Reading.HANDED_ON)
     return all(layer.store.kernels is not None and layer.reading in by_kernels for layer in layers)
 

@@ -80,8 +80,7 @@ def tiny(family: str) -> nn.Module:
     [
         # Windows, sinks and experts.
         ("gpt_oss", "ragged"),
-        # States alone, and beside pages in the same layer.
-        ("mamba2", "separate"),
+        # States beside pages in the same layer.
         ("falcon_h1", "separate"),
     ],
 )
