@@ -150,12 +150,12 @@ def test_a_gemma_is_fused(width, family):
 
 @pytest.mark.parametrize("name", GEMMA4S)
 def test_a_gemma4_is_fused(name):
-    family, of = GEMMA4S[name]
-    of |= {"hidden_size": 640, "head_dim": 256, "global_head_dim": 512, "vocab_size": 512}
-    of |= {"vocab_size_per_layer_input": 512}
+    family, own = GEMMA4S[name]
+    of = DIMENSIONS | own | {"hidden_size": 640, "intermediate_size": 1280, "vocab_size": 512}
+    of |= {"head_dim": 256, "global_head_dim": 512, "vocab_size_per_layer_input": 512}
     if of["hidden_size_per_layer_input"]:
         of |= {"hidden_size_per_layer_input": 128}
-    model = make(family, DIMENSIONS | of | {"intermediate_size": 1280})
+    model = make(family, of)
     for layer in model.layers:
         # As trained ones are, whose scores are small.
         attention = layer.self_attn
