@@ -1,7 +1,7 @@
 """What each kernel takes of decode steps and of a prompt, by CUPTI through torch's profiler.
 
     python benchmarks/gpu/kernel_times.py [--shapes 1b qwen3.5-4b] [--layers 8] [--rows 1 8 32]
-        [--prompt 2048]
+        [--prompt 2048 8192]
 
 Random weights (synthetic.py), in bfloat16, run as the engine would (`choice.choose`). Needs PyTorch
 with CUDA in the same interpreter, for its profiler alone.
@@ -37,12 +37,17 @@ PAGES_OF_ROW = 8
 KERNELS = 14
 
 
+def various(tokens: int) -> list[int]:
+    """Tokens that differ, so that routers send them to different experts."""
+    return [number * 7919 % 32_000 for number in range(1, tokens + 1)]
+
+
 def decode(forward: Forward, rows: int, steps: int) -> None:
     """Steps of rows that have some tokens already."""
     tables = [
         PageTable(list(range(row * PAGES_OF_ROW, (row + 1) * PAGES_OF_ROW))) for row in range(rows)
     ]
-    tokens = mx.zeros((rows,), mx.uint32)
+    tokens = mx.array(various(rows), mx.uint32)
     for step in range(steps):
         lengths = [PAGE + step] * rows
         logits = forward.run(Decode(list(range(rows)), tables, lengths, tokens), [])
@@ -53,7 +58,7 @@ def decode(forward: Forward, rows: int, steps: int) -> None:
 
 def prompt(forward: Forward, tokens: int) -> None:
     span = Span(PageTable(list(range(tokens // PAGE))), tokens, tokens)
-    logits = forward.run(None, [Chunk(-1, span, [5] * tokens, final=True)])
+    logits = forward.run(None, [Chunk(-1, span, various(tokens), final=True)])
     forward.finish()
     mx.eval(logits, forward.state())
     forward.forget(-1)
@@ -85,13 +90,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["1b"])
     parser.add_argument("--layers", type=int, help="so many of them; a divisor of their pattern")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens")
+    parser.add_argument("--prompt", nargs="*", type=int, default=[2048], help="tokens")
     options = parser.parse_args()
     for shape in options.shapes:
         if options.layers is not None:
             SHAPES[shape]["num_hidden_layers"] = options.layers
         forward = choose(make(shape), PAGE)
-        pages = max(PAGES_OF_ROW * max(options.rows, default=1), options.prompt // PAGE)
+        pages = max(
+            PAGES_OF_ROW * max(options.rows, default=1), max(options.prompt, default=0) // PAGE
+        )
         for store in forward.stores:
             store.resize(pages)
         columns = ["kernel", "us", "launches"]
@@ -101,10 +108,11 @@ def main() -> None:
             print_report(f"{shape} ({forward.kind}): a step of {rows} rows", columns, table)
             for row in range(rows):
                 forward.forget(row)
-        for _ in range(2):
-            prompt(forward, options.prompt)
-        table = measured(partial(prompt, forward, options.prompt), 1)
-        print_report(f"{shape}: a prompt of {options.prompt} tokens", columns, table)
+        for tokens in options.prompt:
+            for _ in range(2):
+                prompt(forward, tokens)
+            table = measured(partial(prompt, forward, tokens), 1)
+            print_report(f"{shape}: a prompt of {tokens} tokens", columns, table)
 
 
 if __name__ == "__main__":

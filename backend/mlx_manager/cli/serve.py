@@ -164,7 +164,11 @@ MaxRows = Annotated[int | None, number("Sequences decoded together, per model", 
 MaxWaiting = Annotated[int | None, number("Requests waiting, per model, before 429", "1024")]
 PageSize = Annotated[int | None, number("Tokens in a KV page", "16")]
 PrefillChunk = Annotated[
-    int | None, number("Most prompt tokens in one step; default 512, on a GPU 2048, or less")
+    int | None,
+    number(
+        "Most prompt tokens in one step; default 512, on a GPU 2048, or less, or 8192 where that "
+        "takes under 80 ms"
+    ),
 ]
 PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
 ResponseStore = Annotated[

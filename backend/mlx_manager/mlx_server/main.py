@@ -282,7 +282,7 @@ def make_pool(
         from mlx_manager.mlx_server.backends.text import TextBackend, preparing
         from mlx_manager.mlx_server.engine.encoder_engine import kept_bytes
         from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
-        from mlx_manager.mlx_server.engine.text_engine import least_working
+        from mlx_manager.mlx_server.engine.step_size import least_working
         from mlx_manager.mlx_server.models.encoder import Encoder
         from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
         from mlx_manager.mlx_server.models.loading import Foresight

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.config import (
     PoolLimits,
 )
 from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
-from mlx_manager.mlx_server.engine.text_engine import least_working
+from mlx_manager.mlx_server.engine.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel

@@ -36,8 +36,9 @@ from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.engine.stream import EventStream
-from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine, with_chunk
+from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
@@ -120,15 +121,13 @@ class TextBackend:
             loaded.tokenizer, min(len(loaded.tokenizer), loaded.vocabulary)
         )
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
-        limits, scored, working = with_chunk(limits, loaded.model, forward, ledger)
         self._engine = TextEngine(
             loaded.id,
             forward,
             limits,
             ledger,
             looks_ahead=forward.looks_ahead,
-            working_bytes=working,
-            scored=scored,
+            size=StepSize.of(limits, loaded.model, forward, ledger),
         )
         thread.attach(self._engine)
 

@@ -21,6 +21,8 @@ LIKE = 2
 # Steps without prompts come by the thousand, and are learnt from when a prompt comes: from the last
 # of them, which outweigh all others (`cost.FORGETTING`).
 MEMORY = 64
+# Seconds of a step that is short: what a reader hardly notices, and who gives up waits for.
+SHORT = 0.08
 # Amounts are counted in these, to be of the order of one.
 ROWS, TOKENS, CONTEXT = 8, 64, 1024
 
@@ -29,7 +31,8 @@ class Pace:
     """Learns what rows and prompts cost, and sets the prefill budget from it.
 
     Args:
-        most: prompt tokens of a step when nobody is waiting for their next token.
+        most: prompt tokens of a step when nobody is waiting for their next token; see `budget` for
+            when there may be more.
         least: prompt tokens of a step at any time.
         grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it: as a
             power of two, so that there are few numbers of them.
@@ -70,20 +73,33 @@ class Pace:
             load, seconds = self._seen.popleft()
             self._rows.learn(_of_rows(load), seconds)
 
-    def budget(self, beginning: int) -> Budget:
+    def is_short(self, tokens: int) -> bool:
+        """Whether a step of so many tokens of a prompt, and no rows, is known to be short."""
+        known = self._prompts.known and tokens <= BOLDNESS * BOLDNESS * self._tried
+        return known and self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
+
+    def budget(self, beginning: int, wanted: int = 0) -> Budget:
         """What a step may do for prompts besides its rows.
 
         While more are beginning (prompts, and rows that have only just begun) than there are rows
         in their course, the rows give way: a burst is not made to wait behind the few that got in
         first.
 
-        beginning: see `Scheduler.beginning`.
+        beginning: see `Scheduler.beginning`. wanted: tokens that are better processed in one step
+        where the rows give way and it is short.
         """
-        return partial(self._tokens, beginning)
+        return partial(self._tokens, beginning, wanted)
 
-    def _tokens(self, beginning: int, load: Load, before: int) -> int:
+    def _tokens(self, beginning: int, wanted: int, load: Load, before: int) -> int:
         most = self._most
-        if beginning <= load.rows:
+        if beginning > load.rows:
+            if wanted > most and self._prompts.known:
+                left = SHORT - self._alone_time(load)
+                short = load.tokens + self._within(left, load, before, wanted)
+                # Those of the last steps were whole grains with the rows.
+                bold = int(BOLDNESS * self._tried) + self._grain
+                most = max(most, min(wanted, short, bold))
+        else:
             if not self._may_compare(load):
                 # Where prompts come without end, all that steps take would be put down to them.
                 return 0
@@ -94,7 +110,9 @@ class Pace:
 
     def _whole(self, rows: int, tokens: int) -> int:
         """Up to `tokens` of prompts, that make a power of two of grains with the rows, if that
-        leaves them a grain."""
+        leaves them a grain; of more than usual, so many times the usual."""
+        if tokens > self._most:
+            return max((rows + tokens) // self._most * self._most - rows, self._most)
         grains = (rows + tokens) // self._grain
         if self._grain == 1 or not grains:
             return tokens
@@ -102,20 +120,29 @@ class Pace:
         return whole if whole >= self._grain else tokens
 
     def _affordable(self, load: Load, before: int) -> int:
-        """How many tokens of a prompt, each seeing those before it, take what time is left."""
+        """How many tokens of a prompt, each seeing those before it, the rows have time for."""
+        left = (STRETCH - 1) * self._alone_time(load)
+        return self._within(left, load, before, self._most)
+
+    def _alone_time(self, load: Load) -> float:
+        """What the rows take by themselves."""
         self._catch_up()
+        # A row costs what a prompt token costs at least; what was last seen may be older.
+        token = self._prompts.prices[0] / TOKENS
+        return max(self._rows.of(_of_rows(load)), load.rows * token)
+
+    def _within(self, seconds: float, load: Load, before: int, most: int) -> int:
+        """How many tokens more of a prompt, each seeing those before it, all prompts' tokens take
+        so long with."""
         token, seen, _, _ = self._prompts.prices
         token, seen = token / TOKENS, seen / (TOKENS * CONTEXT)
-        # A row costs what a prompt token costs at least; what was last seen may be older.
-        alone = max(self._rows.of(_of_rows(load)), load.rows * token)
-        spent = self._prompts.of(_of_prompts(load.with_chunk(before, 0)))
-        left = (STRETCH - 1) * alone - spent
+        left = seconds - self._prompts.of(_of_prompts(load.with_chunk(before, 0)))
         if left <= 0:
             return 0
         # The positive root of seen / 2 * n ** 2 + first * n - left.
         first = token + seen * before
         root = first + sqrt(first * first + 2 * seen * left)
-        return int(min(2 * left / root, self._most)) if root > 0 else self._most
+        return int(min(2 * left / root, most)) if root > 0 else most
 
 
 def _of_rows(load: Load) -> tuple[float, ...]:

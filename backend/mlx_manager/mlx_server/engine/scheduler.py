@@ -187,6 +187,13 @@ class Scheduler:
         begun = sum(row.drawn <= few and row.joined_at >= first for row in self.running)
         return len(self.prefilling) + min(len(self.waiting), free) + min(begun, most)
 
+    @property
+    def portion(self) -> int:
+        """Prompt tokens of a step that make nobody wait much: a quarter of all there are, since
+        those of a step get their first tokens together, or one prompt."""
+        lengths = [prompt.remaining for prompt in (*self.prefilling, *self.waiting)]
+        return max(sum(lengths) // 4, min(lengths)) if lengths else 0
+
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps
         self._shares.enter(sequence)

@@ -9,14 +9,12 @@ place. It holds up whoever queues it for most of its time, so tokens are handed 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter, sleep
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -31,24 +29,23 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.engine.crew import Crew
-from mlx_manager.mlx_server.engine.forward import (
-    Chunk,
-    Decode,
-    Forward,
-    Snapshot,
-    vocabulary_of,
-    working_bytes,
-)
+from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
 from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.letter import Letter
-from mlx_manager.mlx_server.engine.load import Load
+from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
 from mlx_manager.mlx_server.engine.pace import Pace
 from mlx_manager.mlx_server.engine.sampling import best, sample
 from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
 from mlx_manager.mlx_server.engine.scores import Places, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.step_size import (
+    LEAST_CHUNK,
+    LEAST_CHUNK_AHEAD,
+    StepSize,
+    chunk_of,
+)
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
@@ -62,16 +59,8 @@ from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
 
-# An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
-CHUNK_ON_CPU = 512
-CHUNK_ON_GPU = 2048
-# A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
-LEAST_CHUNK_AHEAD = 256
-# Numbers in the logits of a step's scored prompt tokens: of 128 with a vocabulary of 128 000. Each
-# takes up to 16 bytes while its token is scored.
-MOST_SCORED = 1 << 24
-# After 4 000 tokens, eight of them take a CPU twice as long as eight rows.
-LEAST_CHUNK = 4
+# The memory of larger steps is taken where there is so many times as much.
+PLENTY = 4
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
@@ -161,8 +150,8 @@ class TextEngine:
             `snapshots:<name>`. Where rows keep mlx-lm's own caches, pages stand for these.
         looks_ahead: queue a step before the last one's tokens are read. Worth it where the host
             is slower than the device; on a CPU it would turn in-place writes into copies.
-        working_bytes: what a step's results may take at once; in the ledger as `prefill:<name>`.
-        scored: most prompt tokens of a step that are scored.
+        size: what a step may take on; what it works on is in the ledger as `prefill:<name>`. None:
+            by the limits, with nothing in the ledger.
 
     Raises:
         OutOfMemory: the ledger has not even that.
@@ -176,14 +165,14 @@ class TextEngine:
         ledger: Ledger,
         *,
         looks_ahead: bool,
-        working_bytes: int = 0,
-        scored: int = sys.maxsize,
+        size: StepSize | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._forward = forward
         forward.serve()
         self._limits = limits
-        self._scored = scored
+        self._size = size or StepSize(chunk_of(limits))
+        self._has_ample = False
         self._ledger = ledger
         self._line = f"pages:{name}"
         self._snapshot_line = f"snapshots:{name}"
@@ -210,6 +199,7 @@ class TextEngine:
         self.page_bytes = limits.page_size * (on_pages + forward.token_bytes)
         self._start_over()
         self._working_line = working_line(name)
+        working_bytes = self._size.working_bytes
         if not ledger.reserve_if_attainable(self._working_line, working_bytes):
             raise OutOfMemory(
                 f"A step of {name} works on up to {working_bytes:,} bytes, and "
@@ -233,10 +223,10 @@ class TextEngine:
             copies=prefixes == "copy",
             horizon=self._forward.horizon,
             abreast=self._forward.abreast,
-            scored=self._scored,
+            scored=self._size.scored,
         )
         least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
-        most = chunk_of(self._limits)
+        most = self._size.tokens
         self._pace = Pace(most, min(least, most), self._forward.grain)
         self._under_way: Step | None = None
         self._undrawn: Undrawn | None = None
@@ -382,6 +372,16 @@ class TextEngine:
                 if not mx.cuda.is_available():
                     clear_cache()
 
+    def _budget(self) -> Budget:
+        """What the next step may do for prompts: more than usual where it is short all the same."""
+        scheduler, size = self._scheduler, self._size
+        wanted = min(scheduler.portion, size.ample)
+        if wanted > size.tokens and not self._has_ample and self._pace.is_short(2 * size.tokens):
+            plenty = self._ledger.available() // PLENTY
+            more = size.ample_bytes
+            self._has_ample = more <= plenty and self._ledger.reserve(self._working_line, more)
+        return self._pace.budget(scheduler.beginning, wanted if self._has_ample else 0)
+
     def _only_begins(self, step: Step | None) -> bool:
         """Whether all that a step draws are first tokens, and no other prompts wait: to put the
         next one together first would make them later by more than the device's pause costs."""
@@ -401,7 +401,7 @@ class TextEngine:
             running.remove(row)
         if checked:
             self._full_at = self._steps + min([r.limit - r.drawn for r in running], default=0)
-        schedule = self._scheduler.schedule(self._pace.budget(self._scheduler.beginning))
+        schedule = self._scheduler.schedule(self._budget())
         running += full
         if not schedule:
             self._given, self._crew = [], Crew(())
@@ -791,6 +791,9 @@ class TextEngine:
         at most."""
         self._pool.drop_cached()
         self._record_snapshots()
+        if self._has_ample and not self.has_work():
+            self._has_ample = False
+            self._ledger.release(self._working_line, self._size.ample_bytes)
         if self._pool.shrink(most):
             self._resize(self._pool.size)
             self._ledger.record(self._line, self._pool.size * self.page_bytes)
@@ -798,7 +801,8 @@ class TextEngine:
     def _spare(self) -> int:
         """Bytes that `_relieve` could give back."""
         kept: int = self._ledger.figures().get(self._snapshot_line, 0)
-        return self._pool.removable * self.page_bytes + kept
+        ample = self._size.ample_bytes if self._has_ample and not self.has_work() else 0
+        return self._pool.removable * self.page_bytes + kept + ample
 
     def _drop_pages(self) -> None:
         """Also those that have been promised and were never made, if the step failed in that."""
@@ -861,50 +865,6 @@ class TextEngine:
             host_time=self._meter.host.distribution(),
             token_gaps=self._meter.gaps.distribution(),
         )
-
-
-def chunk_of(limits: EngineLimits) -> int:
-    """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
-    return limits.prefill_chunk or (CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK_ON_GPU)
-
-
-def with_chunk(
-    limits: EngineLimits, model: nn.Module, forward: Forward, ledger: Ledger
-) -> tuple[EngineLimits, int, int]:
-    """The limits with a size for chunks, how many of a step's prompt tokens may be scored, and the
-    bytes that such a step works on.
-
-    Where the owner named none, no larger than leaves most of what the ledger has to pages.
-    """
-    # What choosing the forward has left behind.
-    clear_cache()
-    most = ledger.available() // 3
-    tokens = chunk_of(limits)
-    working = _working_on(limits, model, forward, tokens)
-    while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
-        tokens //= 2
-        working = _working_on(limits, model, forward, tokens)
-    if working > most and forward.unpacked_bytes(tokens):
-        # What is unpacked for prompts would take what pages need.
-        forward.keep_packed()
-        return with_chunk(limits, model, forward, ledger)
-    return replace(limits, prefill_chunk=tokens), _most_scored(limits, model), working
-
-
-def least_working(limits: EngineLimits, model: nn.Module) -> int:
-    """No more than `with_chunk` will give for the bytes, before there is memory for the weights."""
-    return _working_on(limits, model, None, limits.prefill_chunk or LEAST_CHUNK_AHEAD)
-
-
-def _working_on(
-    limits: EngineLimits, model: nn.Module, forward: Forward | None, tokens: int
-) -> int:
-    rows = limits.max_rows + min(tokens, _most_scored(limits, model))
-    return working_bytes(model, forward, tokens, rows)
-
-
-def _most_scored(limits: EngineLimits, model: nn.Module) -> int:
-    return max(limits.page_size, MOST_SCORED // vocabulary_of(model))
 
 
 def _newest(rows: list[Sequence], last: Step | None) -> mx.array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
@@ -80,13 +80,13 @@ class Rig:
         *,
         memory: int = 1 << 30,
         looks_ahead: bool = False,
-        scored: int = sys.maxsize,
+        size: StepSize | None = None,
         choose: Callable[[nn.Module, int], Forward] = choose,
         **limits: object,
     ) -> None:
         self.thread = MLXThread()
         self._looks_ahead = looks_ahead
-        self._scored = scored
+        self._size = size
         self._folder = folder
         self._choose = choose
         # Other tests' freed buffers are none of this one's business.
@@ -114,7 +114,7 @@ class Rig:
             self._limits,
             self.ledger,
             looks_ahead=ahead,
-            scored=self._scored,
+            size=self._size,
         )
         self.thread.attach(self.engine)
 

@@ -29,7 +29,7 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.text_engine import chunk_of, with_chunk
+from mlx_manager.mlx_server.engine.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.blocked import BlockedLinear
 from mlx_manager.mlx_server.utils.memory import Ledger
@@ -372,9 +372,9 @@ def test_weights_are_made_dense_for_prompts_where_that_leaves_most_memory_to_pag
     model = make("llama", {})
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     forward, ledger = Unpacking(model), Ledger(limit, cache_bytes=lambda: 0)
-    limits, _, working = with_chunk(EngineLimits(), model, forward, ledger)
+    size = StepSize.of(EngineLimits(), model, forward, ledger)
     assert forward.taken == (2**30 if unpacks else 0)
-    assert (working > 2**30) is unpacks
-    assert working < limit / 3
+    assert (size.working_bytes > 2**30) is unpacks
+    assert size.working_bytes < limit / 3
     # Prompts are not cut smaller for what is not done.
-    assert limits.prefill_chunk == chunk_of(EngineLimits())
+    assert size.tokens == chunk_of(EngineLimits())

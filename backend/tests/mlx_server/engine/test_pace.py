@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.load import Load
-from mlx_manager.mlx_server.engine.pace import BOLDNESS, LIKE, STRETCH, Pace
+from mlx_manager.mlx_server.engine.pace import BOLDNESS, LIKE, SHORT, STRETCH, Pace
 
 MOST, PAGE = 512, 16
 EIGHT = Load(rows=8)
@@ -235,6 +235,44 @@ def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
     pace.observe(1.0, EIGHT)
     pace.observe(5.0, EIGHT.with_chunk(1000, PAGE))
     assert abs(pace.budget(1)(EIGHT, 0) - before) <= 0.3 * before
+
+
+def burst(machine: Machine, pace: Pace, wanted: int) -> list[int]:
+    """The tokens of steps that have nothing but prompts of 512 tokens to do."""
+    given = []
+    for _ in range(8):
+        load, budget = Load(), pace.budget(1, wanted)
+        while (tokens := min(budget(load, 0), 512)) > 0:
+            load = load.with_chunk(0, tokens)
+        given.append(load.tokens)
+        machine.run(pace, load)
+    return given
+
+
+def test_where_steps_are_short_a_burst_has_longer_ones_each_twice_as_long_at_most() -> None:
+    given = burst(Machine(token=5e-6, seen=0), Pace(2048, 256, grain=128), 8192)
+    assert given[:4] == [2048, 4096, 8192, 8192]
+
+
+@pytest.mark.parametrize("token", [1e-5, 1.5e-5, 2e-5, 3e-5, 1e-4])
+def test_longer_steps_of_a_burst_are_short(token: float) -> None:
+    machine, pace = Machine(token=token, seen=0), Pace(2048, 256, grain=128)
+    longest = max(burst(machine, pace, 8192))
+    load = Load().with_chunk(0, longest)
+    assert longest == 2048 or machine.law(load) <= SHORT * 1.05
+    assert longest == 8192 or machine.law(load.with_chunk(0, 2048)) > SHORT
+    assert pace.is_short(longest) or longest == 2048
+
+
+def test_no_step_is_longer_than_what_is_wanted_of_it() -> None:
+    given = burst(Machine(token=1e-6, seen=0), Pace(2048, 256, grain=128), 5000)
+    assert max(given) == 4096
+    assert max(burst(Machine(token=1e-6, seen=0), Pace(2048, 256), 0)) == 2048
+
+
+def test_rows_in_their_course_have_no_longer_steps_beside_a_prompt_that_wants_them() -> None:
+    pace = taught(Machine(token=1e-6))
+    assert pace.budget(1, 8192)(EIGHT, 0) == pace.budget(1)(EIGHT, 0)
 
 
 @settings(max_examples=200)

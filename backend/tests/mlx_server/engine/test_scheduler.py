@@ -462,6 +462,20 @@ def test_prompts_that_have_no_row_to_come_into_hold_nobody_up() -> None:
     assert world.scheduler.beginning == 0
 
 
+def test_of_many_prompts_a_quarter_makes_nobody_wait_and_of_few_one_of_them() -> None:
+    world = World(most=1000, max_rows=2)
+    assert world.scheduler.portion == 0
+    world.submit(distinct(40, 0), 100)
+    assert world.scheduler.portion == 40
+    world.submit(distinct(24, 1), 100)
+    assert world.scheduler.portion == 24
+    for n in range(2, 8):
+        world.submit(distinct(24, n), 100)
+    assert world.scheduler.portion == (40 + 7 * 24) // 4
+    world.step(budget=24)
+    assert world.scheduler.portion == (40 + 6 * 24) // 4
+
+
 def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:
     asked: list[tuple[int, int, int]] = []
 

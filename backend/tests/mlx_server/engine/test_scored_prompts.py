@@ -11,7 +11,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import TokenLogprob
 from mlx_manager.mlx_server.engine.scores import Scoring
-from mlx_manager.mlx_server.engine.text_engine import with_chunk
+from mlx_manager.mlx_server.engine.step_size import StepSize
 
 VOCABULARY = 1 << 15
 SCORING = Scoring(2, prompt=True, piece=lambda token: b"")
@@ -29,7 +29,7 @@ async def scored(
     model: Path, lengths: list[int], chunk: int, most: int, neighbours: int = 0
 ) -> tuple[list[list[TokenLogprob]], list[list[int]], int]:
     """The prompts' scores, the neighbours' tokens, and the bytes that it took at once."""
-    async with HandRig(model, prefill_chunk=chunk, scored=most) as rig:
+    async with HandRig(model, size=StepSize(chunk, scored=most)) as rig:
         # Room for pages is made by the first row.
         rig.submit(prompt(400, 40), 1)
         rig.run()
@@ -74,7 +74,7 @@ async def test_scores_do_not_depend_on_how_many_are_found_at_once(wide: Path):
 
 async def test_the_ledger_knows_what_a_steps_scores_take(wide: Path):
     async with HandRig(wide, prefill_chunk=1024) as rig:
-        limits, most, working = with_chunk(rig._limits, rig.model, rig.forward, rig.ledger)
-        assert most == 512
-        assert limits.prefill_chunk == 1024
-        assert working > 16 * VOCABULARY * (limits.max_rows + most)
+        size = StepSize.of(rig._limits, rig.model, rig.forward, rig.ledger)
+        assert size.scored == 512
+        assert size.tokens == 1024
+        assert size.working_bytes > 16 * VOCABULARY * (rig._limits.max_rows + size.scored)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from tiny_models import make_tiny_model
 from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
 from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.formats import PLAIN
 from mlx_manager.mlx_server.utils.memory import Relief
@@ -343,6 +345,35 @@ async def test_prompts_that_arrive_together_are_not_paced_by_the_first_of_them(
         assert rig.engine.stats().waiting == 1
         rig.run()
         assert (await late.finished()).reason == "length"
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 1 << 20])
+async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_ones(
+    limit: int, llama: Path
+) -> None:
+    size = StepSize(64, ample=256, working_bytes=1000, ample_bytes=1 << 19)
+    async with HandRig(llama, memory=limit, size=size, max_rows=32) as rig:
+
+        def lengths() -> list[int]:
+            """Prompt tokens of each step of a burst."""
+            given = [rig.engine.stats().prompt_tokens]
+            rows = [rig.row(prompt(32, len(rig._submitted) + i + 1), 2) for i in range(24)]
+            rig.submit_together(rows)
+            while rig.engine.has_work():
+                rig.step()
+                given.append(rig.engine.stats().prompt_tokens)
+            return [after - before for before, after in pairwise(given)]
+
+        # Every step takes as long as the others.
+        ticks = count()
+        rig.engine._clock = lambda: next(ticks) * 1e-3
+        # What steps take is not known yet; then each is at most twice as long as those before.
+        longest = [max(lengths()) for _ in range(3)]
+        assert longest == [64, *((96, 128) if limit == 1 << 30 else (64, 64))]
+        working = rig.ledger.figures()["prefill:tiny"]
+        assert working == 1000 + (size.ample_bytes if limit == 1 << 30 else 0)
+        rig.engine.drop_prefixes()
+        assert rig.ledger.figures()["prefill:tiny"] == 1000
 
 
 async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> None:
