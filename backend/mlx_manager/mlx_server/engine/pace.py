@@ -73,10 +73,12 @@ class Pace:
             load, seconds = self._seen.popleft()
             self._rows.learn(_of_rows(load), seconds)
 
-    def is_short(self, tokens: int) -> bool:
-        """Whether a step of so many tokens of a prompt, and no rows, is known to be short."""
-        known = self._prompts.known and tokens <= BOLDNESS * BOLDNESS * self._tried
-        return known and self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
+    def is_short(self, tokens: int) -> bool | None:
+        """Whether a step of so many tokens of a prompt, and no rows, is short; None: it is not
+        known."""
+        if not self._prompts.known or tokens > BOLDNESS * BOLDNESS * self._tried:
+            return None
+        return self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
 
     def budget(self, beginning: int, wanted: int = 0) -> Budget:
         """What a step may do for prompts besides its rows.

@@ -60,7 +60,7 @@ from mlx_manager.mlx_server.utils.steps import Steps
 log = logging.getLogger(__name__)
 
 # The memory of larger steps is taken where there is so many times as much.
-PLENTY = 4
+PLENTY = 12
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
@@ -206,6 +206,7 @@ class TextEngine:
                 f"{ledger.attainable():,} of {ledger.limit:,} are left beside its weights.",
                 retry_after=10,
             )
+        self._take_ample()
         ledger.add_relief(Relief.PAGES, self._relieve, self._spare)
 
     def _start_over(self) -> None:
@@ -376,11 +377,24 @@ class TextEngine:
         """What the next step may do for prompts: more than usual where it is short all the same."""
         scheduler, size = self._scheduler, self._size
         wanted = min(scheduler.portion, size.ample)
-        if wanted > size.tokens and not self._has_ample and self._pace.is_short(2 * size.tokens):
-            plenty = self._ledger.available() // PLENTY
-            more = size.ample_bytes
-            self._has_ample = more <= plenty and self._ledger.reserve(self._working_line, more)
+        if wanted > size.tokens:
+            short = self._pace.is_short(2 * size.tokens)
+            if short and not self._has_ample:
+                self._take_ample()
+            elif short is False:
+                self._give_ample_up()
         return self._pace.budget(scheduler.beginning, wanted if self._has_ample else 0)
+
+    def _take_ample(self) -> None:
+        """Have the memory of larger steps, if that leaves pages nearly all there is."""
+        more = self._size.ample_bytes
+        plenty = 0 < more <= self._ledger.available() // PLENTY
+        self._has_ample = plenty and self._ledger.reserve(self._working_line, more)
+
+    def _give_ample_up(self) -> None:
+        if self._has_ample:
+            self._has_ample = False
+            self._ledger.release(self._working_line, self._size.ample_bytes)
 
     def _only_begins(self, step: Step | None) -> bool:
         """Whether all that a step draws are first tokens, and no other prompts wait: to put the
@@ -692,6 +706,7 @@ class TextEngine:
         self._closed = True
         self._at_fault = None
         self._ledger.remove_relief(self._relieve)
+        self._has_ample = False
         self._ledger.record(self._working_line, 0)
         self.fail(GenerationFailed("The model is being unloaded."))
 
@@ -791,9 +806,8 @@ class TextEngine:
         at most."""
         self._pool.drop_cached()
         self._record_snapshots()
-        if self._has_ample and not self.has_work():
-            self._has_ample = False
-            self._ledger.release(self._working_line, self._size.ample_bytes)
+        if not self.has_work():
+            self._give_ample_up()
         if self._pool.shrink(most):
             self._resize(self._pool.size)
             self._ledger.record(self._line, self._pool.size * self.page_bytes)

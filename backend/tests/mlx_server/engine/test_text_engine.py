@@ -347,12 +347,22 @@ async def test_prompts_that_arrive_together_are_not_paced_by_the_first_of_them(
         assert (await late.finished()).reason == "length"
 
 
-@pytest.mark.parametrize("limit", [1 << 30, 1 << 20])
+@pytest.mark.parametrize(
+    ("limit", "tick", "longest"),
+    [
+        pytest.param(1 << 30, 1e-3, [64, 96, 128], id="short"),
+        pytest.param(1 << 30, 1.0, [64, 64, 64], id="long"),
+        pytest.param(1 << 21, 1e-3, [64, 64, 64], id="little-memory"),
+    ],
+)
 async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_ones(
-    limit: int, llama: Path
+    limit: int, tick: float, longest: list[int], llama: Path
 ) -> None:
-    size = StepSize(64, ample=256, working_bytes=1000, ample_bytes=1 << 19)
+    size = StepSize(64, ample=256, working_bytes=1000, ample_bytes=1 << 20)
     async with HandRig(llama, memory=limit, size=size, max_rows=32) as rig:
+        # Every step takes as long as the others.
+        ticks = count()
+        rig.engine._clock = lambda: next(ticks) * tick
 
         def lengths() -> list[int]:
             """Prompt tokens of each step of a burst."""
@@ -364,14 +374,10 @@ async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_one
                 given.append(rig.engine.stats().prompt_tokens)
             return [after - before for before, after in pairwise(given)]
 
-        # Every step takes as long as the others.
-        ticks = count()
-        rig.engine._clock = lambda: next(ticks) * 1e-3
         # What steps take is not known yet; then each is at most twice as long as those before.
-        longest = [max(lengths()) for _ in range(3)]
-        assert longest == [64, *((96, 128) if limit == 1 << 30 else (64, 64))]
-        working = rig.ledger.figures()["prefill:tiny"]
-        assert working == 1000 + (size.ample_bytes if limit == 1 << 30 else 0)
+        assert [max(lengths()) for _ in range(3)] == longest
+        more = size.ample_bytes if longest[-1] > 64 else 0
+        assert rig.ledger.figures()["prefill:tiny"] == 1000 + more
         rig.engine.drop_prefixes()
         assert rig.ledger.figures()["prefill:tiny"] == 1000
 
