@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 
 # The memory of larger steps is taken where there is so many times as much.
 PLENTY = 12
+# Steps that would be long, one after another, after which it is given up.
+OFTEN = 32
 # Pages are added by at least this many, and by at least half of what there is.
 LEAST_GROWTH = 64
 # Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
@@ -173,6 +175,7 @@ class TextEngine:
         self._limits = limits
         self._size = size or StepSize(chunk_of(limits))
         self._has_ample = False
+        self._long = 0
         self._ledger = ledger
         self._line = f"pages:{name}"
         self._snapshot_line = f"snapshots:{name}"
@@ -378,15 +381,20 @@ class TextEngine:
         scheduler, size = self._scheduler, self._size
         wanted = min(scheduler.portion, size.ample)
         if wanted > size.tokens:
-            short = self._pace.is_short(2 * size.tokens)
-            if short and not self._has_ample:
-                self._take_ample()
-            elif short is False:
-                self._give_ample_up()
+            self._weigh_ample(self._pace.is_short(2 * size.tokens))
         return self._pace.budget(scheduler.beginning, wanted if self._has_ample else 0)
 
+    def _weigh_ample(self, short: bool | None) -> None:
+        """Have the memory of larger steps if they are short, and give it up if they are long again
+        and again: the first ones compile."""
+        self._long = self._long + 1 if short is False else 0
+        if short and not self._has_ample:
+            self._take_ample()
+        elif self._long > OFTEN:
+            self._give_ample_up()
+
     def _take_ample(self) -> None:
-        """Have the memory of larger steps, if that leaves pages nearly all there is."""
+        """If that leaves pages nearly all there is."""
         more = self._size.ample_bytes
         plenty = 0 < more <= self._ledger.available() // PLENTY
         self._has_ample = plenty and self._ledger.reserve(self._working_line, more)

@@ -375,7 +375,7 @@ async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_one
             return [after - before for before, after in pairwise(given)]
 
         # What steps take is not known yet; then each is at most twice as long as those before.
-        assert [max(lengths()) for _ in range(3)] == longest
+        assert [max(lengths()) for _ in range(6)][:3] == longest
         more = size.ample_bytes if longest[-1] > 64 else 0
         assert rig.ledger.figures()["prefill:tiny"] == 1000 + more
         rig.engine.drop_prefixes()
