@@ -48,7 +48,6 @@ _MOST_GROUPS = 8192
 _MOST_MIXED, _MOST_PARTS = 64, 1024
 _MIX_THREADS = 256
 _PIECE = 8
-_MIXED = ("done", "residual", "places", "scores")
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
 _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
 _GROUP_EXPERTS_SOURCE = Path(__file__).with_name("group_experts.cu")
@@ -65,7 +64,7 @@ log = logging.getLogger(__name__)
 class RouterForm:
     """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
     is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale,
-    least: see `Experts`."""
+    least: see `Experts`, and so for whether there are a `router_norm` and `scales`."""
 
     each: int
     held: int
@@ -81,6 +80,8 @@ class RouterForm:
     corrected: bool = False
     scale: float = 1.0
     least: float = LEAST
+    router_norm: bool = False
+    scales: bool = False
 
     @property
     def threads(self) -> int:
@@ -94,7 +95,12 @@ class RouterForm:
     @property
     def optional(self) -> tuple[str, ...]:
         """Names of inputs that not all routers have."""
-        there = {"bias": self.bias, "correction": self.corrected}
+        there = {
+            "router_norm": self.router_norm,
+            "bias": self.bias,
+            "correction": self.corrected,
+            "scales": self.scales,
+        }
         return tuple(name for name, is_there in there.items() if is_there)
 
     @property
@@ -116,15 +122,33 @@ class RouterForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """How what a row's `chosen` experts give is mixed. alone: the row itself is not added."""
+
+    chosen: int
+    alone: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of what it takes besides."""
+        return (*([] if self.alone else ["residual"]), "places", "scores")
+
+    @property
+    def residual(self) -> str:
+        """As the kernels are given it."""
+        return "nullptr" if self.alone else "residual"
+
+
+@dataclass(frozen=True, slots=True)
 class ErrandVariant:
     """Constants of a product's kernel. `activation`: of gates and ups; None for the way down.
-    `mixes`: experts of a row, if what they give is mixed there, or 0."""
+    `mix`: of what experts give, if it is mixed there."""
 
     form: WarpForm | GroupForm
     experts: int
     activation: Activation | None
     bias: bool
-    mixes: int = 0
+    mix: Mix | None = None
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -135,12 +159,12 @@ class ErrandVariant:
     def inputs(self) -> tuple[str, ...]:
         """Names of the kernel's inputs."""
         bias = ("bias",) if self.bias else ()
-        mixed = _MIXED if self.mixes else ()
+        mixed = () if self.mix is None else ("done", *self.mix.inputs)
         return (*self.rows, *self.form.weight_parts, *bias, *mixed)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return ("out", "mixed") if self.mixes else ("out",)
+        return ("out",) if self.mix is None else ("out", "mixed")
 
 
 class ExpertKernels:
@@ -225,16 +249,19 @@ class ExpertKernels:
         fits = form.shared_memory <= self._device.block_memory
         return self._device.multiplies_in_groups and dense and whole and fits
 
-    def __call__(self, hidden: mx.array, norm: Norm, experts: Experts) -> list[mx.array]:
+    def __call__(
+        self, hidden: mx.array, norm: Norm, experts: Experts, *, alone: bool = False
+    ) -> list[mx.array]:
         """`hidden` plus what its rows' experts make of `norm(hidden)`, behind what is launched for
-        that."""
+        that. alone: without `hidden`."""
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
         normed, _, _, scores, places, order, errands = routed
         (gated,) = self._multiply(experts, form, experts.activation, [normed, order, errands])
-        mixed = [hidden, places, scores]
-        given, *out = self._multiply(experts, form, None, [gated, errands], mixed)
-        return [*routed, gated, given, *(out or [self._mix(hidden, given, places, scores)])]
+        mix = Mix(experts.chosen, alone)
+        mixed = [*([] if alone else [hidden]), places, scores]
+        given, *out = self._multiply(experts, form, mix, [gated, errands], mixed)
+        return [*routed, gated, given, *(out or [self._mix(mix, given, mixed)])]
 
     def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
         # As few of an expert's rows at once as most experts have.
@@ -258,6 +285,8 @@ class ExpertKernels:
             corrected=experts.correction is not None,
             scale=experts.scale,
             least=experts.least,
+            router_norm=experts.router_norm is not None,
+            scales=experts.scales is not None,
         )
 
     def _route(
@@ -268,7 +297,12 @@ class ExpertKernels:
             raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
         pairs = rows * form.chosen
         of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
-        may_be = (experts.router_bias, experts.correction)
+        may_be = (
+            experts.router_norm,
+            experts.router_bias,
+            experts.correction,
+            experts.scales,
+        )
         optional = [array for array in may_be if array is not None]
         kernel = self._kernel(route_source, form)
         return kernel(
@@ -288,21 +322,23 @@ class ExpertKernels:
         self,
         experts: Experts,
         router: RouterForm,
-        activation: Activation | None,
+        way: Activation | Mix,
         given: list[mx.array],
         mixed: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """activation: of gates and ups; None for the way down. given: the first has a row for each
-        pair, or for each row, and the errands are the last. mixed: what that takes."""
-        down = activation is None
+        """way: of gates and ups their activation; of the way down how that is mixed. given: the
+        first has a row for each pair, or for each row, and the errands are the last. mixed: what a
+        mix takes."""
+        down = isinstance(way, Mix)
         weight, bias = experts.down if down else experts.gate_up, experts.biases
         pairs = given[0].shape[0] * (1 if down else experts.chosen)
         form = self._errand_form(weight, router.held, experts, pairs, down=down)
-        mixes = experts.chosen if down and pairs <= _MOST_MIXED * experts.chosen else 0
-        variant = ErrandVariant(form, experts.count, activation, bias is not None, mixes)
+        mix = way if isinstance(way, Mix) and pairs <= _MOST_MIXED * experts.chosen else None
+        activation = None if isinstance(way, Mix) else way
+        variant = ErrandVariant(form, experts.count, activation, bias is not None, mix)
         arrays = [*given, *arrays_of(weight), *([] if bias is None else [bias[down]])]
         shapes = [(pairs, experts.width if down else experts.inner)]
-        if mixes:
+        if mix is not None:
             arrays += [self._lowered, *mixed]
             shapes.append((pairs // experts.chosen, experts.width))
         parts = weight.shape[0] // experts.count // form.outputs
@@ -321,15 +357,13 @@ class ExpertKernels:
             return group_errand_form(experts.width if down else experts.inner, held, down=down)
         return errand_form(weight, held, self._device, few=pairs < experts.count)
 
-    def _mix(
-        self, residual: mx.array, given: mx.array, places: mx.array, scores: mx.array
-    ) -> mx.array:
-        rows, width = residual.shape
-        chosen = scores.shape[1]
-        kernel = self._kernel(mix_source, chosen)
+    def _mix(self, mix: Mix, given: mx.array, mixed: list[mx.array]) -> mx.array:
+        pairs, width = given.shape
+        rows = pairs // mix.chosen
+        kernel = self._kernel(mix_source, mix)
         threads = rows * width // _PIECE
         (out,) = kernel(
-            inputs=[residual, given, places, scores],
+            inputs=[given, *mixed],
             grid=(threads + -threads % _MIX_THREADS, 1, 1),
             threadgroup=(_MIX_THREADS, 1, 1),
             output_shapes=[(rows, width)],
@@ -368,13 +402,14 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
     constants = f"{TYPES[dtype]}, {numbers}, {flag(form.bias)}, {form.held}"
     rows = "x_shape[0]"
-    bias, correction = (
-        name if name in form.optional else "nullptr" for name in ("bias", "correction")
+    names = ("router_norm", "bias", "correction", "scales")
+    router_norm, bias, correction, scales = (
+        name if name in form.optional else "nullptr" for name in names
     )
     flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
     scoring = f"kernels::Scoring::{form.scoring.value}"
     figures = f"{real(form.scale)}, {real(form.least)}"
-    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {figures}}}"
+    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {scales}, {figures}}}"
     pairs = f"{rows} * {form.chosen}"
     bound = f"{form.experts} + {pairs} / {form.held}"
     return KernelSource(
@@ -382,8 +417,8 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
         body=(
             f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
-            f"kernels::route_rows<{constants}>(x, norm, router, {bias}, {choice}, done, "
-            f"normed, logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
+            f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, {choice}, "
+            f"done, normed, logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
             f"{real(form.epsilon)}, most);"
         ),
         inputs=("x", "norm", "router", *form.optional, "done"),
@@ -405,8 +440,11 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
     lines, inputs = form.size_of("weight")
     bias = flag(variant.bias)
     if activation is None:
-        name, constants = "lower", f"{bias}, {variant.mixes}"
-        mixed = f"{', '.join(_MIXED)}, mixed, residual_shape[0]" if variant.mixes else ""
+        mix = variant.mix
+        name, constants = "lower", f"{bias}, {0 if mix is None else mix.chosen}"
+        mixed = ""
+        if mix is not None:
+            mixed = f"done, {mix.residual}, places, scores, mixed, scores_shape[0]"
         sizes = f"{inputs}, {lines} / {variant.experts}, {{{mixed}}}"
     else:
         name, constants = "gate", f"kernels::{activation.value}, {bias}"
@@ -447,15 +485,15 @@ def _group_errand_source(element: str, form: GroupForm, variant: ErrandVariant) 
     )
 
 
-def mix_source(dtype: mx.Dtype, chosen: int) -> KernelSource:
+def mix_source(dtype: mx.Dtype, mix: Mix) -> KernelSource:
     place = "blockIdx.x * blockDim.x + threadIdx.x"
     return KernelSource(
         name="mix_experts",
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
         body=(
-            f"kernels::mix_rows<{TYPES[dtype]}, {chosen}>(residual, given, places, scores, out, "
-            f"residual_shape[0], residual_shape[1], {place});"
+            f"kernels::mix_rows<{TYPES[dtype]}, {mix.chosen}>({mix.residual}, given, places, "
+            f"scores, out, scores_shape[0], given_shape[1], {place});"
         ),
-        inputs=("residual", "given", "places", "scores"),
+        inputs=("given", *mix.inputs),
         outputs=("out",),
     )

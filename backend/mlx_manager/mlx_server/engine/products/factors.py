@@ -135,6 +135,9 @@ class Experts:
     correction: (experts that are not shared,) float32, added to scores, which are sigmoids then,
         for the choice alone. scale: of the weights of experts that are not shared. least: what is
         added to the sum of a row's scores where these are sigmoids, so that it is not 0.
+    router_norm: (width,), the weights of the norm before the router where they are others than
+        those before the experts. scales: (experts that are not shared,) float32, what their weights
+        are multiplied by besides.
     """
 
     router: mx.array
@@ -150,6 +153,8 @@ class Experts:
     correction: mx.array | None = None
     scale: float = 1.0
     least: float = LEAST
+    router_norm: mx.array | None = None
+    scales: mx.array | None = None
 
     @property
     def count(self) -> int:

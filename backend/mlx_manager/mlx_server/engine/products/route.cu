@@ -6,7 +6,10 @@
 //   out = residual + the sum of what its experts gave, weighted by the softmax of their logits
 //
 // Some routers score by the sigmoid of each logit instead, and choose by that plus a correction of
-// each expert. Weights are multiplied by `scale`.
+// each expert. Weights are multiplied by `scale`, and by a number of each expert where there are
+// such. Some routers norm rows by weights of their own.
+//
+// Where a norm stands behind what experts give, the sum of that is `out`, without the residual.
 //
 // Some layers have experts that all rows share, the last SHARED, which are always among the CHOSEN:
 // their weights are sigmoids of their logits, or 1 where the router has none for them.
@@ -70,14 +73,14 @@ enum class Scoring { kSoftmax, kSigmoid };
 // How a row's experts are chosen and weighted. GATED: there are logits of those that are shared,
 // too. NORMALISED: a row's weights add up to 1, before they are scaled; otherwise they are the
 // scores, of a softmax those over all experts. CORRECTED: experts are chosen by score + correction.
-// A sum of sigmoids has `least` added to it.
+// A sum of sigmoids has `least` added to it. `scales`: of each expert, or null.
 template <Scoring SCORING, bool GATED, bool NORMALISED, bool CORRECTED>
 struct Choice {
   static constexpr bool kSigmoid = SCORING == Scoring::kSigmoid, kGated = GATED;
   static constexpr bool kNormalised = NORMALISED, kCorrected = CORRECTED;
   static_assert(kSigmoid || !CORRECTED);
 
-  const float* correction;
+  const float *correction, *scales;
   float scale, least;
 };
 
@@ -104,7 +107,9 @@ struct Router {
   }
 
   // As MLX computes it: rounded before the weights, and after them. `out`: for one block of the rows.
-  __device__ __forceinline__ void norm_rows(const T* x, const T* norm, T* out, float epsilon) {
+  // `own`: the norm's weights for the router, if they are others than for `out`, or null.
+  __device__ __forceinline__ void norm_rows(const T* x, const T* norm, const T* own, T* out,
+                                            float epsilon) {
     const T* type = nullptr;
     const int row = warp / SHARES, pieces = inputs / 8;
     if (row < rows) {
@@ -121,11 +126,14 @@ struct Router {
         const float2 a = unpack(of, type);
         return multiply_pair(pack(a.x * by, a.y * by, type), weights, type);
       };
+      const auto times = [&](uint4 of, const T* all, int piece) {
+        const uint4 weights = reinterpret_cast<const uint4*>(all)[piece];
+        return make_uint4(pair(of.x, weights.x), pair(of.y, weights.y), pair(of.z, weights.z),
+                          pair(of.w, weights.w));
+      };
       for (int piece = warp % SHARES * 32 + lane; piece < pieces; piece += SHARES * 32) {
-        const uint4 of = from[piece], weights = reinterpret_cast<const uint4*>(norm)[piece];
-        const uint4 result = make_uint4(pair(of.x, weights.x), pair(of.y, weights.y),
-                                        pair(of.z, weights.z), pair(of.w, weights.w));
-        normed[place(row, piece)] = result;
+        const uint4 of = from[piece], result = times(of, norm, piece);
+        normed[place(row, piece)] = own == nullptr ? result : times(of, own, piece);
         if (out != nullptr) to[piece] = result;
       }
     }
@@ -249,6 +257,7 @@ struct Router {
     else if (!CHOICE::kSigmoid)
       score /= all;
     score *= choice.scale;
+    if (choice.scales != nullptr) score *= choice.scales[mine];
     if (SHARED && lane >= OWN_CHOSEN && lane < CHOSEN) {
       mine = OWN + lane - OWN_CHOSEN;
       score = 1.f;
@@ -308,11 +317,12 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
 // order. `done` counts them: all, and then those of the same rows.
 template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool BIAS, int HELD,
           typename CHOICE>
-__device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router,
-                                           const T* bias, CHOICE choice, const int* done,
-                                           T* normed, float* logits, int* chosen, float* scores,
-                                           int* places, int* order, int* errands, int rows,
-                                           int inputs, float epsilon, int most_errands) {
+__device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* router_norm,
+                                           const T* router, const T* bias, CHOICE choice,
+                                           const int* done, T* normed, float* logits, int* chosen,
+                                           float* scores, int* places, int* order, int* errands,
+                                           int rows, int inputs, float epsilon,
+                                           int most_errands) {
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
   using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, BIAS>;
@@ -329,7 +339,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
 #pragma unroll
   for (int turn = 0; turn < Own::EARLY; turn++)
     early[turn] = own.weights_at(router, tile * Own::TILE, turn);
-  own.norm_rows(x + (long)first * inputs, norm,
+  own.norm_rows(x + (long)first * inputs, norm, router_norm,
                 tile == 0 ? normed + (long)first * inputs : nullptr, epsilon);
   own.multiply(router, bias, tile * Own::TILE, early, logits + (long)first * Own::LOGITS);
   // What is behind the numbers is still read while these are written.
@@ -353,7 +363,7 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
   }
 }
 
-// 8 neighbours of a row.
+// 8 neighbours of a row. `residual`: null where it is not added.
 template <typename T, int CHOSEN>
 __device__ __forceinline__ void mix_rows(const T* residual, const T* given, const int* places,
                                          const float* scores, T* out, int rows, int width, int at) {
@@ -361,7 +371,8 @@ __device__ __forceinline__ void mix_rows(const T* residual, const T* given, cons
   if (row >= rows) return;
   using Values = Neighbours<T, 8>;
   const T* type = nullptr;
-  Values result = Values::at(residual + (long)row * width + piece * 8);
+  Values result;
+  if (residual != nullptr) result = Values::at(residual + (long)row * width + piece * 8);
   uint4 of[CHOSEN];
 #pragma unroll
   for (int k = 0; k < CHOSEN; k++) {
@@ -370,7 +381,7 @@ __device__ __forceinline__ void mix_rows(const T* residual, const T* given, cons
   }
   float sum[8];
 #pragma unroll
-  for (int e = 0; e < 8; e++) sum[e] = float(result.of[e]);
+  for (int e = 0; e < 8; e++) sum[e] = residual == nullptr ? 0.f : float(result.of[e]);
 #pragma unroll
   for (int k = 0; k < CHOSEN; k++) {
     const float by = scores[row * CHOSEN + k];

@@ -10,9 +10,11 @@ import pytest
 from engine.products.devices import H200, RTX4090
 from engine.products.halves import bits, gated, in_packs, rounded
 
+from mlx_manager.mlx_server.engine.kernels import kernel
 from mlx_manager.mlx_server.engine.products.experts import (
     ErrandVariant,
     ExpertKernels,
+    Mix,
     RouterForm,
     errand_form,
     errand_source,
@@ -24,6 +26,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     LEAST,
     Activation,
     Experts,
+    Norm,
     Packed,
     Scoring,
 )
@@ -37,7 +40,8 @@ EPSILON = 1e-5
 @dataclass(frozen=True)
 class Case:
     """held: pairs of an errand. shared: of the chosen, experts that all rows have. gated: the router
-    has logits of those, too."""
+    has logits of those, too. apart: the router's norm is another, experts are weighted by numbers
+    besides, and rows are not added."""
 
     name: str
     rows: int
@@ -57,6 +61,7 @@ class Case:
     corrected: bool = False
     scale: float = 1.0
     least: float = LEAST
+    apart: bool = False
     # Of four warps each, which multiply in the place of warps.
     groups: int = 0
 
@@ -65,6 +70,7 @@ class Case:
         numbers = (self.experts, self.chosen, self.shared)
         of = (*numbers, self.normalised, self.bias, self.width, EPSILON)
         how = (self.gated, self.scoring, self.corrected, self.scale, self.least)
+        how = (*how, self.apart, self.apart)
         return RouterForm(1 if self.rows == 1 else 8, self.held, *of, *how)
 
     @property
@@ -90,9 +96,13 @@ class Case:
         return ErrandVariant(self.form(self.width), self.experts, self.activation, self.bias)
 
     @property
+    def mix(self) -> Mix:
+        return Mix(self.chosen, self.apart)
+
+    @property
     def down(self) -> ErrandVariant:
-        mixes = self.chosen if self.rows <= 64 and not self.groups else 0
-        return ErrandVariant(self.form(self.inner), self.experts, None, self.bias, mixes)
+        mix = self.mix if self.rows <= 64 and not self.groups else None
+        return ErrandVariant(self.form(self.inner), self.experts, None, self.bias, mix)
 
 
 FLOATS = Packing(4, 32, 64, floats=1)
@@ -120,6 +130,9 @@ CASES = [
     Case("corrected-of-a-least-sum", 9, 32, 4, least=0.5, **CORRECTED),
     Case("scaled", 9, 66, 8, normalised=False, shared=2, gated=False, scale=16.0),
     Case("scaled-of-one-row", 1, 34, 4, shared=2, gated=False, scale=0.5),
+    Case("apart", 6, 40, 8, activation=Activation.GELU, apart=True),
+    Case("apart-corrected", 1, 33, 4, shared=1, gated=False, scale=2.0, apart=True, **CORRECTED),
+    Case("apart-packed", 70, 8, 3, packing=Packing(4, 64, 64), held=32, apart=True),
     Case("packed", 6, 24, 5, packing=Packing(4, 64, 128), inner=128),
     Case("packed-8-bits", 21, 8, 3, packing=Packing(8, 64, 64), held=16, dtype=F16),
     Case("packed-narrowly", 7, 8, 3, packing=Packing(4, 64, 64), width=192, bias=True),
@@ -166,11 +179,15 @@ def _of(kind: tuple) -> list[Case]:
 def routing_entries(case: Case) -> list[tuple]:
     """What routes, and what mixes."""
     of, route = case.dtype, route_source(case.dtype, case.router)
-    optional = [of] * case.bias + [F32] * case.corrected
+    optional = [of] * case.apart + [of] * case.bias + [F32] * case.corrected + [F32] * case.apart
     return [
         (route, (of, of, of, *optional, I32), (of, F32, I32, F32, I32, I32, I32)),
-        (mix_source(of, case.chosen), (of, of, I32, F32), (of,)),
+        (mix_source(of, case.mix), (of, *mixed_types(case)), (of,)),
     ]
+
+
+def mixed_types(case: Case) -> list[mx.Dtype]:
+    return [*([] if case.apart else [case.dtype]), I32, F32]
 
 
 def product_entries(case: Case) -> list[tuple]:
@@ -180,7 +197,7 @@ def product_entries(case: Case) -> list[tuple]:
     if case.packing is not None:
         weight = [mx.uint32, mx.uint8] if case.packing.floats else [mx.uint32, of, of]
     weight += [of] if case.bias else []
-    mixed = [I32, of, I32, F32] if case.down.mixes else []
+    mixed = [I32, *mixed_types(case)] if case.down.mix else []
     return [
         (errand_source(of, case.gates), (of, I32, I32, *weight), (of,)),
         (errand_source(of, case.down), (of, I32, *weight, *mixed), [of] * len(case.down.outputs)),
@@ -195,6 +212,9 @@ class Problem:
         self.rng = np.random.default_rng(seed)
         self.x, self.norm = self.draw(case.rows, case.width), self.draw(case.width)
         self.router = self.draw(case.router.logits, case.width, scale=case.width**-0.5)
+        self.router_norm = self.draw(case.width) if case.apart else self.norm
+        own = case.experts - case.shared
+        self.scales = self.rng.uniform(0.2, 2.0, own * case.apart).astype(np.float32)
         self.correction = self.rng.normal(size=case.experts - case.shared).astype(np.float32)
         self.gate_up, self.gate_up_arrays = self.weight(2 * case.experts * case.inner, case.width)
         self.down, self.down_arrays = self.weight(case.experts * case.width, case.inner)
@@ -217,11 +237,16 @@ class Problem:
 
     @property
     def normed(self) -> np.ndarray:
+        return self.normed_by(self.norm)
+
+    def normed_by(self, weights: np.ndarray) -> np.ndarray:
         of = self.case.dtype
         by = 1 / np.sqrt((self.x**2).mean(1, keepdims=True) + EPSILON)
-        return rounded(rounded(self.x * by, of) * self.norm, of)
+        return rounded(rounded(self.x * by, of) * weights, of)
 
     def logits(self, normed: np.ndarray) -> np.ndarray:
+        if self.case.apart:
+            normed = self.normed_by(self.router_norm)
         return rounded(normed @ self.router.T + self.biases[0], self.case.dtype)
 
     def competing(self, normed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -242,6 +267,8 @@ class Problem:
         if case.normalised:
             least = case.least if case.scoring is Scoring.SIGMOID else 0.0
             own = own / (own.sum(1, keepdims=True) + least)
+        if case.apart:
+            own = own * self.scales[chosen[:, : case.own]]
         shared = np.ones((case.rows, case.shared))
         if case.gated and case.shared:
             shared = sigmoid(self.logits(normed)[:, -case.shared :])
@@ -253,7 +280,7 @@ class Problem:
         downs = self.down.reshape(of.experts, of.width, of.inner)
         of_gates, of_ups = self.biases[1].reshape(2, of.experts, of.inner)
         of_downs = self.biases[2].reshape(of.experts, of.width)
-        out = self.x.copy()
+        out = self.x * (not of.apart)
         for row in range(of.rows):
             for expert, score in zip(chosen[row], scores[row], strict=True):
                 gate = gates[expert] @ normed[row] + of_gates[expert]
@@ -289,7 +316,8 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
         np.full((case.router.most_errands(case.rows), 4), -1, np.int32),
     ]
     given = [bits(array, of) for array in (problem.x, problem.norm, problem.router)]
-    given += problem.bias(0) + [problem.correction] * case.corrected
+    given += [bits(problem.router_norm, of)] * case.apart + problem.bias(0)
+    given += [problem.correction] * case.corrected + [problem.scales] * case.apart
     threads = case.router.threads
     grid = (case.router.blocks(case.rows) * threads, 1, 1)
     library, number = kernels.routing
@@ -355,18 +383,20 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     parts = case.width // case.down.form.outputs
     arrays = [between, errands, *problem.down_arrays, *problem.bias(2)]
     results = [given]
-    if case.down.mixes:
+    mixed = [*([] if case.apart else [bits(problem.x, of)]), places, scores]
+    if case.down.mix:
         done = np.zeros(parts, np.int32)
-        arrays += [done, bits(problem.x, of), places, scores]
+        arrays += [done, *mixed]
         results.append(out)
     library.call(number + 1, arrays, results, (len(errands) * parts * threads[0], 1, 1), threads)
-    if case.down.mixes:
+    if case.down.mix:
         assert not done.any()
     else:
         pieces = case.rows * case.width // 8
-        arrays = [bits(problem.x, of), given, places, scores]
         library, number = kernels(case).routing
-        library.call(number + 1, arrays, [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1))
+        library.call(
+            number + 1, [given, *mixed], [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1)
+        )
     wanted = problem.result(chosen, scores, floats(normed, of))
     error = np.linalg.norm(floats(out, of) - wanted) / np.linalg.norm(wanted)
     assert error <= 1e-2
@@ -400,6 +430,7 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
         "shared",
         "corrected-shared",
         "corrected-shared-of-one-row",
+        "apart",
         "packed",
         "floats-bias",
         "groups",
@@ -418,13 +449,43 @@ class Timed(ExpertKernels):
         super().__init__(BF16, device)
         self.seconds, self.off, self.held = seconds, off, []
 
-    def __call__(self, hidden, norm, experts):
+    def __call__(self, hidden, norm, experts, *, alone=False):
         self.held.append(self._router_form(experts, hidden.shape[0], norm.epsilon).held)
         made = mx.ones_like(hidden)
         return [hidden + made * (1 + self.off if self.held[-1] > 32 else 1)]
 
     def _seconds(self, hidden, norm, experts):
         return self.seconds[self.held[-1] > 32]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 200])
+@pytest.mark.parametrize("alone", [False, True])
+def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows, alone):
+    given = {}
+
+    def compiled(source):
+        def launch(**how):
+            given[source.name] = dict(zip(source.inputs, how["inputs"], strict=True))
+            shapes = zip(how["output_shapes"], how["output_dtypes"], strict=True)
+            return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+
+        return launch
+
+    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
+    numbers = mx.ones(16)
+    own = {"router_norm": mx.ones(256, BF16), "router_bias": numbers, "scales": numbers + 1}
+    experts = replace(experts_of(), correction=numbers + 2, scoring=Scoring.SIGMOID, **own)
+    hidden, norm = mx.ones((rows, 256), BF16), Norm(mx.ones(256, BF16), EPSILON)
+    made = ExpertKernels(BF16, H200)(hidden, norm, experts, alone=alone)
+    assert made[-1].shape == hidden.shape
+    route, mix = given["route"], given["mix_experts" if rows == 200 else "lower_experts"]
+    assert route["router_norm"] is experts.router_norm
+    assert route["bias"] is experts.router_bias
+    assert route["correction"] is experts.correction
+    assert route["scales"] is experts.scales
+    assert mix["places"] is made[4]
+    assert mix["scores"] is made[3]
+    assert mix.get("residual") is (None if alone else hidden)
 
 
 def experts_of(count=16, width=256, inner=128, dtype=BF16) -> Experts:
