@@ -281,6 +281,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 16,
     },
+    "gemma4_text, experts": DECODER
+    | SLIDING
+    | {
+        "model_type": "gemma4_text",
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
     "llama4": {
         "text_config": DECODER
         | {

@@ -287,6 +287,16 @@ EXPERTS = {
         "moe_layer_end_index": 2,
         "moe_gate_act": "softmax",
     },
+    # Beside an MLP, between norms of their own; a router that norms and scales by itself, and
+    # weights that are scaled for each expert.
+    "gemma4_text": {
+        **GEMMA4S["gemma4-keys"][1],
+        "num_hidden_layers": 3,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
 }
 
 

@@ -48,6 +48,7 @@ KINDS = {
     "gemma3n": RAGGED,
     "gemma4_text": RAGGED,
     "gemma4_text, keys shared": RAGGED,
+    "gemma4_text, experts": RAGGED,
     "phi": RAGGED,
     "phi3": FUSED,
     "phimoe": RAGGED,

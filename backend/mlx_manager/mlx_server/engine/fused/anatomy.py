@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -81,6 +81,15 @@ _GATES = (
 _ROUTES = (("gate", "switch_mlp"), ("router", "experts"), ("gate", "experts"))
 _EXPERT = {"gate_proj", "up_proj", "down_proj"}
 _EXPERTS = {*_EXPERT, "activation"}
+# Of layers whose experts lie beside their MLP: these, their router, and the norms around them and
+# behind the MLP.
+_BESIDE = {
+    "router",
+    "experts",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+}
 # Of an expert that all rows share, and its gate, or of several that have none.
 _SHARED = {"shared_expert", "shared_expert_gate"}
 _SHARED_WHOLLY = {"shared_experts"}
@@ -151,6 +160,10 @@ class Norms:
     before: nn.RMSNorm
     behind: nn.RMSNorm | None
 
+    @property
+    def all(self) -> tuple[nn.RMSNorm, ...]:
+        return (self.before,) if self.behind is None else (self.before, self.behind)
+
 
 @dataclass(frozen=True, slots=True)
 class Gates:
@@ -208,6 +221,7 @@ class Choice:
     correction: mx.array | None = None
     scale: float = 1.0
     least: float = LEAST
+    scales: mx.array | None = None
 
     @staticmethod
     def of(mlp: nn.Module, router: nn.Module) -> Choice | None:
@@ -255,7 +269,7 @@ class Routes:
     largest scores.
 
     gate_up: two layers of all experts, as `down` is. shared: what all rows go through, if there is
-    anything.
+    anything. router_norm: (width,), of the norm before the router, if that is another.
     """
 
     router: nn.Module
@@ -264,6 +278,7 @@ class Routes:
     choice: Choice
     activation: Activation
     shared: Shared | None = None
+    router_norm: mx.array | None = None
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -284,6 +299,16 @@ class Routes:
         if named is None or _parts(mlp[named[1]]) != _EXPERTS:
             return None
         router, experts = (mlp[name] for name in named)
+        choice = Choice.of(mlp, router)
+        routes = None if choice is None else Routes._through(router, experts, choice)
+        if routes is None or not shares:
+            return routes
+        shared = Shared.of(mlp, (*routes.gate_up, routes.down))
+        return None if shared is None else replace(routes, shared=shared)
+
+    @staticmethod
+    def _through(router: nn.Module, experts: nn.Module, choice: Choice) -> Routes | None:
+        """None for experts of another kind."""
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
         known = all(
             type(layer) in (SwitchLinear, QuantizedSwitchLinear)
@@ -291,13 +316,51 @@ class Routes:
             for layer in layers
         )
         alike = len(set(map(_stored, layers))) == len({"bias" in layer for layer in layers}) == 1
-        choice, activation = Choice.of(mlp, router), _activation(experts.activation)
-        if not (known and alike) or choice is None or activation is None:
+        activation = _activation(experts.activation)
+        if not (known and alike) or activation is None:
             return None
-        shared = Shared.of(mlp, layers) if shares else None
-        if shares and shared is None:
-            return None
-        return Routes(router, layers[:2], layers[2], choice, activation, shared)
+        return Routes(router, layers[:2], layers[2], choice, activation)
+
+    @staticmethod
+    def beside(block: nn.Module, norm: nn.RMSNorm) -> Routes:
+        """Of a block whose experts lie beside its MLP. norm: before them."""
+        router, experts = block.router, block.experts
+        known = isinstance(router, gemma4_text.Router) and isinstance(experts, gemma4_text.Experts)
+        _expect(known, "experts beside an MLP, of another kind")
+        _expect(router.eps == norm.eps, "norms that differ")
+        of = Choice(router.config.top_k_experts, normalised=True, scales=router.per_expert_scale)
+        routes = Routes._through(router.proj, experts.switch_glu, of)
+        if routes is None:
+            raise NotFusable("experts beside an MLP, of other parts")
+        return replace(routes, router_norm=router.scale * router._root_size)
+
+
+@dataclass(frozen=True, slots=True)
+class GatesAndRoutes:
+    """An MLP and experts beside each other, whose results are added up. before: the norm before the
+    experts. behind: those behind what the MLP gives, and what the experts give. The layer's own are
+    before the MLP, and behind the sum."""
+
+    gates: Gates
+    routes: Routes
+    before: nn.RMSNorm
+    behind: tuple[nn.RMSNorm, nn.RMSNorm]
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return (*self.gates.layers, *self.routes.layers, self.before, *self.behind)
+
+    @staticmethod
+    def of(block: nn.Module, mlp: Gates | Routes) -> GatesAndRoutes:
+        """mlp: the block's."""
+        if not isinstance(mlp, Gates):
+            raise NotFusable("experts beside an MLP of other parts")
+        before = _norm(block.pre_feedforward_layernorm_2)
+        behind = [_norm(block[f"post_feedforward_layernorm_{number}"]) for number in (1, 2)]
+        return GatesAndRoutes(mlp, Routes.beside(block, before), before, (behind[0], behind[1]))
+
+
+AnyMlp = Gates | Routes | GatesAndRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +389,7 @@ class Surroundings(ABC):
 
     qkv: tuple[nn.Module, ...]
     output: nn.Module
-    mlp: Gates | Routes
+    mlp: AnyMlp
     attention_norms: Norms
     mlp_norms: Norms
     inlet: Inlet | None = field(default=None, kw_only=True)
@@ -336,9 +399,7 @@ class Surroundings(ABC):
         """Of the projections, and what is made of the rest: to be computed before steps are
         compiled, or each kind of step would make it anew."""
         layers = (*self.qkv, self.output, *self.mlp.layers)
-        pairs = (self.attention_norms, self.mlp_norms)
-        norms = [norm for pair in pairs for norm in (pair.before, pair.behind) if norm is not None]
-        parts = (*layers, *norms)
+        parts = (*layers, *self.attention_norms.all, *self.mlp_norms.all)
         if self.inlet is not None:
             parts = (*parts, self.inlet.gate, self.inlet.back, self.inlet.norm)
         found = [array for part in parts for _, array in tree_flatten(part.parameters())]
@@ -855,14 +916,17 @@ def _norm(module: nn.Module) -> nn.RMSNorm:
 
 def _around(
     block: nn.Module, name: str, besides: Sequence[str] = ()
-) -> tuple[Gates | Routes, Norms, Norms]:
+) -> tuple[AnyMlp, Norms, Norms]:
     """A block's MLP, and the norms around its part of that name and the MLP. besides: others of its
     parts."""
+    beside = _BESIDE if _parts(block) >= _BESIDE else set()
     for first, second, mlps in _BLOCKS:
         own = [mlp for mlp in mlps if mlp in block]
         norms = {norm for norm in (*first, *second) if norm is not None}
-        if _parts(block) == {name, *own, *norms, *besides} and len(own) == 1:
-            return _mlp(block[own[0]]), _norms(block, *first), _norms(block, *second)
+        if _parts(block) == {name, *own, *norms, *besides, *beside} and len(own) == 1:
+            mlp = _mlp(block[own[0]])
+            whole = GatesAndRoutes.of(block, mlp) if beside else mlp
+            return whole, _norms(block, *first), _norms(block, *second)
     raise NotFusable("a block of other parts")
 
 
@@ -971,6 +1035,8 @@ def _activation(module: nn.Module) -> Activation | None:
             return Activation.SILU
         case SwigluOAI(_alpha=1.702, _limit=7.0):
             return Activation.CLAMPED_SILU
+        case gemma4_text.GeGLU():
+            return Activation.GELU
     return None
 
 

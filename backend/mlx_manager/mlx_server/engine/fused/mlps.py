@@ -12,8 +12,16 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.engine.alike import arrays_of, made_of
 from mlx_manager.mlx_server.engine.fused.additions import Addition, NormFor, addition_of
-from mlx_manager.mlx_server.engine.fused.anatomy import Gates, Norms, NotFusable, Routes
+from mlx_manager.mlx_server.engine.fused.anatomy import (
+    AnyMlp,
+    Gates,
+    GatesAndRoutes,
+    Norms,
+    NotFusable,
+    Routes,
+)
 from mlx_manager.mlx_server.engine.fused.projections import (
+    Normed,
     Projection,
     Sum,
     join,
@@ -31,6 +39,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.engine.products.forms import PARTS
+from mlx_manager.mlx_server.engine.products.sums import SumKernels, Two
 from mlx_manager.mlx_server.utils.steps import Steps
 
 
@@ -106,6 +115,9 @@ class GatedMlp(Mlp):
     def by_groups(self, rows: int) -> bool:
         return self.gate_up.by_groups(rows)
 
+    def comparing(self) -> Steps[None]:
+        yield from self.down.comparing()
+
     def expected(self) -> Norm | None:
         return self.gate_up.expected(self.norm)
 
@@ -125,6 +137,11 @@ class RoutedMlp(Mlp):
         *made, result = self.kernels(added.rows, self.norm, self.experts)
         return made, Sum.alone(result)
 
+    def alone(self, hidden: mx.array) -> list[mx.array]:
+        """What the experts make of `hidden`'s rows, which are not added, behind what it launches
+        for that."""
+        return self.kernels(hidden, self.norm, self.experts, alone=True)
+
     def comparing(self) -> Steps[None]:
         yield from self.kernels.comparing(self.experts)
 
@@ -134,8 +151,35 @@ class RoutedMlp(Mlp):
         return of.width + of.chosen * (of.inner + of.width)
 
 
+@dataclass(frozen=True, slots=True)
+class AddedBesideExperts(Addition):
+    """What the product gives, and what experts make of the residual: each behind its own of
+    `norms`, added up, and added behind a norm of the sum. scale: as in `NormedAndAdded`."""
+
+    routed: RoutedMlp
+    norms: tuple[nn.RMSNorm, nn.RMSNorm]
+    norm: nn.RMSNorm
+    kernels: SumKernels
+    scale: mx.array | None
+
+    def launches(
+        self, residual: mx.array, x: mx.array, following: Norm | None
+    ) -> tuple[list[mx.array], Sum]:
+        made = [self.product.alone(x), *self.routed.alone(residual)]
+        two = Two(made[0], made[-1], *(norm.weight for norm in self.norms))
+        rows, *ahead = self.kernels(residual, two, norm_of(self.norm), following, self.scale)
+        return [*made, *ahead], Sum(rows, Normed(ahead[0]) if ahead else rows)
+
+    def comparing(self) -> Steps[None]:
+        yield from self.routed.comparing()
+
+    @property
+    def token_numbers(self) -> int:
+        return 2 * self.width + self.routed.token_numbers
+
+
 def mlp_of(
-    anatomy: Gates | Routes,
+    anatomy: AnyMlp,
     norms: Norms,
     few: ProductKernels | None,
     norm_for: NormFor,
@@ -146,18 +190,41 @@ def mlp_of(
     norms: around it. few: what multiplies few rows, if anything does. scale: (1,), of the result.
 
     Raises:
-        NotFusable: there are experts, and nothing multiplies them, or a norm is behind them.
+        NotFusable: there are experts, and nothing multiplies them, or a norm is behind them alone.
     """
-    norm = norms.before
-    if isinstance(anatomy, Gates):
-        return GatedMlp(
-            norm_for(norm),
-            join(anatomy.gate_up, few),
-            anatomy.activation,
-            addition_of(anatomy.down, norms.behind, few, norm_for, scale),
-        )
-    if norms.behind is not None:
-        raise NotFusable("a norm behind experts")
+    match anatomy:
+        case Gates():
+            down = addition_of(anatomy.down, norms.behind, few, norm_for, scale)
+            return _gated(anatomy, down, norm_for(norms.before), few)
+        case GatesAndRoutes():
+            down = _beside(anatomy, norms, few, scale)
+            return _gated(anatomy.gates, down, norm_for(norms.before), few)
+        case Routes():
+            if norms.behind is not None:
+                raise NotFusable("a norm behind experts")
+            return _routed(anatomy, norms.before, few)
+
+
+def _gated(
+    anatomy: Gates, down: Addition, norm: nn.RMSNorm, few: ProductKernels | None
+) -> GatedMlp:
+    return GatedMlp(norm, join(anatomy.gate_up, few), anatomy.activation, down)
+
+
+def _beside(
+    anatomy: GatesAndRoutes, norms: Norms, few: ProductKernels | None, scale: mx.array | None
+) -> AddedBesideExperts:
+    norm = norms.behind
+    if norm is None or any(each.eps != norm.eps for each in anatomy.behind):
+        raise NotFusable("norms behind experts and an MLP that differ")
+    routed = _routed(anatomy.routes, anatomy.before, few)
+    if few is None or not few.sums.serves(norm.weight.size):
+        raise NotFusable("experts beside an MLP of a width that the kernels do not serve")
+    product = join([anatomy.gates.down], few)
+    return AddedBesideExperts(product, routed, anatomy.behind, norm, few.sums, scale)
+
+
+def _routed(anatomy: Routes, norm: nn.RMSNorm, few: ProductKernels | None) -> RoutedMlp:
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
     joined, choice = _Joined(anatomy), anatomy.choice
@@ -176,6 +243,8 @@ def mlp_of(
         None if choice.correction is None else choice.correction.astype(mx.float32),
         choice.scale,
         choice.least,
+        None if anatomy.router_norm is None else anatomy.router_norm.astype(dtype),
+        None if choice.scales is None else choice.scales.astype(mx.float32),
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")

@@ -9,6 +9,7 @@ from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
     Common,
     Gates,
+    GatesAndRoutes,
     Latents,
     NotFusable,
     Routes,
@@ -56,11 +57,13 @@ def are_served(common: Common) -> bool:
         first += [_packed(layer) for layer in anatomy.qkv]
         if isinstance(anatomy, Latents) and anatomy.queries is not None:
             found.append(_packed(anatomy.queries))
-        match anatomy.mlp:
-            case Gates(gate_up=gate_up, down=down):
-                found += [_packed(layer) for layer in (*gate_up, down)]
-            case Routes(gate_up=gate_up, down=down):
-                experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
+        of = anatomy.mlp
+        for mlp in (of.gates, of.routes) if isinstance(of, GatesAndRoutes) else (of,):
+            match mlp:
+                case Gates(gate_up=gate_up, down=down):
+                    found += [_packed(layer) for layer in (*gate_up, down)]
+                case Routes(gate_up=gate_up, down=down):
+                    experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
     alone = [weight for weight in found if isinstance(weight, Packed)]
     weights = [*alone, *(weight for weight in joined if isinstance(weight, Packed))]
     if not (all(map(ProductKernels.serves, alone)) and all(map(knows, [*weights, *experts]))):

@@ -16,6 +16,7 @@ from engine.common_decoders import (
     make,
 )
 from engine.portable import Portable, plainly
+from engine.products.portable import PortableProducts
 from mlx import nn
 from mlx_lm.models import (
     deepseek_v2,
@@ -167,6 +168,42 @@ def test_lfm_2_s_router_chooses_and_weighs_as_it_is_read(changes, logits):
     layer.switch_mlp = lambda _, chosen: mx.eye(6)[chosen]
     mine = scores_of(routes.choice, x @ routes.router.weight.T)
     np.testing.assert_allclose(mine, np.array(layer(x[None])[0]), rtol=1e-4, atol=1e-9)
+
+
+def experts_beside_an_mlp() -> nn.Module:
+    return make("gemma4_text", EXPERTS["gemma4_text"])
+
+
+def test_gemma_4_s_router_chooses_and_weighs_as_it_is_read():
+    block = experts_beside_an_mlp().layers[0]
+    routes = Routes.beside(block, block.pre_feedforward_layernorm_2)
+    x = mx.random.normal((40, 96))
+    chosen, scores = block.router(x[None])
+    wanted = np.zeros((40, 6), np.float32)
+    np.put_along_axis(wanted, np.array(chosen[0]), np.array(scores[0]), axis=1)
+    normed = mx.fast.rms_norm(x, routes.router_norm, block.router.eps)
+    mine = scores_of(routes.choice, normed @ routes.router.weight.T)
+    mine = mine * np.array(routes.choice.scales)
+    np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("router", "norms that differ"),
+        ("post_feedforward_layernorm_2", "norms behind experts and an MLP that differ"),
+    ],
+)
+def test_norms_around_experts_beside_an_mlp_that_differ_are_the_reason(part, reason):
+    model = experts_beside_an_mlp()
+    model.layers[1][part].eps = 1e-3
+    declined = FusedDecoder.build(model, PAGE, Portable, lambda _: PortableProducts())
+    assert reason in declined.reason
+
+
+def test_experts_beside_an_mlp_without_kernels_for_them_are_the_reason():
+    declined = FusedDecoder.build(experts_beside_an_mlp(), PAGE, Portable)
+    assert "experts, for which this device has no kernels" in declined.reason
 
 
 @pytest.mark.parametrize(("module", "name", "changes"), ROUTED)

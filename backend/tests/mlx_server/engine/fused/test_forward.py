@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 from engine.portable import Portable, PortableLatents, PortableWriter, plainly
+from engine.products.portable import PortableProducts
 from engine.recurrent.portable import PortableDelta, PortableShort
 from engine.rig import HandRig, Row, alone, prompt
+from mlx import nn
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused import decoder as decoders
+from mlx_manager.mlx_server.engine.fused.check import CHECKED_ROWS, check
 from mlx_manager.mlx_server.engine.fused.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kv.kernels import Expansion, expansion
+from mlx_manager.mlx_server.engine.kv.kernels import Expansion, KernelSet, expansion
 from mlx_manager.mlx_server.errors import GenerationFailed
 
 PAGE = 16
@@ -360,3 +363,29 @@ async def test_without_kernels_nothing_looks_ahead(tmp_path: Path) -> None:
     without = partial(choose, kernels=lambda shape: Unsupported("no GPU"))
     async with HandRig(folder, choose=without) as rig:
         assert (rig.forward.kind, rig.forward.looks_ahead) == ("fused", False)
+
+
+async def test_rows_draw_what_each_draws_alone_where_experts_are_beside_an_mlp(
+    tmp_path: Path,
+) -> None:
+    products = PortableProducts()
+
+    def choose(model: nn.Module, page_size: int) -> FusedForward:
+        decoder = decoders.FusedDecoder.build(
+            model, page_size, Portable, lambda _: products, plainly
+        )
+        assert isinstance(decoder, decoders.FusedDecoder), decoder
+        assert check(decoder, model, page_size) is None
+        kernels = KernelSet(Portable, build_writer=PortableWriter)
+        return FusedForward(decoder.stores(page_size, kernels), decoder, page_size)
+
+    folder = make_tiny_model(tmp_path / "m", "gemma4_text, experts")
+    async with HandRig(folder, choose=choose, prefill_chunk=48) as rig:
+        rows = [(prompt(length, length), 4 + length // 4) for length in (3, 40, 17)]
+        for row in rows:
+            rig.submit(*row)
+            rig.step(3)
+        rig.run()
+        for submitted, (tokens, limit) in zip(rig._submitted, rows, strict=True):
+            assert submitted.tokens == alone(rig.model, tokens, limit)
+    assert products.experts.rows > set(CHECKED_ROWS)

@@ -44,10 +44,11 @@ MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 
 @pytest.mark.parametrize("rest", [FOUR, EIGHT, None])
 @pytest.mark.parametrize("experts", [FOUR, EIGHT, MXFP4])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4_text"])
 def test_layers_with_experts_are_however_each_is_packed(family, experts, rest):
     wide = {"hidden_size": 256, "vocab_size": 384, "moe_intermediate_size": 256}
     wide |= {"intermediate_size": 512, "mlp_only_layers": [], "head_dim": 64}
+    wide |= {"global_head_dim": 64}
     model = make(family, EXPERTS[family] | wide)
 
     def chosen(name, layer):

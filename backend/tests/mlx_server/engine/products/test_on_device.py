@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.common_decoders import DIMENSIONS, GEMMA3, GEMMA4S, make
+from engine.common_decoders import DIMENSIONS, EXPERTS, GEMMA3, GEMMA4S, make
 from engine.products.halves import gated
 from mlx_lm.models import gemma2, gemma3_text
 
@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Scoring,
     Weight,
 )
+from mlx_manager.mlx_server.engine.products.sums import Two
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
@@ -136,6 +137,18 @@ def test_sums_of_normed_rows_are_the_reference(kernels, rows, width):
     assert mx.array_equal(alone, out)
 
 
+@pytest.mark.parametrize("rows", [*ROWS, 700])
+@pytest.mark.parametrize("width", [2816, 12384])
+def test_sums_of_two_results_are_the_reference(kernels, rows, width):
+    (residual, before), (norm, by) = random(rows, width), random(width)
+    (first, exact), (other, other_exact) = random(rows, width), random(rows, width)
+    (of_first, first_by), (of_other, other_by) = random(width), random(width)
+    two = Two(first, other, of_first, of_other)
+    (out,) = kernels.sums(residual, two, Norm(norm, EPSILON), None)
+    both = normed(exact) * first_by + normed(other_exact) * other_by
+    assert_close(out, before + normed(both) * by)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 @pytest.mark.parametrize("width", [640, 1152])
 def test_a_gemma_is_fused(width, family):
@@ -148,9 +161,9 @@ def test_a_gemma_is_fused(width, family):
     assert choose(model, 16).kind == "fused"
 
 
-@pytest.mark.parametrize("name", GEMMA4S)
+@pytest.mark.parametrize("name", [*GEMMA4S, "gemma4-experts"])
 def test_a_gemma4_is_fused(name):
-    family, own = GEMMA4S[name]
+    family, own = {**GEMMA4S, "gemma4-experts": ("gemma4_text", EXPERTS["gemma4_text"])}[name]
     of = DIMENSIONS | own | {"hidden_size": 640, "intermediate_size": 1280, "vocab_size": 512}
     of |= {"head_dim": 256, "global_head_dim": 512, "vocab_size_per_layer_input": 512}
     if of["hidden_size_per_layer_input"]:
@@ -297,6 +310,44 @@ def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chos
     own = np.take_along_axis(plain, of_rows, 1)
     wanted = 1.8 * own / own.sum(1, keepdims=True)
     np.testing.assert_allclose(scores[:, :-1], wanted, rtol=2e-2)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5, 40, 130])
+def test_experts_alone_behind_a_router_s_own_norm_are_the_reference(kernels, rows, bits):
+    count, chosen, width, inner = 128, 8, 704, 192
+    (x, exact), (router, by_router) = random(rows, width), random(count, width)
+    (norm, by), (router_norm, by_own) = random(width), random(width)
+    gate_up, both = weight(2 * count * inner, width, bits)
+    down, lower = weight(count * width, inner, bits)
+    experts = Experts(
+        router * width**-0.5,
+        gate_up,
+        down,
+        chosen,
+        normalised=True,
+        activation=Activation.GELU,
+        router_norm=router_norm,
+        scales=mx.random.uniform(0.2, 2.0, (count,)),
+    )
+    assert kernels.experts.serves(experts)
+    made = kernels.experts(x, Norm(norm, EPSILON), experts, alone=True)
+    logits = (normed(exact) * by_own) @ (by_router * width**-0.5).T
+    of_rows, scores = np.array(made[2]), np.array(made[3])
+    kept = np.take_along_axis(logits, of_rows, 1)
+    np.testing.assert_allclose(
+        np.sort(kept, 1), np.sort(logits, 1)[:, -chosen:], rtol=2e-2, atol=3e-2
+    )
+    own = np.exp(kept) / np.exp(kept).sum(1, keepdims=True) * np.array(experts.scales)[of_rows]
+    np.testing.assert_allclose(scores, own, rtol=5e-2)
+    gates, ups = both.reshape(2, count, inner, width)
+    wanted = np.zeros_like(exact)
+    for row, own in enumerate(normed(exact) * by):
+        for expert, score in zip(of_rows[row], scores[row], strict=True):
+            halves = np.concatenate([gates[expert] @ own, ups[expert] @ own])
+            between = gated(halves[None], Activation.GELU)[0]
+            wanted[row] += score * (lower.reshape(count, width, inner)[expert] @ between)
+    assert_close(made[-1], wanted)
 
 
 def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
