@@ -239,6 +239,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "use_double_wide_mlp": False,
     },
+    "gemma4-a4b-8b": _GEMMA4
+    | {
+        "hidden_size": 2816,
+        "num_hidden_layers": 10,
+        "intermediate_size": 2112,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "olmo2-1b": {
         "model_type": "olmo2",
         "architectures": ["Olmo2ForCausalLM"],
@@ -312,9 +331,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Llama 3.2 1B and 3.1 8B, and a small one to try the scripts on; Qwen 3 30B A3B, which has
 experts, and a quarter of its layers; GPT-OSS 20B, and a quarter of its; Gemma 3 1B and 12B,
-Gemma 4 E2B and E4B, and a fifth of the layers of 31B; Qwen 3.5 0.8B, 4B and 9B, a fifth of the
-layers of 35B A3B, LFM 2 1.2B, a quarter of GLM 4.7 Flash, OLMo 2 1B, Granite 4 H 1B and Falcon H1
-1.5B, but for their vocabularies."""
+Gemma 4 E2B and E4B, a fifth of the layers of 31B, and a third of those of 26B A4B, which has
+experts beside MLPs; Qwen 3.5 0.8B, 4B and 9B, a fifth of the layers of 35B A3B, LFM 2 1.2B, a
+quarter of GLM 4.7 Flash, OLMo 2 1B, Granite 4 H 1B and Falcon H1 1.5B, but for their
+vocabularies."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -360,12 +380,17 @@ def _as_trained(_: str, module: nn.Module) -> None:
     """What modules are born with that no trained one has. Gemma's norms multiply by 1 + weight:
     layers that double all they work on make noise of each other's rounding. So do scores that
     nothing makes smaller than their heads are long. Routers of zeros send all rows to the same
-    experts."""
+    experts, and those whose logits are next to nothing weigh all of a row's alike."""
     match module:
         case gemma3_text.RMSNorm():
             module.weight = mx.zeros_like(module.weight)
         case gemma4_text.Attention():
             module.q_norm.weight = mx.full(module.head_dim, module.head_dim**-0.5)
+        case gemma4_text.Router():
+            experts, width = module.proj.weight.shape
+            module.proj.weight = mx.random.normal((experts, width)) * width**-0.5
+            module.scale = mx.full(width, width**0.5)
+            module.per_expert_scale = mx.random.uniform(0.5, 1.5, (experts,))
         case glm4_moe_lite.MoEGate():
             width = module.weight.shape[1]
             module.weight = mx.random.normal(module.weight.shape) * width**-0.5
@@ -387,10 +412,10 @@ def write(shape: str, folder: Path, bits: int | None = None) -> Path:
     for_vllm = vllm_config_of(shape)
     if for_vllm is not None:
         (folder / "vllm").mkdir()
-        if config["model_type"] == "glm4_moe_lite":
-            arrays = _as_published(model)
+        arrays = None if bits is not None else _as_published(model, config)
+        if arrays is not None:
             mx.save_safetensors(str(folder / "vllm" / "model.safetensors"), arrays)
-            del arrays
+        del arrays
     save_model(folder, model, donate_model=True)
     write_tokenizer(folder)
     if for_vllm is not None:
@@ -400,9 +425,29 @@ def write(shape: str, folder: Path, bits: int | None = None) -> Path:
     return folder
 
 
-def _as_published(model: nn.Module) -> dict[str, mx.array]:
-    """GLM 4.7 Flash's weights by their own names, which mlx-lm's module has otherwise: which expert
-    a row goes through is what its speed depends on."""
+def _as_published(model: nn.Module, config: dict[str, Any]) -> dict[str, mx.array] | None:
+    """Weights of models with experts by their own names, which mlx-lm's modules have otherwise:
+    which expert a row goes through is what its speed depends on. None for others."""
+    if config["model_type"] == "glm4_moe_lite":
+        return _glm_as_published(model)
+    return _gemma_as_published(model) if config.get("enable_moe_block", False) else None
+
+
+def _gemma_as_published(model: nn.Module) -> dict[str, mx.array]:
+    found = {
+        name: array
+        for name, array in tree_flatten(model.parameters())
+        if ".switch_glu." not in name
+    }
+    for number, layer in enumerate(model.layers):
+        own, name = layer.experts.switch_glu, f"model.layers.{number}.experts"
+        both = [own.gate_proj.weight, own.up_proj.weight]
+        found[f"{name}.gate_up_proj"] = mx.concatenate(both, axis=1)
+        found[f"{name}.down_proj"] = own.down_proj.weight
+    return found
+
+
+def _glm_as_published(model: nn.Module) -> dict[str, mx.array]:
     found = {}
     for name, array in tree_flatten(model.parameters()):
         if ".switch_mlp." in name:
