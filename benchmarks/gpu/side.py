@@ -129,7 +129,12 @@ class Vllm:
             if not list(folder.glob("*.safetensors")):
                 # Weights of its own drawing.
                 how["load_format"] = "dummy"
-            if "vision_config" in json.loads((folder / "config.json").read_text()):
+            config = json.loads((folder / "config.json").read_text())
+            if "global_head_dim" in config:
+                # A transformers that has them by layer hides them from it.
+                names = ("global_head_dim", "num_global_key_value_heads")
+                how["hf_overrides"] = {name: config[name] for name in names}
+            if "vision_config" in config:
                 # FlashInfer's prefill wants a compiler and minutes.
                 how |= {"language_model_only": True, "gdn_prefill_backend": "triton"}
         self._llm = LLM(str(folder), **how)
