@@ -101,6 +101,9 @@ class Pace:
                 # Those of the last steps were whole grains with the rows.
                 bold = int(BOLDNESS * self._tried) + self._grain
                 most = max(most, min(wanted, short, bold))
+                if most == wanted:
+                    # Perhaps a prompt's last token.
+                    return max(most, self._least) - load.tokens
         else:
             if not self._may_compare(load):
                 # Where prompts come without end, all that steps take would be put down to them.

@@ -188,11 +188,10 @@ class Scheduler:
         return len(self.prefilling) + min(len(self.waiting), free) + min(begun, most)
 
     @property
-    def portion(self) -> int:
-        """Prompt tokens of a step that make nobody wait much: a quarter of all there are, since
-        those of a step get their first tokens together, or one prompt."""
+    def ahead(self) -> tuple[int, int]:
+        """Prompt tokens that are still to be processed: of all prompts, and of the shortest."""
         lengths = [prompt.remaining for prompt in (*self.prefilling, *self.waiting)]
-        return max(sum(lengths) // 4, min(lengths)) if lengths else 0
+        return sum(lengths), min(lengths, default=0)
 
     def submit(self, sequence: Sequence) -> None:
         sequence.submitted_at = self._steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from math import isqrt
 
 import mlx.core as mx
 from mlx import nn
@@ -65,6 +66,15 @@ class StepSize:
             ample = AMPLE_ON_GPU
         more = _working_on(limits, model, forward, ample) - working
         return cls(tokens, ample, _most_scored(limits, model), working, more)
+
+    def wanted(self, tokens: int, shortest: int) -> int:
+        """How many of so many tokens of prompts a step best processes, if it is short all the same.
+
+        Those of a step get their first tokens together. With c of R tokens a step, and steps that
+        cost as much as F tokens besides, these come soonest on average if c is the root of 2 F R,
+        and 2 F are about those of a usual step (NOTES 138). A prompt is not cut for that.
+        """
+        return max(isqrt(self.tokens * tokens), shortest)
 
 
 def chunk_of(limits: EngineLimits) -> int:

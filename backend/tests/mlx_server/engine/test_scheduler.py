@@ -462,18 +462,15 @@ def test_prompts_that_have_no_row_to_come_into_hold_nobody_up() -> None:
     assert world.scheduler.beginning == 0
 
 
-def test_of_many_prompts_a_quarter_makes_nobody_wait_and_of_few_one_of_them() -> None:
+def test_what_is_ahead_is_counted_of_all_prompts_and_of_the_shortest() -> None:
     world = World(most=1000, max_rows=2)
-    assert world.scheduler.portion == 0
+    assert world.scheduler.ahead == (0, 0)
     world.submit(distinct(40, 0), 100)
-    assert world.scheduler.portion == 40
-    world.submit(distinct(24, 1), 100)
-    assert world.scheduler.portion == 24
-    for n in range(2, 8):
-        world.submit(distinct(24, n), 100)
-    assert world.scheduler.portion == (40 + 7 * 24) // 4
-    world.step(budget=24)
-    assert world.scheduler.portion == (40 + 6 * 24) // 4
+    for n in range(3):
+        world.submit(distinct(24, n + 1), 100)
+    assert world.scheduler.ahead == (40 + 3 * 24, 24)
+    world.step(budget=32)
+    assert world.scheduler.ahead == (40 + 2 * 24 - 8, 16)
 
 
 def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:

@@ -350,7 +350,7 @@ async def test_prompts_that_arrive_together_are_not_paced_by_the_first_of_them(
 @pytest.mark.parametrize(
     ("limit", "tick", "longest"),
     [
-        pytest.param(1 << 30, 1e-3, [64, 96, 128], id="short"),
+        pytest.param(1 << 30, 1e-3, [64, 128, 192], id="short"),
         pytest.param(1 << 30, 1.0, [64, 64, 64], id="long"),
         pytest.param(1 << 21, 1e-3, [64, 64, 64], id="little-memory"),
     ],

@@ -1,0 +1,40 @@
+"""How much of prompts a step takes on. What memory that leaves is tested where forwards are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_manager.mlx_server.engine.step_size import StepSize
+
+SIZE = StepSize(2048, ample=8192)
+
+
+@given(costs=st.floats(0.3, 3), tokens=st.integers(4096, 60_000))
+def test_prompts_of_a_burst_get_their_first_tokens_as_soon_as_of_any_one_size(costs, tokens):
+    """costs: what a step costs besides its tokens, in those of half a usual step."""
+
+    def mean(sizes: list[int]) -> float:
+        """Of the times until each token has been processed, in tokens."""
+        left, total = tokens, 0.0
+        for size in sizes:
+            total += (costs * SIZE.tokens / 2 + size) * left
+            left -= size
+        assert not left
+        return total / tokens
+
+    def by(each: int) -> list[int]:
+        return [each] * (tokens // each) + [tokens % each]
+
+    own, left = [], tokens
+    while left:
+        own.append(min(SIZE.wanted(left, 1), left))
+        left -= own[-1]
+    best = min(mean(by(each)) for each in (2048, 4096, 8192, 16_384))
+    assert mean(own) <= 1.1 * best
+
+
+@pytest.mark.parametrize(("tokens", "shortest", "wanted"), [(6000, 6000, 6000), (6000, 1, 3505)])
+def test_a_prompt_is_not_cut_for_others_sake(tokens: int, shortest: int, wanted: int) -> None:
+    assert SIZE.wanted(tokens, shortest) == wanted
