@@ -379,7 +379,9 @@ class TextEngine:
     def _budget(self) -> Budget:
         """What the next step may do for prompts: more than usual where it is short all the same."""
         scheduler, size = self._scheduler, self._size
-        wanted = min(size.wanted(*scheduler.ahead), size.ample)
+        wanted = 0
+        if size.ample > size.tokens:
+            wanted = min(size.wanted(*scheduler.ahead), size.ample)
         if wanted > size.tokens:
             self._weigh_ample(self._pace.is_short(2 * size.tokens))
         return self._pace.budget(scheduler.beginning, wanted if self._has_ample else 0)
