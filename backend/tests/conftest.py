@@ -52,9 +52,20 @@ def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", str(folder))
         patch.delenv("COLUMNS", raising=False)
         patch.delenv("LINES", raising=False)
+        patch.setenv("PYTHONPATH", str(_quicker_imports(folder)), prepend=os.pathsep)
         if (compiler := shutil.which("g++")) is not None:
             patch.setenv("PATH", str(_quicker(Path(compiler), folder)), prepend=os.pathsep)
         yield
+
+
+def _quicker_imports(folder: Path) -> Path:
+    """Where the Pythons that tests start find what makes their imports quicker."""
+    startup = folder / "startup"
+    startup.mkdir(exist_ok=True)
+    new = startup / f"new-{os.getpid()}"
+    shutil.copyfile(Path(__file__).parent / "startup" / "sitecustomize.py", new)
+    new.replace(startup / "sitecustomize.py")
+    return startup
 
 
 def _quicker(compiler: Path, folder: Path) -> Path:
