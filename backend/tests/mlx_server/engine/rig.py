@@ -216,8 +216,13 @@ def prompt(length: int, salt: int = 1) -> list[int]:
     return [3 + (salt * 31 + 7 * i * salt + i * i) % 200 for i in range(length)]
 
 
-def alone(model: nn.Module, tokens: list[int], limit: int) -> list[int]:
-    """What the model itself draws greedily, with mlx-lm's caches."""
+def alone(
+    model: nn.Module, tokens: list[int], limit: int, guess: list[int] | None = None
+) -> list[int]:
+    """What the model itself draws greedily, with mlx-lm's caches. Where each token of a `guess` is
+    the likeliest after those before it, which takes one step to see, it is the answer."""
+    if guess is not None and len(guess) == limit and regret(model, tokens, guess) == 0:
+        return guess
     cache = make_prompt_cache(model)
     drawn: list[int] = []
     given = tokens

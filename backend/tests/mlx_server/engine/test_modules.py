@@ -99,7 +99,7 @@ async def test_rows_of_compiled_steps_draw_what_each_draws_alone(
             rig.step(6)
         rig.run()
         for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
-            assert row.tokens == alone(rig.model, tokens, limit)
+            assert row.tokens == alone(rig.model, tokens, limit, row.tokens)
         assert rig.engine.stats().pages_held == 0
     assert len(watch.made) >= 2
     assert sum(each.times for each in watch.made) > 20
@@ -114,7 +114,7 @@ async def test_a_kind_of_step_is_compiled_when_it_has_come_often(tmp_path: Path)
         steps = STEPS_BEFORE_COMPILING + 20
         row = rig.submit(prompt(7), steps + 1)
         rig.run()
-        assert row.tokens == alone(rig.model, prompt(7), steps + 1)
+        assert row.tokens == alone(rig.model, prompt(7), steps + 1, row.tokens)
     assert [each.times for each in watch.made] == [2, 20]
 
 
@@ -250,7 +250,7 @@ async def test_a_module_that_looks_at_its_numbers_is_served_and_not_compiled(
             assert (rig.forward.kind, rig.forward.looks_ahead) == ("ragged", True)
             row = rig.submit(prompt(20), 12)
             rig.run()
-            assert row.tokens == alone(rig.model, prompt(20), 12)
+            assert row.tokens == alone(rig.model, prompt(20), 12, row.tokens)
     assert len(watch.made) == 1
     assert caplog.text.count("steps are not compiled") == 1
 

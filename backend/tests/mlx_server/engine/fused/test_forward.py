@@ -19,6 +19,7 @@ from tiny_models import make_tiny_model
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.fused import decoder as decoders
+from mlx_manager.mlx_server.engine.fused import forward as forwards
 from mlx_manager.mlx_server.engine.fused.check import CHECKED_ROWS, check
 from mlx_manager.mlx_server.engine.fused.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
@@ -35,6 +36,14 @@ on_kernels = partial(
     latents=PortableLatents.building,
     shorts=PortableShort,
 )
+
+
+@pytest.fixture(autouse=True)
+def _little_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles a GPU's kernels takes portable ones, which have nothing to compile, half of a
+    test. `test_loads_in_pieces` has it as long as it is."""
+    monkeypatch.setattr(forwards, "LONG", 16 * PAGE)
+    monkeypatch.setattr(forwards, "CHUNK", 4 * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +85,12 @@ async def test_rows_that_join_and_leave_draw_what_each_draws_alone(
         assert (rig.forward.kind, rig.forward.looks_ahead) == (kind, True)
         rows = []
         for i, length in enumerate([3, 40, 17, 130, 16, 33]):
-            rows.append((prompt(length, i + 1), 6 + 9 * i))
+            rows.append((prompt(length, i + 1), 4 + 6 * i))
             rig.submit(*rows[-1])
             rig.step(3)
         rig.run()
         for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
-            assert row.tokens == alone(rig.model, tokens, limit)
+            assert row.tokens == alone(rig.model, tokens, limit, row.tokens)
         assert rig.engine.stats().pages_held == 0
 
 
@@ -106,7 +115,7 @@ async def test_prompts_whose_latents_are_expanded_draw_what_each_draws_alone(
             rig.step(3)
         rig.run()
         for row, (tokens, limit) in zip(rig._submitted, rows, strict=True):
-            assert row.tokens == alone(rig.model, tokens, limit)
+            assert row.tokens == alone(rig.model, tokens, limit, row.tokens)
         assert any((row.sequence.cached or 0) > 0 for row in rig._submitted)
     assert len(planned) > 3
 
@@ -126,7 +135,7 @@ async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_pat
                 rig.cancel(row)
         rig.run()
         for i, (row, tokens, limit) in enumerate(wanted):
-            expected = alone(rig.model, tokens, limit)
+            expected = alone(rig.model, tokens, limit, row.tokens)
             assert row.tokens == (expected[: len(row.tokens)] if i % 5 == 4 else expected)
         assert rig.engine.stats().pages_held == 0
 
@@ -145,15 +154,15 @@ async def test_layers_with_a_state_are_right_through_anything(
     async with HandRig(folder, choose=on_kernels, **how) as rig:
         assert (rig.forward.kind, rig.forward.prefixes) == ("fused", "snapshot")
         rows: list[Row] = []
-        wanted: dict[int, list[int]] = {}
-        for _ in range(120):
+        wanted: dict[int, tuple[list[int], int]] = {}
+        for _ in range(80):
             if chance.random() < 0.2:
                 tokens = prompt(chance.choice([1, 16, 17, 40, 90]), chance.randint(1, 3))
                 if rows and chance.random() < 0.5:
                     tokens = (chance.choice(rows).sequence.tokens + tokens)[:200]
                 limit = chance.choice([1, 5, 20])
                 rows.append(rig.submit(tokens, limit))
-                wanted[rows[-1].sequence.key] = alone(rig.model, tokens, limit)
+                wanted[rows[-1].sequence.key] = (tokens, limit)
             if rows and chance.random() < 0.05:
                 victim = chance.choice(rows)
                 if not victim.sequence.ended:
@@ -161,7 +170,7 @@ async def test_layers_with_a_state_are_right_through_anything(
             rig.step()
         rig.run()
         for row in rows:
-            expected = wanted[row.sequence.key]
+            expected = alone(rig.model, *wanted[row.sequence.key], row.tokens)
             assert row.tokens == expected[: len(row.tokens)]
         assert rig.engine.stats().pages_held == 0
         reused = [row for row in rows if (row.sequence.cached or 0) > 0]
@@ -180,7 +189,7 @@ async def test_a_state_is_kept_of_a_step_that_nothing_came_before(
         for length, cached in ((400, 0), (400, 384), (430, 384), (500, 416)):
             row = rig.submit(prompt(length, 3), 5)
             rig.run()
-            assert row.tokens == alone(rig.model, prompt(length, 3), 5)
+            assert row.tokens == alone(rig.model, prompt(length, 3), 5, row.tokens)
             assert row.sequence.cached == cached
 
 
@@ -193,10 +202,10 @@ async def test_conversations_of_one_system_prompt_go_on_from_its_end(tmp_path: P
         rows = [rig.submit(tokens, 5) for tokens in together]
         rig.run()
         for row, tokens in zip(rows, together, strict=True):
-            assert row.tokens == alone(rig.model, tokens, 5)
+            assert row.tokens == alone(rig.model, tokens, 5, row.tokens)
         # One of them computes it, and the others wait for that.
         assert sorted(row.sequence.cached for row in rows) == [0, 592, 592]
-        assert running.tokens == alone(rig.model, prompt(9), 60)
+        assert running.tokens == alone(rig.model, prompt(9), 60, running.tokens)
 
 
 def test_a_decoder_whose_states_are_put_back_wrongly_is_not_used(tmp_path: Path) -> None:
@@ -288,9 +297,9 @@ async def test_a_crowd_s_prompts_do_not_keep_back_what_has_been_drawn(tmp_path: 
         rig.step(4)
         rows = [rig.submit(tokens, 6) for tokens in prompts]
         rig.run()
-        assert row.tokens == alone(rig.model, prompt(9), 20)
+        assert row.tokens == alone(rig.model, prompt(9), 20, row.tokens)
         for each, tokens in zip(rows, prompts, strict=True):
-            assert each.tokens == alone(rig.model, tokens, 6)
+            assert each.tokens == alone(rig.model, tokens, 6, each.tokens)
     assert rig.forward.waited
     assert all(got == drawn for got, drawn in rig.forward.waited)
 
@@ -317,7 +326,7 @@ async def test_a_pass_that_fails_half_way_leaves_nothing_of_itself(tmp_path: Pat
             await row.events()
         again = rig.submit(prompt(20), 6)
         rig.run()
-        assert again.tokens == alone(rig.model, prompt(20), 6)
+        assert again.tokens == alone(rig.model, prompt(20), 6, again.tokens)
 
 
 async def test_a_first_token_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
@@ -325,7 +334,7 @@ async def test_a_first_token_does_not_wait_for_the_next_step(tmp_path: Path) -> 
     async with HandRig(folder, choose=watching) as rig:
         row = rig.forward.row = rig.submit(prompt(20), 5)
         rig.run()
-        assert row.tokens == alone(rig.model, prompt(20), 5)
+        assert row.tokens == alone(rig.model, prompt(20), 5, row.tokens)
     # The first is there before the second is begun, and from then on one step is under way.
     assert rig.forward.begun == [(0, 0), (1, 1), (1, 2), (2, 3), (3, 4)]
 
@@ -354,7 +363,7 @@ async def test_a_kernel_that_is_wrong_is_not_used(
         assert rig.forward.kind == "ragged"
         row = rig.submit(prompt(20), 5)
         rig.run()
-        assert row.tokens == alone(rig.model, prompt(20), 5)
+        assert row.tokens == alone(rig.model, prompt(20), 5, row.tokens)
     assert "the fused decoder is not used" in caplog.text
 
 
