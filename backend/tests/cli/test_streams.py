@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from thorough import slow
 
 PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
 SERVER = [sys.executable, "-m", "mlx_manager.mlx_server.main"]
@@ -57,7 +58,7 @@ ALL = "0<&- 1>&- 2"
 @pytest.mark.parametrize(
     ("closed", "program"),
     [
-        ("1", [*PROGRAM, "serve"]),
+        pytest.param("1", [*PROGRAM, "serve"], marks=slow),
         ("2", [*PROGRAM, "serve"]),
         (ALL, [*PROGRAM, "serve"]),
         # It is the same command, but has been imported before it can open anything.

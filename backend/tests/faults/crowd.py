@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -12,11 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
 from live import LiveServer
 
 PEOPLE = 8
-slow = pytest.mark.skipif(os.environ.get("MLX_TEST_ALL") != "1", reason="MLX_TEST_ALL=1 runs it")
 
 
 @dataclass

@@ -15,9 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from crowd import Told, question, slow
+from crowd import Told, question
 from live import LiveServer, live_server
 from prometheus_client.parser import text_string_to_metric_families
+from thorough import slow
 from tiny_models import make_tiny_model
 
 CHAT, ADMIN = "/v1/chat/completions", "/v1/admin"

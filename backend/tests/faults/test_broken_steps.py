@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from crowd import Crowd, question, slow
+from crowd import Crowd, question
 from faulty_model import EXITS, HANGS, RAISES, SPELL, SPINS, make_faulty_model
 from live import LiveServer, live_server
+from thorough import slow
 
 from mlx_manager.mlx_server.main import STALLED
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from crowd import Crowd, connect, question, slow
+from crowd import Crowd, connect, question
 from live import LiveServer, live_server
+from thorough import slow
 
 CHAT = "/v1/chat/completions"
 PATIENCE = 2

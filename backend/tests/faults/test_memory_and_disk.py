@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-from crowd import Crowd, question, slow
+from crowd import Crowd, question
 from fake_hub import fake_hub
 from live import PROGRAM, live_server
 from small_disk import small_disk
+from thorough import slow
 
 from mlx_manager import demo_model
 

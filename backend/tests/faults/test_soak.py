@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from crowd import slow
+from thorough import slow
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "soak.py"
 

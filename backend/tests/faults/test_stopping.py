@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from crowd import PEOPLE, Crowd, connect, question, slow
+from crowd import PEOPLE, Crowd, connect, question
 from live import LiveServer, live_server
+from thorough import slow
 from tiny_models import make_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -84,7 +85,7 @@ async def test_clients_that_do_nothing_keep_the_server_from_ending_for_seconds_a
 ):
     log = tmp_path / "log"
     model = make_tiny_model(tmp_path / "model", max_position_embeddings=200_000)
-    endless = {"prompt": "hello " * 250, "max_tokens": 150_000, "ignore_eos": True, "stream": True}
+    endless = {"prompt": "hello " * 170, "max_tokens": 150_000, "ignore_eos": True, "stream": True}
     body = json.dumps(endless | {"n": 8, "echo": True, "logprobs": 20}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -95,7 +96,7 @@ async def test_clients_that_do_nothing_keep_the_server_from_ending_for_seconds_a
     async with served(log, model=model, **patience) as (server, http):
         sends_half = await connect(server, head + body[:10])
         reads_nothing = await connect(server, head + body, receive_buffer=2048)
-        # Behind 12 000 of the prompts; each is 0.7 KB or so, and a system takes on 4 MB for a reader.
+        # Behind 8 000 of the prompts; each is 0.7 KB or so, and a system takes on 4 MB for a reader.
         while await drawn(http) < 1000:
             pass
         server.process.terminate()

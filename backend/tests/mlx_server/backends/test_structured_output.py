@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import jsonschema
 import pytest
 from backends.generated_schemas import generated_schemas
 from demo import Demo, demo
+from thorough import ALL
 
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
@@ -27,7 +27,6 @@ __all__ = ["demo"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DATA = Path(__file__).parents[5] / "shared/data"
-ALL = os.environ.get("MLX_TEST_ALL") == "1"
 
 PERSON = {
     "type": "object",

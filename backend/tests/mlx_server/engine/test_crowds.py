@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from engine.rig import HandRig, Rig, Row, prompt, regret
 from mlx import nn
+from thorough import one_in_turn
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
@@ -653,8 +654,10 @@ async def check_all(rig: Rig, rows: list[Row], cancelled: set[int]) -> None:
         assert right(rig, row)
 
 
-@pytest.mark.parametrize(("seed", "abreast"), [(1, 0), (2, 0), (3, 2), (4, 1)])
-@AHEAD
+@pytest.mark.parametrize(
+    ("seed", "abreast", "looks_ahead"),
+    one_in_turn([(1, 0), (2, 0), (3, 2), (4, 1)], [True, False]),
+)
 async def test_three_hundred_steps_of_anything(
     llama: Path, seed: int, abreast: int, looks_ahead: bool
 ) -> None:
@@ -694,8 +697,10 @@ async def test_three_hundred_steps_of_anything(
     assert set(rig.ledger.figures()) == {"buffer_cache", "limit", "available"}
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "lfm2", "llama4"])
-@AHEAD
+@pytest.mark.parametrize(
+    ("family", "looks_ahead"),
+    one_in_turn(["gemma3_text", "deepseek_v3", "lfm2", "llama4"], [True, False]),
+)
 async def test_a_hundred_steps_of_anything_for_other_kinds_of_layers(
     tmp_path: Path, family: str, looks_ahead: bool
 ) -> None:

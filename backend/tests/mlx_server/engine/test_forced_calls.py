@@ -19,6 +19,7 @@ from engine.outputs import Answer, parse
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
+from thorough import ALL
 
 from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
@@ -239,7 +240,7 @@ def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
     tools = tools_of(case)
     shape = case.syntax.form([]).shape
     assert shape is not None
-    for seed in range(6):
+    for seed in range(6 if ALL else 4):
         walk = Walk(case, seed, tokens=tokens)
         matcher = walk.grammars.calls(shape, tools, parallel=bool(seed % 2))
         drawn = walk.draw(matcher)
@@ -257,7 +258,7 @@ def test_between_free_text_calls_fit(case: Case) -> None:
     shape = case.syntax.form([]).shape
     assert shape is not None
     called = 0
-    for seed in range(8):
+    for seed in range(8 if ALL else 5):
         walk = Walk(case, seed, tokens=True)
         openers = case.syntax.openers
         walk.closers += [walk.tokenizer.encode(o, add_special_tokens=False) for o in openers] * 8

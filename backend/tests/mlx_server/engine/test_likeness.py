@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engine.common_decoders import EXPERTS, HYBRIDS, make
 from mlx import nn
+from thorough import slow
 
 from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.likeness import (
@@ -42,7 +43,7 @@ def uneven(family: str, by: float) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=slow)])
 def test_a_model_is_batched_though_rounding_sends_rows_through_other_experts(family):
     assert choose(uneven(family, 0.004), 16).kind == "ragged"
 

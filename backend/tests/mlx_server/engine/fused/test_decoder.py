@@ -24,6 +24,7 @@ from engine.recurrent.portable import PortableDelta, PortableShort
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import QuantizedMultiLinear
+from thorough import one_in_turn
 
 from mlx_manager.mlx_server.engine import compiled as compiled_steps
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, RaggedStep
@@ -478,8 +479,9 @@ def test_dense_weights_alone_are_multiplied_where_no_kernel_serves_what_they_wer
     assert not of.packed
 
 
-@pytest.mark.parametrize("mode", [None, "affine", "mxfp4"])
-@pytest.mark.parametrize("family", [*EXPERTS, "lfm2_moe"])
+@pytest.mark.parametrize(
+    ("family", "mode"), one_in_turn([*EXPERTS, "lfm2_moe"], [None, "affine", "mxfp4"])
+)
 def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
     model, of = make(family, (EXPERTS | SHORTS)[family]), PortableProducts()
     if mode:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine.products.devices import H200
 from engine.products.halves import bits, gated, in_packs, rounded
+from thorough import slow
 
 from mlx_manager.mlx_server.engine.kernels import kernel
 from mlx_manager.mlx_server.engine.products import ProductKernels
@@ -102,8 +103,17 @@ def libraries(compile_cuda):
     return [(own, compile_cuda([entry(case) for case in own])) for own in kinds.values()]
 
 
-def test_nvidia_s_compiler_takes_chains(nvidia_accepts):
-    nvidia_accepts([entry(case) for case in (CASES[0], CASES[2], *CASES[-4:])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one-row",
+        "packed-last-layer",
+        "packed-one-row",
+        *(pytest.param(name, marks=slow) for name in ("last-layer", "packed", "packed-8-bits")),
+    ],
+)
+def test_nvidia_s_compiler_takes_chains(nvidia_accepts, name):
+    nvidia_accepts([entry(case) for case in CASES if case.name == name])
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine.products.devices import H200, RTX4090
 from engine.products.halves import bits, gated, in_packs, rounded
+from thorough import slow
 
 from mlx_manager.mlx_server.engine.kernels import kernel
 from mlx_manager.mlx_server.engine.products.experts import (
@@ -426,15 +427,15 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
     "name",
     [
         "one-row",
-        "many-rows",
-        "shared",
-        "corrected-shared",
         "corrected-shared-of-one-row",
         "apart",
         "packed",
         "floats-bias",
         "groups",
-        "groups-of-two",
+        *(
+            pytest.param(name, marks=slow)
+            for name in ("many-rows", "shared", "corrected-shared", "groups-of-two")
+        ),
     ],
 )
 def test_nvidia_s_compiler_takes_experts(nvidia_accepts, name):

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engine.kv.kernels.test_kernels import BF16, DEVICE, F16, F32, I32, NOWHERE, poison
+from thorough import slow
 
 from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice
 from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource, Unsupported
@@ -65,6 +66,15 @@ CASES = [
     Case("least-memory", shape(16, 512, 64, 64, F16), NEIGHBOURS, CudaDevice(4, 65536, 66 * 1024)),
 ]
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def every_second(first: int) -> pytest.MarkDecorator:
+    """The cases by name, of which the others are slow ones."""
+    cases = [
+        pytest.param(case, id=case.name, marks=slow if (n - first) % 2 else [])
+        for n, case in enumerate(CASES)
+    ]
+    return pytest.mark.parametrize("case", cases)
 
 
 class Emulated:
@@ -158,12 +168,13 @@ def test_a_plan_outlives_the_steps_that_lengthen_its_rows():
     assert off_in_a_step(case, case.kernels(1000), divided=True, grown=40) <= TOLERANCE
 
 
-@by_name
+# A kernel is the same for whole contexts and for parts of them.
+@every_second(0)
 def test_chunks_attend_to_what_each_query_sees(case):
     assert off_in_chunks(case, case.kernels(), divided=False) <= TOLERANCE
 
 
-@by_name
+@every_second(1)
 @pytest.mark.usefixtures("cut_wherever_possible")
 def test_parts_of_a_chunk_s_context_come_to_the_same(case):
     assert off_in_chunks(case, case.kernels(1000), divided=True) <= TOLERANCE
@@ -306,7 +317,11 @@ def test_the_check_sees_what_is_wrong(kind, wrong):
     assert found is None if wrong is None else wrong in found
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[6]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[2], pytest.param(CASES[4], marks=slow), CASES[6]],
+    ids=lambda case: case.name,
+)
 def test_nvidia_s_compiler_takes_latent_attention(nvidia_accepts, case):
     of, element = case.shape, case.shape.dtype
     attending = latent.Attending(0.1, case.traditional)
