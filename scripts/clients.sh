@@ -2,7 +2,7 @@
 # Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
 # node_modules for those in JavaScript; and Prometheus. Needs .venv. Quick when nothing has changed.
 #
-#   scripts/clients.sh             all
+#   scripts/clients.sh             all; Phoenix where MLX_TEST_ALL=1
 #   scripts/clients.sh FOLDER...   those in these folders of backend/tests/clients
 #
 # Each Python client has an environment of its own: they disagree on the versions of what they share.
@@ -36,9 +36,12 @@ install_node() {
 
 if [ $# = 0 ]; then
     scripts/prometheus.sh
+    # Phoenix, 700 MB, is asked only where all tests run.
+    left=/phoenix/
+    [ "${MLX_TEST_ALL:-}" != 1 ] || left=none
     # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
-        xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
+        grep -v "$left" | xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
     exit
 fi
 for folder; do

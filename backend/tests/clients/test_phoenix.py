@@ -1,6 +1,8 @@
 """The spans of a real server as Phoenix has them, a collector that people look at traces with.
 
-It runs in a process of its own and is asked over its API. `make clients` gets it.
+It runs in a process of its own and is asked over its API. It takes a minute to start, and more to
+be installed: `MLX_TEST_ALL=1 make clients` gets it, and `MLX_TEST_ALL=1` has it asked. Every run has
+`test_tracing` and `test_otlp`, which say what is sent.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ import httpx
 import pytest
 from live import PROGRAM, live_server
 from processes import announced
+from thorough import slow
 
 from mlx_manager import demo_model
 
 pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.http", reason="the otel extra is not installed"
 )
+
+pytestmark = slow
 
 ENVIRONMENT = Path(__file__).parents[3] / ".venv-clients" / "phoenix"
 READY = re.compile(r"Uvicorn running on (http://\S+)")
