@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from live import PROGRAM, live_server
 from other_server import OtherServer
 from rich.console import Console
+from thorough import slow
 
 from mlx_manager.chat.commands import Command, parse
 from mlx_manager.chat.display import MarkdownDisplay, split_blocks
@@ -206,7 +207,7 @@ def test_the_sessions_server_ends_where_the_chat_is_killed(
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("stdin", ["<&-", "</dev/null"])
+@pytest.mark.parametrize("stdin", ["<&-", pytest.param("</dev/null", marks=slow)])
 def test_a_server_of_its_own_does_not_mind_where_its_stdin_ends(tmp_path: Path, stdin: str) -> None:
     command = ("/bin/sh", "-c", f'exec "$0" serve {stdin}', str(PROGRAM))
     with live_server(tmp_path / "log", command) as server:

@@ -8,10 +8,12 @@ strides where the source names them, then the outputs.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,13 +167,18 @@ EMULATED = "emulated.so"
 def _compiled_language(compiler: str, language: str, parent: Path) -> Path:
     """A folder with a compiled header, and beside it the library of what is the same for all
     kernels: most of what each would take to compile."""
-    folder = parent / language
+    # Of the processes that run tests beside each other, the first compiles it for all.
+    folder = (parent.parent if "PYTEST_XDIST_WORKER" in os.environ else parent) / language
     folder.mkdir(exist_ok=True)
-    header = [compiler, "-x", "c++-header", *FLAGS, str(EMULATION / f"{language}.h")]
-    subprocess.run([*header, "-o", str(folder / f"{language}.h.gch")], check=True)
-    sources = [str(EMULATION / f"{name}.cpp") for name in ("group", language)]
-    library = [compiler, *FLAGS, *sources, "-o", str(folder / EMULATED)]
-    subprocess.run(library, check=True)
+    with (folder / "lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        if not (folder / EMULATED).exists():
+            header = [compiler, "-x", "c++-header", *FLAGS, str(EMULATION / f"{language}.h")]
+            subprocess.run([*header, "-o", str(folder / f"{language}.h.gch")], check=True)
+            sources = [str(EMULATION / f"{name}.cpp") for name in ("group", language)]
+            library = [compiler, *FLAGS, *sources, "-o", str(folder / "half")]
+            subprocess.run(library, check=True)
+            (folder / "half").rename(folder / EMULATED)
     return folder
 
 

@@ -16,6 +16,7 @@ from engine.rig import HandRig, Rig, Row, prompt, regret
 from mlx import nn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from thorough import one_in_turn
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.config import EngineLimits
@@ -203,8 +204,9 @@ async def test_half_precision_and_quantised_weights_run_the_same_way(
         await check(rig, await crowd(rig), tie=0.2 if "dtype" in options else TIE)
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 64])
-@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("family", "page_size"), one_in_turn(["gemma3_text", "deepseek_v3", "falcon_h1"], [1, 8, 64])
+)
 async def test_pages_may_have_any_size(family: str, page_size: int, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", family)
     async with Rig(folder, page_size=page_size, prefill_chunk=48) as rig:

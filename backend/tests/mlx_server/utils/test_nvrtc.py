@@ -122,16 +122,8 @@ def test_what_does_not_compile_says_so_as_before(jit, shelf):
     assert compiler.programs == 0
 
 
-def test_mlx_s_own_kernels_pass(jit, shelf, monkeypatch):
-    monkeypatch.setattr(nvrtc, "MLX_HEADERS", b"as no text begins")
-    compiler = answered(jit, shelf)
-    assert jit.one(PLAIN).failed == 0
-    assert not shelf.exists()
-    assert compiler.programs == 0
-
-
 @pytest.mark.parametrize(("release", "threads"), [((13, 0), 1), ((12, 9), 0)])
-def test_mlx_s_own_kernels_are_compiled_by_all_cores(
+def test_mlx_s_own_kernels_pass_and_are_compiled_by_all_cores(
     jit, shelf, plain, monkeypatch, release, threads
 ):
     monkeypatch.setattr(nvrtc, "MLX_HEADERS", b"as no text begins")
@@ -151,6 +143,9 @@ def test_mlx_s_own_kernels_are_compiled_by_all_cores(
     ours = jit.one(PLAIN)
     assert instructions(ours.code, ours.said) == instructions(plain.code, plain.said)
     assert wanted.count(nvrtc.ALL_CORES) == threads
+    assert ours.failed == 0
+    assert not shelf.exists()
+    assert compiler.programs == 0
 
 
 def test_ptx_is_left_to_mlx(jit, shelf):
