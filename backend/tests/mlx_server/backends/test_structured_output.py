@@ -449,7 +449,7 @@ async def test_every_question_gets_a_call_of_an_offered_function(demo: Demo):
         )
         return {f["name"]: f["parameters"] for f in asked["function"]}, answer
 
-    answers = await asyncio.gather(*[one(x) for x in lines("tool_calls.jsonl", 10)])
+    answers = await asyncio.gather(*[one(x) for x in lines("tool_calls.jsonl", 6)])
     for offered, answer in answers:
         assert answer["finish_reason"] == "tool_calls"
         assert answer["message"]["content"] is None

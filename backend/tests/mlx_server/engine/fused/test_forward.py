@@ -14,6 +14,7 @@ from engine.recurrent.portable import PortableDelta, PortableShort
 from engine.rig import HandRig, Row, alone, prompt
 from mlx import nn
 from mlx_lm.utils import load_model
+from thorough import slow
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
@@ -51,10 +52,10 @@ def _little_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", "fused"),
         ("qwen3", "fused"),
-        ("mistral", "fused"),
+        pytest.param("mistral", "fused", marks=slow),
         ("phi3", "fused"),
         ("gemma3_text", "fused"),
-        ("gemma3", "fused"),
+        pytest.param("gemma3", "fused", marks=slow),
         # It attends by itself, and does not run over the kernels otherwise.
         ("gemma2", "fused"),
         # Some layers keep a state of their own.
