@@ -10,10 +10,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 import pytest_asyncio
+from mlx_lm.utils import load_tokenizer
+from thorough import slow
 
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import open_pool
+from mlx_manager.mlx_server.models.adapters import tool_syntax
+from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
 from mlx_manager.mlx_server.services.inference import ModelPool, generate_chat_completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,6 +43,11 @@ SAID_BY_TEMPLATES = {
     "lfm2": "<|tool_call_start|>",
 }
 """What each template says that tells its format."""
+WRITTEN_ALIKE = {
+    *("glm-4.7", "minimax", "longcat", "minicpm", "deepseek", "deepseek-3.1"),
+    *("mistral", "granite", "function-gemma"),
+}
+"""Those that differ from others by their markers. `test_forced_calls` has what masks make of each."""
 
 BOOK = {
     "type": "object",
@@ -59,18 +68,54 @@ TOOLS = [
 PARAMETERS = {"book": BOOK, "now": {"type": "object", "maxProperties": 0}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ModelPool]:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     own = DEMO / "chat_template.jinja"
     for name, said in SAID_BY_TEMPLATES.items():
         shutil.copytree(DEMO, models / name, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         (models / name / own.name).write_text(f"{{#- {said} -#}}\n{own.read_text()}")
+    return models
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(models: Path) -> AsyncIterator[ModelPool]:
     async with open_pool(MLXServerSettings(models_dir=models)) as pool:
         yield pool
 
 
+SYNTAXES: dict[str, ToolSyntax | str] = {
+    "hermes": tool_syntax.HERMES,
+    "qwen3-coder": tool_syntax.QWEN_CODER,
+    "glm": tool_syntax.GLM,
+    "glm-4.7": tool_syntax.GLM_47,
+    "minimax": tool_syntax.MINIMAX,
+    "longcat": tool_syntax.LONGCAT,
+    "minicpm": tool_syntax.MINICPM,
+    "deepseek": tool_syntax.DEEPSEEK,
+    "deepseek-3.1": tool_syntax.DEEPSEEK_31,
+    "deepseek-3.2": tool_syntax.DEEPSEEK_32,
+    "kimi-k2": tool_syntax.KIMI_K2,
+    "mistral": tool_syntax.MISTRAL,
+    "mistral-3.2": tool_syntax.MISTRAL_ARGS,
+    "granite": tool_syntax.GRANITE,
+    "gemma-4": "<|tool_call>",
+    "function-gemma": "<start_function_call>",
+    "lfm2": "<|tool_call_start|>",
+}
+"""How each writes calls, or what opens one."""
+
+
 @pytest.mark.parametrize("name", SAID_BY_TEMPLATES)
+async def test_a_template_tells_the_format(models: Path, name: str) -> None:
+    found, wanted = syntax_of(load_tokenizer(models / name)), SYNTAXES[name]
+    assert found is wanted if isinstance(wanted, ToolSyntax) else found.openers == (wanted,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=slow if name in WRITTEN_ALIKE else []) for name in SAID_BY_TEMPLATES],
+)
 async def test_a_call_can_be_demanded_in_any_format(pool: ModelPool, name: str) -> None:
     named = {"type": "function", "function": {"name": "book"}}
     body = await generate_chat_completion(

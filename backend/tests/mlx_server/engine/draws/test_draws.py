@@ -8,6 +8,7 @@ import pytest
 from engine.test_sampling import chi_square_excess
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import ALL
 
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.draws import checked, kernel
@@ -112,7 +113,7 @@ chance = st.sampled_from([0.0, 2.0**-23, 1 - 2.0**-23]) | st.integers(0, 2**23 -
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if ALL else 75, deadline=None)
 @given(row=rows(), asked=st.lists(st.tuples(wanted, chance), min_size=1, max_size=5))
 def test_whatever_rows_ask_for_they_draw_by_the_definition(emulated, row, asked):
     wishes, decided = zip(*asked, strict=True)

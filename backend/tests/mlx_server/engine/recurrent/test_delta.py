@@ -19,6 +19,7 @@ from mlx import nn
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
+from thorough import ALL
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.engine.choice import choose
@@ -153,7 +154,7 @@ SHAPES = st.tuples(
     st.sampled_from(BETAS),
     st.sampled_from([ON_CPU, ON_GPU]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100 if ALL else 30)
 def test_chunks_are_as_exact_as_the_loop(
     seed: int,
     shape: tuple[int, int, int, int, int, int],
