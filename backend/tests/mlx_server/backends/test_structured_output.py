@@ -116,9 +116,19 @@ async def fitted_or_refused(demo: Demo, schemas: list[Any]) -> tuple[int, int, i
             check = jsonschema.validators.validator_for(
                 schema, default=jsonschema.Draft202012Validator
             )(schema)
-            check.validate(json.loads(answer["message"]["content"]))
+            content = answer["message"]["content"]
+            check.validate(json.loads(content, object_pairs_hook=counted_twice))
             fitted += 1
     return fitted, refused, cut
+
+
+def counted_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which a name that comes twice, as one may that the schema does not have, is two,
+    as `minProperties` is held to."""
+    found: dict[str, Any] = {}
+    for place, (name, value) in enumerate(pairs):
+        found[f"{name} {place}" if name in found else name] = value
+    return found
 
 
 async def test_real_schemas_are_fitted_or_refused(demo: Demo):
