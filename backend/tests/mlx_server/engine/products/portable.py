@@ -170,8 +170,8 @@ class PortableExperts:
         given = mx.sigmoid(always) if experts.gated else mx.ones((len(scores), shared))
         scores = mx.concatenate([scores, given], axis=1)
         of = (experts.count, experts.inner, experts.width)
-        gates, ups = plain(experts.gate_up).reshape(2, *of)
-        downs = plain(experts.down).reshape(of[0], of[2], of[1])
+        gates, ups = unpacked(experts.gate_up).reshape(2, *of)
+        downs = unpacked(experts.down).reshape(of[0], of[2], of[1])
         x = mx.expand_dims(normed, (-2, -3))
         of_gates, of_down = experts.biases or (mx.zeros(2 * of[0] * of[1]), mx.zeros(of[0]))
         of_gates = of_gates.reshape(2, *of[:2])
@@ -185,10 +185,6 @@ class PortableExperts:
         given = product(gated, downs, of_down.reshape(of[0], -1)).squeeze(-2)
         mixed = (given * scores[..., None]).sum(1)
         return [gated, given, mixed if alone else hidden + mixed]
-
-
-def plain(weight):
-    return weight.dense if isinstance(weight, Packed) else weight
 
 
 class PortableChain:
