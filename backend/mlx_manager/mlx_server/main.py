@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
     from mlx_manager.mlx_server.models.loading import LoadedModel
     from mlx_manager.mlx_server.models.pool import ModelPoolManager
+    from mlx_manager.mlx_server.models.rehearsal import Rehearsals
     from mlx_manager.mlx_server.utils.memory import Ledger
     from mlx_manager.mlx_server.utils.steps import Steps
 
@@ -100,6 +101,23 @@ TO_PASTE: dict[Kind, tuple[str, str]] = {
 """For a model of each kind: where to ask it, and what."""
 
 MOST_NAMED = 5
+
+BEARING_ON_LOADS = {
+    "available_models",
+    "hf_cache",
+    "max_rows",
+    "max_waiting",
+    "model",
+    "model_aliases",
+    "models_dir",
+    "models_file",
+    "page_size",
+    "prefill_chunk",
+    "prefix_cache",
+    "trust_remote_code",
+    "weights",
+}
+"""The settings that another process needs to load a model as this one does."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -316,14 +334,28 @@ def make_pool(
         make_backend,
         foresight=Foresight(working, multiplies_packed),
         models=models,
+        rehearsals=make_rehearsals(settings),
     )
 
 
-def make_script_pool() -> ModelPoolManager:
-    """A pool for scripts without a server, by the environment's settings; it lasts as they do."""
+def make_rehearsals(settings: MLXServerSettings) -> Rehearsals | None:
+    """None where a load compiles nothing that others would wait for, or nothing is kept of it."""
+    from mlx_manager.mlx_server.models import rehearsal
+
+    told = settings.model_dump(mode="json", include=BEARING_ON_LOADS)
+    try:
+        return rehearsal.Rehearsals(told, rehearsal.loaded_folder(), rehearsal.machine())
+    except (OSError, RuntimeError) as error:
+        log.debug("first loads are loads as any other: %s", error)
+        return None
+
+
+def make_script_pool(settings: MLXServerSettings | None = None) -> ModelPoolManager:
+    """A pool for scripts without a server, by the environment's settings if no others are given; it
+    lasts as they do."""
     thread = MLXThread()
     thread.start()
-    return make_pool(MLXServerSettings(), thread)
+    return make_pool(settings or MLXServerSettings(), thread)
 
 
 def __getattr__(name: str) -> FastAPI:

@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.models.rehearsal import Rehearsals
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
 
@@ -50,6 +51,7 @@ async def open_pool(
     models_file: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
     prepare: Prepare = preparing,
+    rehearsals: Rehearsals | None = None,
     **limits: object,
 ) -> AsyncIterator[ModelPoolManager]:
     """A pool as `main` composes it: an MLX thread, text backends, made by `prepare`."""
@@ -74,6 +76,7 @@ async def open_pool(
         thread,
         make_backend,
         foresight=Foresight(lambda model, _: least_working(EngineLimits(), model)),
+        rehearsals=rehearsals,
         catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
         patience=patience,
         clock=clock,

@@ -54,6 +54,7 @@ from mlx_manager.mlx_server.models.loading import (
     weights_line,
 )
 from mlx_manager.mlx_server.models.policy import Policy
+from mlx_manager.mlx_server.models.rehearsal import Rehearsals
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
@@ -86,6 +87,9 @@ QUIET = 2.0
 """Seconds without a request after which something is made ahead; most of it takes less than one."""
 SLOW_PIECE = 0.02
 """Seconds of a load in one go, on the MLX thread, that the log tells of: others waited for it."""
+REHEARSED_BESIDES = 2**30
+"""Bytes, and an eighth of the weights', for what steps work on when a model is loaded by a process
+of its own."""
 log = logging.getLogger(__name__)
 
 
@@ -125,6 +129,7 @@ class ModelPoolManager:
     To make one reads the disk, as the catalog does.
     make_backend: its steps are run on the MLX thread. foresight: what is known of a model that it
     will run. models: the owner's settings of single models, until they are read again.
+    rehearsals: of first loads; None: there is nothing to rehearse.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class ModelPoolManager:
         *,
         foresight: Foresight = NONE,
         models: ModelsFile | None = None,
+        rehearsals: Rehearsals | None = None,
         catalog: Catalog | None = None,
         patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
@@ -150,6 +156,7 @@ class ModelPoolManager:
         self._thread = thread
         self._make_backend = make_backend
         self._foresight = foresight
+        self._rehearsals = rehearsals
         self._patience = patience
         self._residents = Residents(clock)
         self._policy = Policy(
@@ -674,6 +681,7 @@ class ModelPoolManager:
         if self._idle():
             yield from self._check_on_mlx(way, source, recipe)
         self._make_place_on_mlx()
+        yield from self._rehearse_on_mlx(source, recipe)
         loaded = yield from way.loading(
             source,
             self._limits,
@@ -690,6 +698,8 @@ class ModelPoolManager:
                 self.ledger.record(weights_line(loaded.id), 0)
         self._residents.add(Resident(loaded.id, loaded, backend, source, recipe))
         self._loads_done[loaded.id] += 1
+        if self._rehearsals is not None:
+            yield from beside(partial(self._rehearsals.note, source, recipe))
         log.info(
             "%s is loaded: %s bytes, weights %s (%s)",
             loaded.id,
@@ -697,6 +707,18 @@ class ModelPoolManager:
             loaded.weights.name,
             loaded.weights.reason,
         )
+
+    def _rehearse_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+        """Have a process of its own load a model that is new to this machine, if somebody is being
+        answered who would wait for what it compiles."""
+        if self._rehearsals is None or not self.rows():
+            return
+        checked = yield from beside(partial(self._check, source, recipe))
+        if (yield from beside(partial(self._rehearsals.is_due, source, recipe))):
+            least = checked.nbytes + checked.nbytes // 8 + REHEARSED_BESIDES
+            with self.ledger.lending(f"rehearsal:{source.id}", least) as lent:
+                if lent:
+                    yield from self._rehearsals.running(source.id, lent)
 
     # -- on the MLX thread ---------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -216,6 +217,23 @@ class Ledger:
         """
         self.room += nbytes
         mx.set_memory_limit(mx.get_memory_limit() + nbytes)
+
+    @contextmanager
+    def lending(self, line: str, least: int) -> Iterator[int]:
+        """Bytes for another process: `least`, and half of what nobody has asked for yet. MLX keeps
+        clear of them meanwhile. 0: they can't be had."""
+        if not self.reserve_if_attainable(line, least):
+            yield 0
+            return
+        more = max(0, self.available() // 2)
+        lent = least + (more if self._promise(line, more) <= 0 else 0)
+        mx.set_memory_limit(mx.get_memory_limit() - lent)
+        self._drop_cache()
+        try:
+            yield lent
+        finally:
+            mx.set_memory_limit(mx.get_memory_limit() + lent)
+            self.record(line, 0)
 
     def add_relief(
         self, rank: Relief, free: Callable[[int], None], spare: Callable[[], int] = int

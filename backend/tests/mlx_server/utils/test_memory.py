@@ -182,6 +182,29 @@ def test_only_a_buffer_cache_larger_than_steps_need_is_trimmed():
     assert cache == [0]
 
 
+def test_what_is_lent_is_neither_promised_nor_taken_by_mlx_meanwhile():
+    ledger = Ledger(1000, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    ledger.reserve("weights:a", 400)
+    before = mx.get_memory_limit()
+    with ledger.lending("rehearsal:b", 300) as lent:
+        # And half of the rest.
+        assert lent == 300 + 150
+        assert mx.get_memory_limit() == before - lent
+        assert ledger.available() == 150
+    assert mx.get_memory_limit() == before
+    assert ledger.available() == 600
+
+
+def test_what_is_not_there_is_not_lent():
+    ledger = Ledger(1000, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    ledger.reserve("weights:a", 800)
+    before = mx.get_memory_limit()
+    with ledger.lending("rehearsal:b", 300) as lent:
+        assert lent == 0
+        assert mx.get_memory_limit() == before
+    assert ledger.available() == 200
+
+
 def test_measured_figures_replace_the_promise_even_when_they_overdraw():
     ledger = empty_cache_ledger(100)
     ledger.reserve("weights:a", 10)
