@@ -52,7 +52,7 @@ class Ours:
 
         weights: Any = os.environ.get("RACE_WEIGHTS", "auto")
         limits = PoolLimits(
-            memory_limit=int(float(os.environ.get("RACE_GB", "48")) * 1e9), weights=weights
+            memory_limit=int(float(os.environ.get("RACE_GB", "46")) * 1e9), weights=weights
         )
         self._engine = OurEngine(folder, limits)
 
@@ -122,7 +122,8 @@ class Vllm:
     def __init__(self, folder: Path) -> None:
         from vllm import LLM
 
-        how: Any = {"gpu_memory_utilization": 0.4, "max_model_len": 16384, "max_num_seqs": 128}
+        share = float(os.environ.get("RACE_VLLM_SHARE", "0.4"))
+        how: Any = {"gpu_memory_utilization": share, "max_model_len": 16384, "max_num_seqs": 128}
         if (folder / "vllm").exists():
             folder = folder / "vllm"
             how["skip_tokenizer_init"] = True

@@ -239,10 +239,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "use_double_wide_mlp": False,
     },
-    "gemma4-a4b-8b": _GEMMA4
+    "gemma4-a4b-10b": _GEMMA4
     | {
         "hidden_size": 2816,
-        "num_hidden_layers": 10,
+        "num_hidden_layers": 12,
         "intermediate_size": 2112,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,

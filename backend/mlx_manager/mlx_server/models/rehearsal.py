@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+from mlx_manager import __version__
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.utils.graphs import KERNELS, architecture, cache_folder
@@ -31,8 +32,8 @@ from mlx_manager.mlx_server.utils.steps import Steps, beside
 log = logging.getLogger(__name__)
 
 PROGRAM = "mlx_manager.rehearsal"
-PACKAGES = ("mlx", "mlx-lm", "mlx-manager")
-"""Whose other releases launch other kernels."""
+PACKAGES = ("mlx", "mlx-lm")
+"""Whose other releases launch other kernels, as ours do."""
 COMPILED_BY = ("weights", "max_rows", "page_size", "prefill_chunk")
 """The settings that decide what is launched."""
 LOOK = 0.2
@@ -47,7 +48,7 @@ def machine() -> str:
         OSError, RuntimeError: there is no NVIDIA GPU.
     """
     kept = os.environ.get(KERNELS, "")
-    return " ".join([*map(version, PACKAGES), architecture(), kept])
+    return " ".join([__version__, *map(version, PACKAGES), architecture(), kept])
 
 
 def loaded_folder() -> Path:
