@@ -2,7 +2,7 @@
 # Installs what backend/tests/clients tries: .venv-clients/NAME for each in Python,
 # node_modules for those in JavaScript; and Prometheus. Quick when nothing has changed.
 #
-#   scripts/clients.sh             all, and .venv; Phoenix and lm-eval where MLX_TEST_ALL=1
+#   scripts/clients.sh             all, and .venv; the largest where MLX_TEST_ALL=1
 #   scripts/clients.sh FOLDER...   those in these folders of backend/tests/clients; needs .venv
 #
 # Each Python client has an environment of its own: they disagree on the versions of what they share.
@@ -40,12 +40,12 @@ if [ $# = 0 ]; then
     scripts/setup.sh &
     status=0
     scripts/prometheus.sh
-    # Phoenix and lm-eval, 700 MB each, are asked only where all tests run.
-    left='/phoenix/\|/lm_eval/'
+    # The largest, 1.6 GB together, are tried only where all tests run.
+    left='/(phoenix|lm_eval|litellm)/'
     [ "${MLX_TEST_ALL:-}" != 1 ] || left=none
     # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
-        grep -v "$left" | xargs -n 1 dirname | xargs -n 1 -P 3 scripts/clients.sh || status=$?
+        grep -Ev "$left" | xargs -n 1 dirname | xargs -n 1 -P 3 scripts/clients.sh || status=$?
     wait $! || status=$?
     exit $status
 fi

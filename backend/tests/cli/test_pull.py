@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from fake_hub import COMMIT, FakeHub, fake_hub
 from small_disk import small_disk
+from thorough import one_in_turn
 
 from mlx_manager.demo_model import demo_model_path
 
@@ -225,8 +226,13 @@ def test_a_hub_that_answers_as_none_does_is_told_as_such(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["pull own/demo", "list", "doctor", "serve", "rm own/demo"])
-@pytest.mark.parametrize("address", ["http://[", "http://127.0.0.1:x"])
+@pytest.mark.parametrize(
+    ("command", "address"),
+    one_in_turn(
+        ["pull own/demo", "list", "doctor", "serve", "rm own/demo"],
+        ["http://[", "http://127.0.0.1:x"],
+    ),
+)
 def test_a_hubs_address_that_is_none_is_a_usage_error(program, command: str, address: str) -> None:
     done = program(*command.split(), HF_ENDPOINT=address)
     assert done.returncode == 2, done.stderr

@@ -59,7 +59,7 @@ ALL = "0<&- 1>&- 2"
     ("closed", "program"),
     [
         pytest.param("1", [*PROGRAM, "serve"], marks=slow),
-        ("2", [*PROGRAM, "serve"]),
+        pytest.param("2", [*PROGRAM, "serve"], marks=slow),
         (ALL, [*PROGRAM, "serve"]),
         # It is the same command, but has been imported before it can open anything.
         (ALL, SERVER),

@@ -159,8 +159,8 @@ def test_a_wrong_setting_is_not_tried_again(machine, port):
 
 def test_a_service_that_can_not_start_says_why_and_starts_when_that_is_mended(machine, port):
     arguments = ("install", "--system", "--run-as", "root", "--port", str(port))
-    # Gives up sooner than by our unit, which says 5.
-    extend(machine, "soon.conf", "[Unit]\nStartLimitBurst=2")
+    # Gives up sooner than by our unit, which says 5 and 5 s.
+    extend(machine, "soon.conf", "[Unit]\nStartLimitBurst=1\n[Service]\nRestartSec=100ms")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()

@@ -16,8 +16,9 @@ from thorough import slow
 
 HERE = Path(__file__).parent
 VENVS = HERE.parents[2] / ".venv-clients"
-# What lm-eval asks for, `test_tokens` and `test_logprobs` ask for in every run.
-LARGE = {"lm_eval"}
+# What lm-eval asks for, `test_tokens` and `test_logprobs` ask for in every run; what litellm does,
+# the official packages and those that call them.
+LARGE = {"lm_eval", "litellm"}
 IN_PYTHON = [
     pytest.param(name, marks=[slow] if name in LARGE else [])
     for name in sorted(found.parent.name for found in HERE.glob("*/talk.py"))

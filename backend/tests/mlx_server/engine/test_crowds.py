@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from engine.rig import HandRig, Rig, Row, prompt, regret
 from mlx import nn
-from thorough import one_in_turn
+from thorough import ALL, one_in_turn
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
@@ -69,8 +69,7 @@ def stored(rig: Rig) -> int:
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@AHEAD
+@pytest.mark.parametrize(("place", "looks_ahead"), one_in_turn([0, 1, 2], [True, False]))
 async def test_a_row_whose_parser_fails_costs_its_neighbours_nothing(
     llama: Path, place: int, looks_ahead: bool
 ) -> None:
@@ -127,8 +126,7 @@ async def test_two_rows_may_fail_in_one_step(llama: Path) -> None:
         assert nothing_left(rig)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@AHEAD
+@pytest.mark.parametrize(("place", "looks_ahead"), one_in_turn([0, 1, 2], [True, False]))
 async def test_a_row_whose_grammar_fails_costs_its_neighbours_nothing(
     llama: Path, place: int, looks_ahead: bool
 ) -> None:
@@ -156,8 +154,10 @@ async def test_a_row_whose_grammar_fails_costs_its_neighbours_nothing(
         assert nothing_left(rig)
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["beside", "before"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "together"),
+    one_in_turn(["llama", "gemma3_text", "deepseek_v3", "qwen3_next"], [True, False]),
+)
 async def test_what_a_model_computes_that_is_no_number_stays_in_its_row(
     tmp_path: Path, family: str, together: bool
 ) -> None:
@@ -656,7 +656,7 @@ async def check_all(rig: Rig, rows: list[Row], cancelled: set[int]) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "abreast", "looks_ahead"),
-    one_in_turn([(1, 0), (2, 0), (3, 2), (4, 1)], [True, False]),
+    one_in_turn([(1, 0), (3, 2), (4, 1)] + [(2, 0)] * ALL, [True, False]),
 )
 async def test_three_hundred_steps_of_anything(
     llama: Path, seed: int, abreast: int, looks_ahead: bool
