@@ -7,8 +7,9 @@ The tokenizer is byte-level (one token a byte) with Llama 3's special tokens.
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -615,14 +616,30 @@ def make_tiny_model(
         **FAMILIES[model_type],
         **overrides,
     }
-    model = random_model(config, seed=seed, dtype=dtype)
-    if quantize is not None:
-        model, config = quantize_model(model, config, **quantize)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (path / "config.json").write_text(json.dumps(config, indent=1))
-    write_byte_tokenizer(path)
+    packed = quantize and tuple(quantize.items())
+    for name, content in _files(json.dumps(config), seed, dtype, packed).items():
+        (path / name).write_bytes(content)
+    # What a test draws does not depend on whether another has had this model made.
+    mx.random.seed(seed)
     return path
+
+
+@lru_cache(maxsize=64)
+def _files(
+    described: str, seed: int, dtype: mx.Dtype, packed: tuple[tuple[str, Any], ...] | None
+) -> dict[str, bytes]:
+    """The contents of a model's files: many tests have the same ones."""
+    config = json.loads(described)
+    model = random_model(config, seed=seed, dtype=dtype)
+    if packed is not None:
+        model, config = quantize_model(model, config, **dict(packed))
+    weights = dict(tree_flatten(model.parameters()))
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+        write_byte_tokenizer(path)
+        return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def make_tiny_adapter(path: Path, model: Path, *, seed: int = 1) -> Path:
