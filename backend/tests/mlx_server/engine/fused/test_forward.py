@@ -86,7 +86,7 @@ async def test_rows_that_join_and_leave_draw_what_each_draws_alone(
         assert (rig.forward.kind, rig.forward.looks_ahead) == (kind, True)
         rows = []
         for i, length in enumerate([3, 40, 17, 130, 16, 33]):
-            rows.append((prompt(length, i + 1), 4 + 6 * i))
+            rows.append((prompt(length, i + 1), 4 + 4 * i))
             rig.submit(*rows[-1])
             rig.step(3)
         rig.run()
