@@ -9,7 +9,7 @@ help:
 	@echo 'make serve   set up .venv if needed and serve the embedded model on 127.0.0.1:8000'
 	@echo '             more options: make serve ARGS="--model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000"'
 	@echo 'make setup   only set up .venv (PYTHON=/path/to/python3, MLX=metal|cuda13|cuda12|cpu to choose)'
-	@echo 'make clients install the clients, trace collector and CUDA compiler that tests try (gigabytes; else skipped)'
+	@echo 'make clients install the clients and the CUDA compiler that tests try (gigabytes; else skipped)'
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"; WORKERS=0: in one process'
 	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
