@@ -52,7 +52,7 @@ def embedded_server(model: str | None) -> Iterator[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_IT}
     with log_file() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_manager.embedded"],
+            [sys.executable, "-P", "-m", "mlx_manager.embedded"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -183,7 +183,7 @@ def program() -> tuple[str, ...]:
     script = Path(sys.executable).with_name("mlx-manager")
     if script.is_file():
         return (str(script), "serve")
-    return (sys.executable, "-m", "mlx_manager.cli", "serve")
+    return (sys.executable, "-P", "-m", "mlx_manager.cli", "serve")
 
 
 def runs_here(kind: Kind) -> bool:

@@ -123,7 +123,7 @@ class Rehearsals:
     def _start(self, model_id: str, nbytes: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
         """Its stdin is a pipe that stays open: when it is at its end, so is this process."""
         process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM],
+            [sys.executable, "-P", "-m", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,

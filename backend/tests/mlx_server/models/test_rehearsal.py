@@ -144,6 +144,20 @@ async def test_it_ends_with_the_pool(
     assert mx.get_memory_limit() == limit
 
 
+async def test_nothing_of_the_folder_that_the_server_runs_in_is_run(
+    models_dir: Path, rehearsals: Rehearsals, monkeypatch, tmp_path: Path, caplog
+) -> None:
+    monkeypatch.setattr(rehearsal, "PROGRAM", "no_such_program")
+    (tmp_path / "no_such_program.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, rehearsal.log.name):
+        async with open_pool(models_dir, rehearsals=rehearsals) as pool:
+            await pool.get_model("a")
+            async with answering(pool):
+                await pool.get_model("b")
+    assert "No module named no_such_program" in caplog.text
+
+
 def test_it_ends_with_its_parent(settings) -> None:
     told = json.dumps({"model": "b", "settings": settings})
     command = [sys.executable, "-m", rehearsal.PROGRAM]
