@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from mlx_manager.mlx_server import main
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine import grammar
 from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.models import rehearsal
 
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"}
 
@@ -178,3 +180,43 @@ async def test_a_model_whose_answers_can_t_be_constrained_is_served(tmp_path: Pa
         held = await client.post("/v1/chat/completions", json=asked)
         assert held.status_code == 422
         assert held.json()["error"]["param"] == "response_format"
+
+
+@pytest.mark.parametrize("missing", [OSError, RuntimeError])
+def test_without_a_gpu_that_is_compiled_for_no_load_is_rehearsed(monkeypatch, missing):
+    def nowhere() -> str:
+        raise missing
+
+    monkeypatch.setattr(rehearsal, "architecture", nowhere)
+    assert main.make_rehearsals(MLXServerSettings()) is None
+
+
+def test_a_rehearsal_goes_by_the_settings_that_bear_on_loads_and_learns_no_secret(
+    monkeypatch, tmp_path: Path
+):
+    made = []
+    monkeypatch.setattr(rehearsal, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(rehearsal, "Rehearsals", lambda told, *_: made.append(told))
+    settings = MLXServerSettings(
+        model="a",
+        available_models="b,c",
+        model_aliases="claude-*=a,gpt-*=b",
+        models_dir=tmp_path,
+        hf_cache=False,
+        max_rows=3,
+        page_size=32,
+        prefill_chunk=64,
+        prefix_cache=False,
+        weights="keep",
+        trust_remote_code=True,
+        api_key="a-secret",
+        admin_token="another-secret",
+    )
+    main.make_rehearsals(settings)
+    (told,) = made
+    assert "secret" not in json.dumps(told)
+    again = MLXServerSettings(**json.loads(json.dumps(told)))
+    assert again.catalog == settings.catalog
+    assert again.engine == settings.engine
+    limits = replace(settings.pool, memory_limit=again.pool.memory_limit)
+    assert again.pool == limits
