@@ -111,14 +111,11 @@ class Rehearsals:
             finally:
                 process.kill()
                 process.communicate()
-            outcome = "failed" if process.returncode else "is done"
-            log.info(
-                "the first load of %s %s after %.1f s. %s",
-                model_id,
-                outcome,
-                time.monotonic() - begun,
-                last_words(said),
-            )
+            took = time.monotonic() - begun
+            if process.returncode:
+                log.info("that failed after %.1f s: %s", took, last_words(said))
+            else:
+                log.info("that took %.1f s; now %s is loaded", took, model_id)
 
     def _start(self, model_id: str, nbytes: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
         """Its stdin is a pipe that stays open: when it is at its end, so is this process."""
