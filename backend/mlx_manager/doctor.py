@@ -63,7 +63,10 @@ def mlx_findings() -> Iterator[Finding]:
     yield Finding("device", memory.device_name())
     total = memory.device_memory() / 2**30
     limit = memory.default_limit() / 2**30
-    yield Finding("memory", f"{total:.1f} GiB; models and KV pages may take {limit:.1f} GiB")
+    others = memory.taken_by_others() / 2**30
+    besides = f", {others:.1f} of them in use by others" if others else ""
+    room = f"models and KV pages may take {limit:.1f} GiB"
+    yield Finding("memory", f"{total:.1f} GiB{besides}; {room}")
     blas = load_fast_blas()
     slow = blas.name.startswith("reference")
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")

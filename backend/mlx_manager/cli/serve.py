@@ -145,7 +145,11 @@ ReasoningField = Annotated[
     ),
 ]
 MemoryLimitGb = Annotated[
-    float | None, number("Memory for weights and KV pages; default 0.9 of the device's")
+    float | None,
+    number(
+        "Memory for weights and KV pages; default 0.9 of the device's, less what others have of "
+        "an NVIDIA GPU"
+    ),
 ]
 MaxModels = Annotated[int | None, number("Models kept loaded at once", "4")]
 ModelTtlSeconds = Annotated[

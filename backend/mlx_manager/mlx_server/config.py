@@ -259,7 +259,8 @@ class MLXServerSettings(BaseSettings):
         gt=0,
         le=MOST,
         allow_inf_nan=False,
-        description="Memory for weights and KV pages; default 0.9 of the device's",
+        description="Memory for weights and KV pages; default 0.9 of the device's, less what "
+        "others have of an NVIDIA GPU",
     )
     weights: Literal["auto", "keep", "dequantize"] = Field(
         "auto", description="Form of the weights in memory: fastest that fits, as stored, or dense"

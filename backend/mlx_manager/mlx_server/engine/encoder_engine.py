@@ -273,6 +273,7 @@ class EncoderEngine:
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have a text in the batch under way; the others go on."""
+        self._ledger.heed(error)
         failure = (
             error
             if isinstance(error, MLXManagerError)

@@ -686,6 +686,7 @@ class TextEngine:
 
     def fail(self, error: Exception) -> None:
         """Fail the row that is at fault, or all of them and start over with fresh pages."""
+        self._ledger.heed(error)
         failure = (
             error
             if isinstance(error, MLXManagerError)

@@ -26,3 +26,16 @@ class Driver:
         code = self._library[name](*arguments)
         if code:
             raise RuntimeError(f"CUDA's driver answers {code} to {name}")
+
+    def attribute(self, number: int) -> int:
+        """What the first GPU that this process gets to see has of a `CUdevice_attribute`.
+
+        Raises:
+            RuntimeError: there is no GPU.
+        """
+        self.call("cuInit", ctypes.c_uint(0))
+        value = ctypes.c_int()
+        self.call(
+            "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), ctypes.c_int(0)
+        )
+        return value.value

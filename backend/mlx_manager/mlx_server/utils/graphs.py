@@ -4,7 +4,6 @@ from the environment."""
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import logging
 import os
@@ -131,11 +130,4 @@ def architecture() -> str:
         OSError, RuntimeError: there is none.
     """
     driver = Driver()
-    driver.call("cuInit", ctypes.c_uint(0))
-    found = []
-    for attribute in (_MAJOR, _MINOR):
-        value = ctypes.c_int()
-        kind, device = ctypes.c_int(attribute), ctypes.c_int(0)
-        driver.call("cuDeviceGetAttribute", ctypes.byref(value), kind, device)
-        found.append(value.value)
-    return f"sm_{found[0]}{found[1]}"
+    return f"sm_{driver.attribute(_MAJOR)}{driver.attribute(_MINOR)}"

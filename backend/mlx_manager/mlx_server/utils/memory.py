@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +12,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.utils.driver import Driver
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_SHARE = 0.9
+NO_MORE = "out of memory"
+"""What CUDA's and Metal's errors say where the device has none left."""
+HEADROOM = 2**30
+"""Bytes for what programs take besides, once a device has turned out to be full."""
+INTEGRATED = 18
+"""Of CUDA's attributes of a device: whether its memory is the machine's."""
+
+log = logging.getLogger(__name__)
 
 
 def get_memory_usage(room: int = 0) -> dict[str, int]:
@@ -63,7 +74,31 @@ def device_memory() -> int:
 
 def default_limit() -> int:
     """The limit of a server whose owner set none."""
-    return int(LIMIT_SHARE * device_memory())
+    total, others = device_memory(), taken_by_others()
+    if others:
+        log.info("of the device's %s bytes others have %s", f"{total:,}", f"{others:,}")
+    return max(0, int(LIMIT_SHARE * total) - others)
+
+
+def taken_by_others() -> int:
+    """What of an NVIDIA GPU's memory is not MLX's and not free: other programs', and CUDA's own.
+
+    0 elsewhere: what others have of a machine's memory they may have for a moment, or as a cache.
+    """
+    free = mx.device_info().get("free_memory")
+    if free is None or _is_the_machine_s():
+        return 0
+    held = mx.get_active_memory() + mx.get_cache_memory()
+    return max(0, device_memory() - int(free) - held)
+
+
+def _is_the_machine_s() -> bool:
+    """Whether the GPU has no memory of its own."""
+    try:
+        return Driver().attribute(INTEGRATED) != 0
+    except (OSError, AttributeError, RuntimeError) as error:
+        log.debug("it is not known whose memory the GPU has: %s", error)
+        return True
 
 
 def cgroup_limits(root: Path, membership: Path) -> Iterator[int]:
@@ -217,6 +252,26 @@ class Ledger:
         """
         self.room += nbytes
         mx.set_memory_limit(mx.get_memory_limit() + nbytes)
+
+    def heed(self, error: Exception) -> None:
+        """Promise no more from now on than the device has, if `error` says that it had no more.
+
+        Others use it, too, as may have come since the limit was set. What arrays MLX holds counts
+        as had: who failed has given back none yet.
+        """
+        if NO_MORE not in str(error).lower():
+            return
+        had = max(0, device_memory() - taken_by_others() - HEADROOM)
+        self._drop_cache()
+        if had < self.limit:
+            log.warning(
+                "the device has no more memory: from now on weights and KV pages get %s bytes, not "
+                "%s. Other programs use it, too.",
+                f"{had:,}",
+                f"{self.limit:,}",
+            )
+            mx.set_memory_limit(max(0, mx.get_memory_limit() - self.limit + had))
+            self.limit = had
 
     @contextmanager
     def lending(self, line: str, least: int) -> Iterator[int]:

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Relief
 
 
@@ -281,6 +282,38 @@ async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_fo
         again = rig.submit(prompt(1200), 4)
         rig.run()
         assert again.tokens == alone(rig.model, prompt(1200), 4, again.tokens)
+
+
+class Shared(LayerStore):
+    """Of a GPU that others have filled."""
+
+    def resize(self, pages: int, most: int = 0) -> bool:
+        if pages > self.pages:
+            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+        return super().resize(pages, most)
+
+
+async def test_what_a_device_turns_out_not_to_have_is_not_promised_again(
+    llama: Path, monkeypatch
+) -> None:
+    async with HandRig(llama) as rig:
+        before, limit = mx.get_memory_limit(), rig.ledger.limit
+        has = limit // 2
+        others = memory.device_memory() - has - memory.HEADROOM
+        monkeypatch.setattr(memory, "taken_by_others", lambda: others)
+        full = rig.forward.stores[-1]
+        full.__class__ = Shared
+        row = rig.submit(prompt(40), 4)
+        rig.step()
+        with pytest.raises(GenerationFailed):
+            await row.events()
+        full.__class__ = LayerStore
+        assert rig.ledger.limit == rig.ledger.available() == has
+        assert mx.get_memory_limit() == before - (limit - has)
+        again = rig.submit(prompt(40), 4)
+        rig.run()
+        mx.set_memory_limit(before)
+        assert again.tokens == alone(rig.model, prompt(40), 4, again.tokens)
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU is given its next step first")

@@ -28,3 +28,18 @@ def test_a_machine_without_one_is_told_apart(monkeypatch):
     monkeypatch.setattr(driver, "LIBRARY", "libcuda-is-not-here.so.1")
     with pytest.raises(OSError, match="libcuda-is-not-here"):
         Driver()
+
+
+def test_an_attribute_is_asked_of_the_first_gpu(monkeypatch):
+    monkeypatch.setattr(driver, "LIBRARY", None)
+    asked = []
+
+    def call(self: Driver, name: str, *arguments: object) -> None:
+        asked.append(name)
+        if name == "cuDeviceGetAttribute":
+            value, number, device = arguments
+            value._obj.value = 10 * number.value + device.value  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Driver, "call", call)
+    assert Driver().attribute(18) == 180
+    assert asked == ["cuInit", "cuDeviceGetAttribute"]

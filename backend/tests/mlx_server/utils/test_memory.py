@@ -60,6 +60,88 @@ def test_default_limit_is_nine_tenths_of_the_device():
     assert memory.default_limit() == int(0.9 * memory.device_memory()) > 0
 
 
+class OwnMemory:
+    """The driver of a GPU that has memory of its own."""
+
+    def attribute(self, number: int) -> int:
+        assert number == 18
+        return 0
+
+
+class MachinesMemory(OwnMemory):
+    def attribute(self, number: int) -> int:
+        return 1
+
+
+class NoDriver:
+    def __init__(self) -> None:
+        raise OSError("there is no libcuda.so.1")
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    """One of 100 GB, 60 of them free, of which MLX has 8 and keeps 2 more."""
+    found = {"total_memory": 100 * 10**9, "free_memory": 60 * 10**9}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: found)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 8 * 10**9)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr(memory, "Driver", OwnMemory)
+
+
+def test_what_other_programs_have_of_a_gpu_is_not_given_out(gpu):
+    assert memory.taken_by_others() == 30 * 10**9
+    assert memory.default_limit() == 60 * 10**9
+
+
+def test_a_gpu_that_others_have_filled_has_nothing_to_give(gpu, monkeypatch):
+    full = {"total_memory": 100 * 10**9, "free_memory": 0}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: full)
+    assert memory.default_limit() == 0
+
+
+@pytest.mark.parametrize("driver", [MachinesMemory, NoDriver])
+def test_what_others_have_of_a_machines_memory_may_be_a_cache(gpu, monkeypatch, driver):
+    monkeypatch.setattr(memory, "Driver", driver)
+    assert memory.taken_by_others() == 0
+    assert memory.default_limit() == 90 * 10**9
+
+
+def test_a_device_that_has_no_more_memory_is_promised_no_more_than_it_had(gpu, caplog):
+    before = mx.set_memory_limit(91 * 10**9)
+    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    try:
+        ledger.heed(RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"))
+        assert ledger.limit == ledger.available() == 70 * 10**9 - 2**30
+        assert mx.get_memory_limit() == 71 * 10**9 - 2**30
+    finally:
+        mx.set_memory_limit(before)
+    assert "Other programs use it, too" in caplog.text
+
+
+def test_a_device_that_others_have_filled_to_the_brim_has_nothing_to_promise(gpu, monkeypatch):
+    monkeypatch.setattr(memory, "taken_by_others", lambda: 100 * 10**9)
+    before = mx.get_memory_limit()
+    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    try:
+        ledger.heed(RuntimeError("out of memory"))
+        assert ledger.available() == 0
+    finally:
+        mx.set_memory_limit(before)
+
+
+def test_an_array_that_is_too_large_for_any_device_leaves_the_limit_alone(gpu):
+    ledger = Ledger(60 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    before = mx.get_memory_limit()
+    ledger.heed(RuntimeError("out of memory"))
+    assert (ledger.limit, mx.get_memory_limit()) == (60 * 10**9, before)
+
+
+def test_other_failures_say_nothing_of_memory(gpu):
+    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    ledger.heed(ValueError("no such token"))
+    assert ledger.limit == 90 * 10**9
+
+
 def test_cgroup_limits_are_read_from_the_process_and_its_ancestors(tmp_path: Path):
     leaf = tmp_path / "a" / "b"
     leaf.mkdir(parents=True)
