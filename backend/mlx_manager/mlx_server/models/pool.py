@@ -16,8 +16,8 @@ import importlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -31,6 +31,7 @@ from mlx_manager.mlx_server.core import Kind, RowStatus
 from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
+    ModelLoadFailed,
     ModelNotFound,
     OutOfMemory,
 )
@@ -66,6 +67,7 @@ from mlx_manager.mlx_server.utils.memory import (
     Relief,
     clear_cache,
     default_limit,
+    device_memory,
     get_memory_usage,
     set_memory_limit,
     working_line,
@@ -682,20 +684,21 @@ class ModelPoolManager:
             yield from self._check_on_mlx(way, source, recipe)
         self._make_place_on_mlx()
         yield from self._rehearse_on_mlx(source, recipe)
-        loaded = yield from way.loading(
-            source,
-            self._limits,
-            self.ledger,
-            recipe,
-            self._tokenizers,
-            foresight=self._foresight,
-        )
-        backend: ModelBackend | None = None
-        try:
-            backend = yield from self._make_backend(loaded, self.ledger)
-        finally:
-            if backend is None:
-                self.ledger.record(weights_line(loaded.id), 0)
+        with self._blaming_the_device(source.id):
+            loaded = yield from way.loading(
+                source,
+                self._limits,
+                self.ledger,
+                recipe,
+                self._tokenizers,
+                foresight=self._foresight,
+            )
+            backend: ModelBackend | None = None
+            try:
+                backend = yield from self._make_backend(loaded, self.ledger)
+            finally:
+                if backend is None:
+                    self.ledger.record(weights_line(loaded.id), 0)
         self._residents.add(Resident(loaded.id, loaded, backend, source, recipe))
         self._loads_done[loaded.id] += 1
         if self._rehearsals is not None:
@@ -707,6 +710,24 @@ class ModelPoolManager:
             loaded.weights.name,
             loaded.weights.reason,
         )
+
+    @contextmanager
+    def _blaming_the_device(self, model_id: str) -> Iterator[None]:
+        """That others have filled the device says nothing of the model.
+
+        Raises:
+            OutOfMemory: the device had no more memory.
+        """
+        try:
+            yield None
+        except (RuntimeError, ModelLoadFailed) as error:
+            if not self.ledger.heed(error):
+                raise
+            raise OutOfMemory(
+                f"The device has no more memory for {model_id}. Other programs use it, too: of its "
+                f"{device_memory():,} bytes models get {self.ledger.limit:,} now.",
+                retry_after=10,
+            ) from error
 
     def _rehearse_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Have a process of its own load a model that is new to this machine, if somebody is being

@@ -253,14 +253,15 @@ class Ledger:
         self.room += nbytes
         mx.set_memory_limit(mx.get_memory_limit() + nbytes)
 
-    def heed(self, error: Exception) -> None:
+    def heed(self, error: Exception) -> bool:
         """Promise no more from now on than the device has, if `error` says that it had no more.
+        Returns whether it does.
 
         Others use it, too, as may have come since the limit was set. What arrays MLX holds counts
         as had: who failed has given back none yet.
         """
         if NO_MORE not in str(error).lower():
-            return
+            return False
         had = max(0, device_memory() - taken_by_others() - HEADROOM)
         self._drop_cache()
         if had < self.limit:
@@ -272,6 +273,7 @@ class Ledger:
             )
             mx.set_memory_limit(max(0, mx.get_memory_limit() - self.limit + had))
             self.limit = had
+        return True
 
     @contextmanager
     def lending(self, line: str, least: int) -> Iterator[int]:

@@ -48,6 +48,7 @@ from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.services.inference import rows
+from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.steps import Steps
 
@@ -377,6 +378,29 @@ async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path)
     assert set(pool.ledger.figures()) == {"buffer_cache", "limit", "available"}
     await pool.close()
     thread.close()
+
+
+async def test_a_device_that_others_have_filled_is_no_fault_of_the_model(
+    models_dir: Path, monkeypatch
+) -> None:
+    full = True
+
+    def prepare(*arguments: Any) -> Steps[TextBackend]:
+        yield None
+        if full:
+            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+        return (yield from preparing(*arguments))
+
+    async with open_pool(models_dir, prepare=prepare) as pool:
+        limit, before = pool.ledger.limit, mx.get_memory_limit()
+        others = memory.device_memory() - limit // 2 - memory.HEADROOM
+        monkeypatch.setattr(memory, "taken_by_others", lambda: others)
+        with pytest.raises(OutOfMemory, match=f"models get {limit // 2:,} now"):
+            await pool.get_model("b")
+        assert mx.get_memory_limit() == before - (limit - limit // 2)
+        assert pool.ledger.limit == limit // 2
+        full = False
+        assert await answer(pool, "b")
 
 
 async def test_running_stream_goes_on_while_another_model_loads(models_dir: Path):
