@@ -64,7 +64,7 @@ def mlx_findings() -> Iterator[Finding]:
     total = memory.device_memory() / 2**30
     limit = memory.default_limit() / 2**30
     others = memory.taken_by_others() / 2**30
-    besides = f", {others:.1f} of them in use by others" if others else ""
+    besides = f", {others:.1f} of them in use already" if others else ""
     room = f"models and KV pages may take {limit:.1f} GiB"
     yield Finding("memory", f"{total:.1f} GiB{besides}; {room}")
     blas = load_fast_blas()

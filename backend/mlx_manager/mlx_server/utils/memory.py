@@ -76,7 +76,7 @@ def default_limit() -> int:
     """The limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
-        log.info("of the device's %s bytes others have %s", f"{total:,}", f"{others:,}")
+        log.info("of the device's %s bytes %s are in use already", f"{total:,}", f"{others:,}")
     return max(0, int(LIMIT_SHARE * total) - others)
 
 
@@ -163,6 +163,7 @@ class Ledger:
     ) -> None:
         self.limit = limit
         self.room = 0
+        self._lent = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
@@ -262,7 +263,8 @@ class Ledger:
         """
         if NO_MORE not in str(error).lower():
             return False
-        had = max(0, device_memory() - taken_by_others() - HEADROOM)
+        others = max(0, taken_by_others() - self._lent)
+        had = max(0, device_memory() - others - HEADROOM)
         self._drop_cache()
         if had < self.limit:
             log.warning(
@@ -284,11 +286,13 @@ class Ledger:
             return
         more = max(0, self.available() // 2)
         lent = least + (more if self._promise(line, more) <= 0 else 0)
+        self._lent += lent
         mx.set_memory_limit(mx.get_memory_limit() - lent)
         self._drop_cache()
         try:
             yield lent
         finally:
+            self._lent -= lent
             mx.set_memory_limit(mx.get_memory_limit() + lent)
             self.record(line, 0)
 

@@ -118,6 +118,19 @@ def test_a_device_that_has_no_more_memory_is_promised_no_more_than_it_had(gpu, c
     assert "Other programs use it, too" in caplog.text
 
 
+def test_what_is_lent_is_not_another_programs(gpu):
+    before = mx.set_memory_limit(91 * 10**9)
+    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    try:
+        with ledger.lending("rehearsal:b", 10 * 10**9) as lent:
+            ledger.heed(RuntimeError("out of memory"))
+        assert lent == 50 * 10**9
+        assert ledger.limit == ledger.available() == 90 * 10**9
+        assert mx.get_memory_limit() == 91 * 10**9
+    finally:
+        mx.set_memory_limit(before)
+
+
 def test_a_device_that_others_have_filled_to_the_brim_has_nothing_to_promise(gpu, monkeypatch):
     monkeypatch.setattr(memory, "taken_by_others", lambda: 100 * 10**9)
     before = mx.get_memory_limit()
