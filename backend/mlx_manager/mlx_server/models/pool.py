@@ -734,8 +734,8 @@ class ModelPoolManager:
         answered who would wait for what it compiles."""
         if self._rehearsals is None or not self.rows():
             return
-        checked = yield from beside(partial(self._check, source, recipe))
         if (yield from beside(partial(self._rehearsals.is_due, source, recipe))):
+            checked = yield from beside(partial(self._check, source, recipe))
             least = checked.nbytes + checked.nbytes // 8 + REHEARSED_BESIDES
             with self.ledger.lending(f"rehearsal:{source.id}", least) as lent:
                 if lent:

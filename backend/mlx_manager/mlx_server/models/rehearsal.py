@@ -74,7 +74,12 @@ class Rehearsals:
 
     def is_due(self, source: ModelSource, recipe: Recipe) -> bool:
         """Whether no model of this configuration has been loaded here yet. Reads the disk."""
-        return not (self._folder / self._key(source, recipe)).exists()
+        try:
+            return not (self._folder / self._key(source, recipe)).exists()
+        except OSError as error:
+            # The load will say what is wrong.
+            log.debug("it is not known whether %s was loaded: %s", source.id, error)
+            return False
 
     def note(self, source: ModelSource, recipe: Recipe) -> None:
         """It has been loaded."""

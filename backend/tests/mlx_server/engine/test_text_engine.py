@@ -255,9 +255,11 @@ async def test_a_step_that_fails_fails_its_rows_and_the_next_request_is_answered
 class Crowded(LayerStore):
     """Finds the device full of what others than this server keep there."""
 
+    says = "[malloc] Unable to allocate"
+
     def resize(self, pages: int, most: int = 0) -> bool:
         if pages > self.pages:
-            raise RuntimeError("[malloc] Unable to allocate")
+            raise RuntimeError(self.says)
         return super().resize(pages, most)
 
 
@@ -284,13 +286,8 @@ async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_fo
         assert again.tokens == alone(rig.model, prompt(1200), 4, again.tokens)
 
 
-class Shared(LayerStore):
-    """Of a GPU that others have filled."""
-
-    def resize(self, pages: int, most: int = 0) -> bool:
-        if pages > self.pages:
-            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
-        return super().resize(pages, most)
+class CrowdedGpu(Crowded):
+    says = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
 async def test_what_a_device_turns_out_not_to_have_is_not_promised_again(
@@ -302,7 +299,7 @@ async def test_what_a_device_turns_out_not_to_have_is_not_promised_again(
         others = memory.device_memory() - has - memory.HEADROOM
         monkeypatch.setattr(memory, "taken_by_others", lambda: others)
         full = rig.forward.stores[-1]
-        full.__class__ = Shared
+        full.__class__ = CrowdedGpu
         row = rig.submit(prompt(40), 4)
         rig.step()
         with pytest.raises(GenerationFailed):

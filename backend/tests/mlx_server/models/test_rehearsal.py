@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from pools import answer, open_pool, request
 
+from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.models import rehearsal
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.models.rehearsal import Rehearsals
@@ -175,4 +176,17 @@ async def test_models_of_one_configuration_need_it_once(
         await pool.get_model("a")
         async with answering(pool):
             await pool.get_model("b")
+    assert not processes
+
+
+async def test_a_model_without_a_configuration_fails_as_in_any_load(
+    models_dir: Path, rehearsals: Rehearsals, processes: Processes
+) -> None:
+    async with open_pool(models_dir, rehearsals=rehearsals) as pool:
+        await pool.get_model("a")
+        await pool.models()
+        (models_dir / "b" / "config.json").unlink()
+        async with answering(pool):
+            with pytest.raises(MLXManagerError, match=r"config\.json"):
+                await pool.get_model("b")
     assert not processes
