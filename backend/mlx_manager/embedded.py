@@ -92,10 +92,15 @@ def ready_address(process: subprocess.Popen[str], log: IO[str]) -> str:
     raise StartFailed("\n".join(said) or "it said nothing")
 
 
-def end_with_session() -> None:
-    """Once stdin is at its end, stop as on SIGTERM, or after END_SECONDS at once."""
+def stdin_ends() -> None:
+    """Returns once it has, as it does with whoever holds its other end."""
     while os.read(sys.stdin.fileno(), 1):
         pass
+
+
+def end_with_session() -> None:
+    """Once stdin is at its end, stop as on SIGTERM, or after END_SECONDS at once."""
+    stdin_ends()
     signal.alarm(END_SECONDS)  # Nobody handles it, which ends the program.
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -12,14 +12,15 @@ import os
 import sys
 import threading
 
+from mlx_manager.embedded import stdin_ends
+
 NICE = 10
 """Those who are answered come first."""
 
 
 def end_with_parent() -> None:
     """Once stdin is at its end, nobody wants what is done here."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
+    stdin_ends()
     os._exit(1)
 
 

@@ -92,3 +92,13 @@ exec "{compiler}" "$@"
     new.chmod(0o755)
     new.replace(programs / "g++")
     return programs
+
+
+@pytest.fixture
+def mlx_limit() -> Iterator[int]:
+    """MLX's limit, which it has again after the test."""
+    import mlx.core as mx
+
+    before = mx.get_memory_limit()
+    yield before
+    mx.set_memory_limit(before)

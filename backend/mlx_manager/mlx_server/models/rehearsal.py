@@ -48,7 +48,7 @@ def machine() -> str:
         OSError, RuntimeError: there is no NVIDIA GPU.
     """
     kept = os.environ.get(KERNELS, "")
-    return " ".join([__version__, *map(version, PACKAGES), architecture(), kept])
+    return " ".join([architecture(), __version__, *map(version, PACKAGES), kept])
 
 
 def loaded_folder() -> Path:

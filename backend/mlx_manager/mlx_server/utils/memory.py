@@ -50,6 +50,11 @@ def set_memory_limit(nbytes: int) -> int:
     return previous
 
 
+def _move_limit(nbytes: int) -> None:
+    """Let MLX's allocator have so much more (less, if negative)."""
+    mx.set_memory_limit(max(0, mx.get_memory_limit() + nbytes))
+
+
 def clear_cache() -> None:
     """Give MLX's buffer cache back to the system."""
     mx.clear_cache()
@@ -252,7 +257,7 @@ class Ledger:
         Over its limit it computes one operation at a time, which takes a CPU twice as long.
         """
         self.room += nbytes
-        mx.set_memory_limit(mx.get_memory_limit() + nbytes)
+        _move_limit(nbytes)
 
     def heed(self, error: Exception) -> bool:
         """Promise no more from now on than the device has, if `error` says that it had no more.
@@ -273,7 +278,7 @@ class Ledger:
                 f"{had:,}",
                 f"{self.limit:,}",
             )
-            mx.set_memory_limit(max(0, mx.get_memory_limit() - self.limit + had))
+            _move_limit(had - self.limit)
             self.limit = had
         return True
 
@@ -287,13 +292,13 @@ class Ledger:
         more = max(0, self.available() // 2)
         lent = least + (more if self._promise(line, more) <= 0 else 0)
         self._lent += lent
-        mx.set_memory_limit(mx.get_memory_limit() - lent)
+        _move_limit(-lent)
         self._drop_cache()
         try:
             yield lent
         finally:
             self._lent -= lent
-            mx.set_memory_limit(mx.get_memory_limit() + lent)
+            _move_limit(lent)
             self.record(line, 0)
 
     def add_relief(

@@ -263,6 +263,21 @@ class Crowded(LayerStore):
         return super().resize(pages, most)
 
 
+class CrowdedGpu(Crowded):
+    says = "cudaMallocAsync(&data, size, stream) failed: out of memory"
+
+
+async def gets_no_pages(rig: HandRig, kind: type[Crowded], tokens: int) -> None:
+    """A row fails for whose prompt of so many tokens there is no memory."""
+    full = rig.forward.stores[-1]
+    full.__class__ = kind
+    row = rig.submit(prompt(tokens), 4)
+    rig.step()
+    with pytest.raises(GenerationFailed):
+        await row.events()
+    full.__class__ = LayerStore
+
+
 @pytest.mark.parametrize("pages_before", [0, 64])
 async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_for_good(
     llama: Path, pages_before: int
@@ -272,13 +287,7 @@ async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_fo
             rig.submit(prompt(20), 4)
             rig.run()
         assert rig.engine.stats().pages_free + rig.engine.stats().pages_cached == pages_before
-        full = rig.forward.stores[-1]
-        full.__class__ = Crowded
-        row = rig.submit(prompt(1200), 4)
-        rig.step()
-        with pytest.raises(GenerationFailed):
-            await row.events()
-        full.__class__ = LayerStore
+        await gets_no_pages(rig, Crowded, 1200)
         assert rig.ledger.figures() == rig.ledger.figures() | {"available": rig.ledger.limit}
         assert rig.ledger.room == 0
         again = rig.submit(prompt(1200), 4)
@@ -286,30 +295,19 @@ async def test_a_step_that_gets_no_memory_for_pages_takes_none_of_the_ledgers_fo
         assert again.tokens == alone(rig.model, prompt(1200), 4, again.tokens)
 
 
-class CrowdedGpu(Crowded):
-    says = "cudaMallocAsync(&data, size, stream) failed: out of memory"
-
-
 async def test_what_a_device_turns_out_not_to_have_is_not_promised_again(
-    llama: Path, monkeypatch
+    llama: Path, mlx_limit: int, monkeypatch
 ) -> None:
     async with HandRig(llama) as rig:
-        before, limit = mx.get_memory_limit(), rig.ledger.limit
+        limit = rig.ledger.limit
         has = limit // 2
         others = memory.device_memory() - has - memory.HEADROOM
         monkeypatch.setattr(memory, "taken_by_others", lambda: others)
-        full = rig.forward.stores[-1]
-        full.__class__ = CrowdedGpu
-        row = rig.submit(prompt(40), 4)
-        rig.step()
-        with pytest.raises(GenerationFailed):
-            await row.events()
-        full.__class__ = LayerStore
+        await gets_no_pages(rig, CrowdedGpu, 40)
         assert rig.ledger.limit == rig.ledger.available() == has
-        assert mx.get_memory_limit() == before - (limit - has)
+        assert mx.get_memory_limit() == mlx_limit - (limit - has)
         again = rig.submit(prompt(40), 4)
         rig.run()
-        mx.set_memory_limit(before)
         assert again.tokens == alone(rig.model, prompt(40), 4, again.tokens)
 
 

@@ -381,7 +381,7 @@ async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path)
 
 
 async def test_a_device_that_others_have_filled_is_no_fault_of_the_model(
-    models_dir: Path, monkeypatch
+    models_dir: Path, mlx_limit: int, monkeypatch
 ) -> None:
     full = True
 

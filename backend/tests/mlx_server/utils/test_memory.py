@@ -107,40 +107,32 @@ def test_what_others_have_of_a_machines_memory_may_be_a_cache(gpu, monkeypatch, 
     assert memory.default_limit() == 90 * 10**9
 
 
-def test_a_device_that_has_no_more_memory_is_promised_no_more_than_it_had(gpu, caplog):
-    before = mx.set_memory_limit(91 * 10**9)
+def test_a_device_that_has_no_more_memory_is_promised_no_more_than_it_had(gpu, mlx_limit, caplog):
+    mx.set_memory_limit(91 * 10**9)
     ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    try:
-        ledger.heed(RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"))
-        assert ledger.limit == ledger.available() == 70 * 10**9 - 2**30
-        assert mx.get_memory_limit() == 71 * 10**9 - 2**30
-    finally:
-        mx.set_memory_limit(before)
+    ledger.heed(RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"))
+    assert ledger.limit == ledger.available() == 70 * 10**9 - 2**30
+    assert mx.get_memory_limit() == 71 * 10**9 - 2**30
     assert "Other programs use it, too" in caplog.text
 
 
-def test_what_is_lent_is_not_another_programs(gpu):
-    before = mx.set_memory_limit(91 * 10**9)
+def test_what_is_lent_is_not_another_programs(gpu, mlx_limit):
+    mx.set_memory_limit(91 * 10**9)
     ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    try:
-        with ledger.lending("rehearsal:b", 10 * 10**9) as lent:
-            ledger.heed(RuntimeError("out of memory"))
-        assert lent == 50 * 10**9
-        assert ledger.limit == ledger.available() == 90 * 10**9
-        assert mx.get_memory_limit() == 91 * 10**9
-    finally:
-        mx.set_memory_limit(before)
-
-
-def test_a_device_that_others_have_filled_to_the_brim_has_nothing_to_promise(gpu, monkeypatch):
-    monkeypatch.setattr(memory, "taken_by_others", lambda: 100 * 10**9)
-    before = mx.get_memory_limit()
-    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    try:
+    with ledger.lending("rehearsal:b", 10 * 10**9) as lent:
         ledger.heed(RuntimeError("out of memory"))
-        assert ledger.available() == 0
-    finally:
-        mx.set_memory_limit(before)
+    assert lent == 50 * 10**9
+    assert ledger.limit == ledger.available() == 90 * 10**9
+    assert mx.get_memory_limit() == 91 * 10**9
+
+
+def test_a_device_that_others_have_filled_to_the_brim_has_nothing_to_promise(
+    gpu, mlx_limit, monkeypatch
+):
+    monkeypatch.setattr(memory, "taken_by_others", lambda: 100 * 10**9)
+    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    ledger.heed(RuntimeError("out of memory"))
+    assert ledger.available() == 0
 
 
 def test_an_array_that_is_too_large_for_any_device_leaves_the_limit_alone(gpu):
