@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
@@ -125,9 +125,10 @@ class RaggedStep:
             elif chunk.final:
                 rows.append(end - 1)
         padding = whole(end) - end
-        known = [token for chunk in chunks for token in chunk.tokens] + [0] * padding
-        if known:
-            parts.append(send(np.array(known, np.int32)).view(mx.uint32))
+        known = chain(chain.from_iterable(chunk.tokens for chunk in chunks), repeat(0, padding))
+        if chunks or padding:
+            numbers = np.fromiter(known, np.int32)
+            parts.append(send(numbers).view(mx.uint32))
         tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         all_wanted = len(rows) == end + padding
         wanted = None if all_wanted else send(np.array(rows or [0], np.int32))

@@ -223,10 +223,7 @@ class Scheduler:
         a step without any must be at least a token.
         """
         self._steps += 1
-        # Later steps may read what those up to now compute: they run in order.
-        for sequence in [*self.prefilling, *self._joining]:
-            self.share(sequence)
-        self._joining = []
+        self.share_prompts()
         row = self._in_the_way()
         # A token of it that the host has not read yet would be drawn a second time.
         if row is not None and not row.pending:
@@ -313,6 +310,14 @@ class Scheduler:
             # What is computed again, after a pause, was no wish of its owner's.
             if not prefill.sequence.started:
                 self._shares.charge(prefill.sequence, prefill.tokens)
+
+    def share_prompts(self) -> None:
+        """Index the pages that prompts have filled up to the last step, whether or not it has run:
+        later ones may read what it computes, as they run in order. It is done before the next is
+        chosen; who has time for it earlier spares that the wait."""
+        for sequence in [*self.prefilling, *self._joining]:
+            self.share(sequence)
+        self._joining = []
 
     def share(self, sequence: Sequence) -> None:
         """Index the pages that the sequence has filled."""

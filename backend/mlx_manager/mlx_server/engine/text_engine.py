@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import perf_counter, sleep
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -31,6 +32,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.crew import Crew
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
 from mlx_manager.mlx_server.engine.guide import Masks
+from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.letter import Letter
 from mlx_manager.mlx_server.engine.load import Budget, Load
@@ -60,7 +62,7 @@ from mlx_manager.mlx_server.utils.steps import Steps
 log = logging.getLogger(__name__)
 
 # The memory of larger steps is taken where there is so many times as much.
-PLENTY = 12
+PLENTY = 8
 # Steps that would be long, one after another, after which it is given up.
 OFTEN = 32
 # Pages are added by at least this many, and by at least half of what there is.
@@ -353,6 +355,8 @@ class TextEngine:
             # once nothing under way holds them.
             self._read(last)
         if self._forward.unfinished:
+            # The device has pieces to go on with.
+            self._scheduler.share_prompts()
             # They have come when the device is at what has been queued of this step.
             if self._read(last):
                 self._deliver()
@@ -895,7 +899,7 @@ class TextEngine:
 def _newest(rows: list[Sequence], last: Step | None) -> mx.array:
     """The rows' newest tokens: of those that `last` draws for, where it will have them."""
     known = [row for row in rows if not row.pending]
-    read = mx.array([row.tokens[-1] for row in known], mx.uint32)
+    read = send(np.array([row.tokens[-1] for row in known], np.int32)).view(mx.uint32)
     if last is None or len(known) == len(rows):
         return read
     place = {row.key: i for i, row in enumerate(last.crew.rows)}
@@ -905,7 +909,7 @@ def _newest(rows: list[Sequence], last: Step | None) -> mx.array:
         tokens = mx.concatenate([tokens, read])
     places = [place[row.key] for row in rows]
     same = places == list(range(len(place)))
-    return tokens if same else tokens[mx.array(places)]
+    return tokens if same else tokens[send(np.array(places, np.int32))]
 
 
 def _chunk(prefill: Prefill) -> Chunk:

@@ -35,33 +35,48 @@ def under_way(monkeypatch) -> list[mx.array]:
 @pytest.mark.parametrize("most", [3, 4, 5, 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 9])
 def test_no_more_are_queued_than_may_be_with_what_the_last_pass_left(most, count, under_way):
-    for _ in range(2):
-        before, passing = len(under_way), Pieces(most)
-        assert before <= most // 2
+    passing = None
+    for _ in range(3):
+        passing = Pieces(most, passing)
         for piece in chain(count):
             passing.add(piece)
             assert len(under_way) <= most
         # The last pass has run before this one is finished.
-        del under_way[:before]
+        del under_way[: len(passing._before)]
         passing.finish()
+        assert len(under_way) <= most
         assert not passing.unfinished
 
 
-def test_the_device_has_something_to_do_while_the_next_pass_begins(under_way):
-    passing = Pieces(4)
+@pytest.mark.parametrize(("most", "left"), [(3, 2), (4, 3), (8, 7)])
+def test_the_device_has_something_to_do_while_the_next_pass_begins(most, left, under_way):
+    passing = Pieces(most)
     for piece in chain(9):
         passing.add(piece)
-    assert len(under_way) == 2
+    assert len(under_way) == most
     passing.finish()
-    assert len(under_way) == 2
+    assert len(under_way) == left
+
+
+def test_a_pass_begins_as_the_last_one_makes_room_and_does_not_wait_for_its_end(under_way):
+    last, *pieces = Pieces(3), *chain(9)
+    for piece in pieces:
+        last.add(piece)
+    last.finish()
+    passing, (first, second, third) = Pieces(3, last), chain(3)
+    end = under_way[-1]
+    for piece in (first, second, third):
+        passing.add(piece)
+    assert all(a is b for a, b in zip(under_way, (end, first, second), strict=True))
+    assert passing.unfinished
 
 
 @pytest.mark.parametrize("most", [3, 4, 9, None])
-def test_a_pass_is_finished_when_little_is_under_way(most):
+def test_a_pass_is_finished_when_all_of_it_has_been_queued(most):
     passing, made = Pieces(most), list(chain(7))
     for piece in made:
         passing.add(piece)
-    assert passing.unfinished == (most is not None)
+    assert passing.unfinished == (most in (3, 4))
     passing.finish()
     assert not passing.unfinished
     assert [piece.item() for piece in made] == [1, 2, 3, 4, 5, 6, 7]

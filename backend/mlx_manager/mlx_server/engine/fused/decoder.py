@@ -84,6 +84,11 @@ LAYERS_AT_A_TIME = 8
 BYTES_AT_A_TIME = 500_000_000
 BYTES_AHEAD = 1_300_000_000
 LEAST_AHEAD = 3
+# Steps of more than so many tokens come where memory is plenty and they are short: what the host
+# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them.
+MANY = 2048
+BYTES_AHEAD_OF_MANY = 2_600_000_000
+LEAST_AHEAD_OF_MANY = 4
 # Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
 # tokens).
 STEPS_AHEAD = 1.5
@@ -244,20 +249,25 @@ class FusedDecoder:
         part.kernels.restore(store, slot, kept)
 
     def run_ragged(
-        self, step: RaggedStep, stores: Sequence[Store], texts: Texts | None = None
+        self,
+        step: RaggedStep,
+        stores: Sequence[Store],
+        texts: Texts | None = None,
+        before: Pieces | None = None,
     ) -> tuple[mx.array, Pieces]:
         """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
         the pieces that are to be queued before them. Of a silent step (1, hidden size).
 
-        `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`. A
-        layer is put together once for each kind there is, and repeated: that takes the host half as
-        long as all of them by themselves (NOTES 104).
+        `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`;
+        before: the last step's pieces, where it had some. A layer is put together once for each
+        kind there is, and repeated: that takes the host half as long as all of them by themselves
+        (NOTES 104).
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
         inlets = self._open.of_layers(step.tokens, hidden)
         at_a_time, pieces_ahead = self._ahead(step.tokens.size, self._expanded_bytes(step.plan))
-        pieces = Pieces(pieces_ahead)
+        pieces = Pieces(pieces_ahead, before)
         unpack = self._unpacks(step.tokens.size)
         compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
         for number, layer in enumerate(self._repeated):
@@ -332,8 +342,11 @@ class FusedDecoder:
             layer += self._unpacked_bytes
         if layer * len(self._layers) <= BYTES_AHEAD:
             return LAYERS_AT_A_TIME, None
+        most, least = BYTES_AHEAD, LEAST_AHEAD
+        if tokens > MANY:
+            most, least = BYTES_AHEAD_OF_MANY, LEAST_AHEAD_OF_MANY
         at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))
-        return at_a_time, max(LEAST_AHEAD, int(BYTES_AHEAD / (at_a_time * layer)))
+        return at_a_time, max(least, int(most / (at_a_time * layer)))
 
     def _run(  # noqa: PLR0917
         self,

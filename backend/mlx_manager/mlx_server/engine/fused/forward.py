@@ -88,7 +88,9 @@ class FusedForward(OnPages):
                 ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
                 self._decoder.prepare(ragged.plan, self._of_layers)
                 texts = _texts(decode, chunks, ragged.tokens.size, slots) if slots else None
-            logits, self._pieces = self._decoder.run_ragged(ragged, self._of_layers, texts)
+            logits, self._pieces = self._decoder.run_ragged(
+                ragged, self._of_layers, texts, self._pieces
+            )
             return logits
         self._pieces = Pieces()
         batch = self._running.next(decode.keys, decode.tables, decode.lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -197,13 +198,16 @@ def test_only_a_prompts_end_is_multiplied_by_the_vocabulary(final, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "at_once"), [(100, 150), (200, 300), (400, 300), (1600, 300), (6400, 600)]
+    ("tokens", "at_once"),
+    # Of steps that are larger than any but where memory is plenty, more is queued.
+    [(100, 150), (200, 300), (400, 300), (1600, 300), (3200, 400), (6400, 800), (12_800, 1600)],
 )
 def test_what_is_in_memory_at_once_is_bounded_by_bytes_not_by_tokens(tokens, at_once, monkeypatch):
     decoder = built(make("llama", {"num_hidden_layers": 32}))
     whole = 200 * 32 * decoder._layer_bytes
     monkeypatch.setattr(decoders, "BYTES_AHEAD", whole)
     monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", whole / 3)
+    monkeypatch.setattr(decoders, "BYTES_AHEAD_OF_MANY", 2 * whole)
     assert decoder.tokens_at_once(tokens) == at_once
 
 
@@ -335,6 +339,7 @@ def test_what_is_expanded_is_counted_until_there_is_no_memory_for_it(monkeypatch
     assert decoder._ahead(1, most) == (1, decoders.LEAST_AHEAD)
     assert decoder.expanded_at_once(1) == 3 * most + 3 * token - token * 32
     # What is counted for all steps is not counted twice.
+    monkeypatch.setattr(decoders, "MANY", sys.maxsize)
     many = decoders.BYTES_AT_A_TIME // token
     counted = decoders.STEPS_AHEAD * decoders.BYTES_AHEAD
     expected = 3 * (most + many * token) - counted
