@@ -161,7 +161,7 @@ class LatentPart(Part):
     def store(self, page_size: int, kernels: KernelSet) -> LayerStore:
         of = self.kernels.shape
         shape = LayerShape(1, of.rank, of.dims, of.dtype)
-        return LayerStore(shape, page_size, kernels, gathered=True)
+        return LayerStore(shape, page_size, kernels, latents=True)
 
     def attend(
         self,

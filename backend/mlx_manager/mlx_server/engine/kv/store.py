@@ -70,7 +70,7 @@ class Numbers:
         tokens) or (rows, heads, n)."""
         if (heads, each) not in self._of_heads:
             first = np.arange(heads, dtype=np.int32)[:, None] * np.int32(each)
-            self._of_heads[heads, each] = mx.array(self._numbers[..., None, :] + first)
+            self._of_heads[heads, each] = send(self._numbers[..., None, :] + first)
         return self._of_heads[heads, each]
 
     def for_products(self, heads: int, each: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -113,6 +113,7 @@ class LayerStore:
         kernels: what writes to the pages on a GPU, and reads them where there is a kernel for that;
             None for MLX's own operations.
         gathered: whether pages are read by nothing else but `gather`.
+        latents: whether they are read by kernels for latent attention alone.
 
     Raises:
         RuntimeError: no kernel writes this shape here.
@@ -125,13 +126,15 @@ class LayerStore:
         kernels: KernelSet | None = None,
         *,
         gathered: bool = False,
+        latents: bool = False,
     ) -> None:
         self.shape = shape
         self.page_size = page_size
+        self._latents = latents
         self._writer: PagedKernels | Writer | None = None
         self.kernels: KernelSet | None = None
         if kernels is not None:
-            self._writer, self.kernels = self._served(kernels, gathered)
+            self._writer, self.kernels = self._served(kernels, gathered or latents)
         self.written = mx.zeros((1,), mx.int32)
         self.pages = 0
         self.keys = mx.zeros((shape.kv_heads, 0, shape.key_dim), shape.dtype)
@@ -235,7 +238,7 @@ class LayerStore:
         These read whole pages, and leave out what a row may not see by a weight of 0: what is no
         number, as another row may have left there, would be none times 0 either.
         """
-        if self.kernels is not None:
+        if self.kernels is not None or self._latents:
             return
         size = self.page_size
         if self._writer is not None:
