@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Pools,
     Rotary,
     Splits,
+    Turning,
 )
 
 
@@ -174,7 +175,7 @@ class PortableLatents:
     def expanding(shape: LatentShape, *, traditional: bool):
         """As `building`, and latents may be expanded for prompts."""
         kernels = yield from PortableLatents.building(shape, traditional=traditional)
-        kernels.expansion = Expansion(shape, PortableChunks(shape.expanded))
+        kernels.expansion = Expansion(shape, PortableChunks(shape.expanded), turning(shape))
         return kernels
 
     plan = Portable.plan
@@ -233,6 +234,19 @@ class PortableLatents:
             weights = mx.softmax(scale * scores.astype(mx.float32), axis=-1).astype(of.dtype)
             rows.append(weights @ latent)
         return mx.stack(rows, axis=1)
+
+
+def turning(of: LatentShape) -> Turning:
+    """By the definition."""
+    width = of.expanded.head_dim
+
+    def turn(queries, rotation, *, traditional):
+        heads = queries.reshape(queries.shape[0], of.q_heads, -1)
+        ends = turned(heads[..., of.plain :], rotation, Rotary(of.dims, traditional, None))
+        empty = mx.zeros((*heads.shape[:2], width - heads.shape[2]), of.dtype)
+        return mx.concatenate([heads[..., : of.plain], ends, empty], axis=2)[:, :, None]
+
+    return turn
 
 
 class PortableChunks:

@@ -14,9 +14,9 @@ from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
-from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expanded, Expansion, Text
+from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expanded, Expansion, Text, Turning
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels
+from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels, TurningKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
     checking_expansion,
     checking_latent,
@@ -43,6 +43,7 @@ __all__ = [
     "Rotary",
     "Splits",
     "Text",
+    "Turning",
     "Writer",
     "build",
     "build_writer",
@@ -139,9 +140,10 @@ def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expans
     if isinstance(kernels, Unsupported):
         return kernels
     # As of all heads, and the reference takes a while.
-    few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2))
+    turn = TurningKernels(shape, kernels.shape.head_dim)
+    few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2), turn)
     wrong = yield from checking_expansion(few, traditional=traditional)
-    return Expansion(shape, kernels) if wrong is None else Unsupported(wrong)
+    return Expansion(shape, kernels, turn) if wrong is None else Unsupported(wrong)
 
 
 class KernelSet:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -59,12 +60,21 @@ class Expanded:
     bytes: int
 
 
-class Expansion:
-    """Serves one shape, over the kernels that attend to its heads."""
+class Turning(Protocol):
+    """Makes heads of queries, (tokens, q_heads, 1, width), as they meet keys of heads, of
+    queries (tokens, q_heads * (plain + dims)), whose ends `rotation` rotates, (tokens, dims); what
+    there is room for behind them is 0."""
 
-    def __init__(self, shape: LatentShape, kernels: ChunkKernels) -> None:
+    def __call__(self, queries: mx.array, rotation: mx.array, *, traditional: bool) -> mx.array: ...
+
+
+class Expansion:
+    """Serves one shape, over kernels that attend to its heads, which `turn` makes of queries."""
+
+    def __init__(self, shape: LatentShape, kernels: ChunkKernels, turn: Turning) -> None:
         self.shape = shape
         self._kernels = kernels
+        self._turn = turn
         self._width = kernels.shape.head_dim
         # Behind each head's matrix: what takes rotated vectors to where a key has them.
         self._behind = mx.array(np.eye(shape.dims, self._width, shape.plain)).astype(shape.dtype)
@@ -144,7 +154,7 @@ class Expansion:
             (tokens, q_heads * values).
         """
         keys, values = self._expanded(pool, pages, matrices)
-        heads = self._heads(queries, rotation, traditional)
+        heads = self._turn(queries, rotation, traditional=traditional)
         out = self._kernels.attend(heads, keys, values, of.table, of.plan, pages, scale=scale)
         return out[:, :, 0, : self.shape.values].reshape(queries.shape[0], -1)
 
@@ -164,21 +174,6 @@ class Expansion:
         to_keys = mx.concatenate([_padded(absorb, 2, width), ends], axis=1)
         to_values = _padded(expand, 1, width).swapaxes(1, 2)
         return mx.concatenate([latents, turned], axis=2) @ to_keys, latents @ to_values
-
-    def _heads(self, queries: mx.array, rotation: mx.array, traditional: bool) -> mx.array:
-        """(tokens, q_heads, 1, width): queries as they meet keys."""
-        of, tokens = self.shape, queries.shape[0]
-        heads = queries.reshape(tokens, of.q_heads, -1)
-        pairs = (-1, 2) if traditional else (2, -1)
-        axis = 3 if traditional else 2
-        ends = heads[..., of.plain :].astype(mx.float32).reshape(tokens, of.q_heads, *pairs)
-        x, y = (part.squeeze(axis) for part in mx.split(ends, 2, axis=axis))
-        turns = mx.split(rotation.reshape(tokens, 1, *pairs), 2, axis=axis)
-        cosine, sine = (part.squeeze(axis) for part in turns)
-        turned = [x * cosine - y * sine, x * sine + y * cosine]
-        ended = mx.stack([part.astype(of.dtype) for part in turned], axis=axis)
-        parts = [heads[..., : of.plain], ended.reshape(tokens, of.q_heads, of.dims)]
-        return _padded(mx.concatenate(parts, axis=2), 2, self._width)[:, :, None]
 
     def _saved(
         self, queries: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]

@@ -563,4 +563,36 @@ struct WriteLatent {
   }
 };
 
+// Heads of queries as they meet keys of their own: their ends rotated, and zeros behind them. A
+// thread has 8 elements, or 4 of those that are rotated.
+template <typename T, int PLAIN, int DIMS, int WIDTH, bool TRADITIONAL>
+struct TurnQueries {
+  typedef Portion<T, DIMS, DIMS, TRADITIONAL, false, 1> OfEnd;
+  static constexpr int COPIED = PLAIN / 8, TURNED = DIMS / 4;
+  static constexpr int PIECES = COPIED + TURNED + (WIDTH - PLAIN - DIMS) / 8;
+
+  static_assert(PLAIN % 8 == 0 && DIMS % 8 == 0 && WIDTH % 8 == 0);
+
+  // `number`: of a piece among those of all heads. `q_heads` of them share a row of `rotation`.
+  __device__ __forceinline__ static void run(long number, long heads, int q_heads, const T* queries,
+                                             const float* rotation, T* out) {
+    const long head = number / PIECES;
+    const int piece = number % PIECES;
+    if (head >= heads) return;
+    queries += head * (PLAIN + DIMS);
+    out += head * WIDTH;
+    if (piece < COPIED) {
+      reinterpret_cast<uint4*>(out)[piece] = reinterpret_cast<const uint4*>(queries)[piece];
+    } else if (piece < COPIED + TURNED) {
+      OfEnd end(piece - COPIED);
+      end.take(queries + PLAIN);
+      end.finish(nullptr, 1.f, end.turn(rotation + head / q_heads * DIMS));
+      end.put(out + PLAIN);
+    } else {
+      const int d = PLAIN + DIMS + (piece - COPIED - TURNED) * 8;
+      *reinterpret_cast<uint4*>(out + d) = make_uint4(0, 0, 0, 0);
+    }
+  }
+};
+
 }  // namespace kernels

@@ -342,6 +342,37 @@ class LatentKernels:
         }
 
 
+class TurningKernels:
+    """`Turning` by launches, for one shape, whatever its heads.
+
+    width: numbers of a head that the attention to heads takes.
+    """
+
+    def __init__(self, shape: LatentShape, width: int) -> None:
+        self._shape, self._width = shape, width
+        self._kernels: dict[bool, Kernel] = {}
+
+    def __call__(self, queries: mx.array, rotation: mx.array, *, traditional: bool) -> mx.array:
+        of, tokens = self._shape, queries.shape[0]
+        q_heads = queries.shape[1] // (of.plain + of.dims)
+        if traditional not in self._kernels:
+            text = turn_source(of, self._width, traditional=traditional)
+            self._kernels[traditional] = compiled_for_cuda(text)
+        pieces = tokens * q_heads * (of.plain // 8 + of.dims // 4 + self._empty // 8)
+        (out,) = self._kernels[traditional](
+            inputs=[queries, rotation],
+            grid=(-(-pieces // THREADS) * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, q_heads, 1, self._width)],
+            output_dtypes=[of.dtype],
+        )
+        return out
+
+    @property
+    def _empty(self) -> int:
+        return self._width - self._shape.plain - self._shape.dims
+
+
 def step_source(shape: LatentShape, form: LatentForm, of: Attending) -> KernelSource:
     own = f"const int* item = items + blockIdx.y * {FIELDS};\nif (item[0] < 0) return;\n"
     call = f"work.attend({real(of.scale)}, {{out, partial, figures, nullptr}});"
@@ -432,4 +463,21 @@ def write_source(shape: LatentShape, of: Writing) -> KernelSource:
         ),
         outputs=("queries",),
         shared_memory=_WARPS * 8,
+    )
+
+
+def turn_source(shape: LatentShape, width: int, *, traditional: bool) -> KernelSource:
+    each = shape.plain + shape.dims
+    constants = f"{TYPES[shape.dtype]}, {shape.plain}, {shape.dims}, {width}, {flag(traditional)}"
+    body = (
+        f"const int q_heads = queries_shape[1] / {each};\n"
+        f"kernels::TurnQueries<{constants}>::run((long)blockIdx.x * {THREADS} + threadIdx.x, "
+        "(long)queries_shape[0] * q_heads, q_heads, queries, rotation, out);"
+    )
+    return KernelSource(
+        name="latent_turn",
+        header=source(*_SOURCES) + bounded(THREADS),
+        body=body,
+        inputs=("queries", "rotation"),
+        outputs=("out",),
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from engine.kv.kernels.test_kernels import BF16, DEVICE, F16
 from engine.kv.kernels.test_latent import Emulated
-from engine.portable import PortableChunks
+from engine.portable import PortableChunks, turning
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import (
@@ -16,9 +16,12 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     building_expansion,
     chunks,
     expansion,
+    latent,
 )
+from mlx_manager.mlx_server.engine.kv.kernels.check import TOLERANCE, difference, numbers
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import GroupTiles
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
+from mlx_manager.mlx_server.engine.kv.kernels.latent import TurningKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_expansion
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.utils.steps import finish
@@ -31,16 +34,40 @@ WIDE = LatentShape(3, 64, 16, 8, 72, 32, F16, 40)
 
 
 def portable(of: LatentShape) -> Expansion:
-    return Expansion(of, PortableChunks(of.expanded))
+    return Expansion(of, PortableChunks(of.expanded), turning(of))
 
 
-def test_kernels_for_chunks_attend_to_what_is_expanded(compile_cuda, monkeypatch):
-    def compiled(text, **_):
-        return Emulated(compile_cuda, text)
+@pytest.fixture
+def emulated(compile_cuda, monkeypatch) -> None:
+    for module in (chunks, latent):
+        monkeypatch.setattr(
+            module, "compiled_for_cuda", lambda text, **_: Emulated(compile_cuda, text)
+        )
 
-    monkeypatch.setattr(chunks, "compiled_for_cuda", compiled)
+
+@pytest.mark.usefixtures("emulated")
+def test_kernels_for_chunks_attend_to_what_is_expanded():
     kernels = ChunkKernels(SMALL.expanded, DEVICE, GroupTiles(1, 32))
-    assert finish(checking_expansion(Expansion(SMALL, kernels), traditional=True)) is None
+    turn = TurningKernels(SMALL, kernels.shape.head_dim)
+    assert finish(checking_expansion(Expansion(SMALL, kernels, turn), traditional=True)) is None
+
+
+@pytest.mark.parametrize("traditional", [True, False])
+@pytest.mark.parametrize("of", [GLM, WIDE], ids=["as wide as keys", "wider"])
+@pytest.mark.usefixtures("emulated")
+def test_queries_are_turned_as_the_definition_has_it(of, traditional):
+    rng, tokens = np.random.default_rng(0), 5
+    drawn = rng.normal(size=(tokens, of.q_heads * (of.plain + of.dims)))
+    queries = mx.array(drawn).astype(of.dtype)
+    rotation = mx.array(rng.normal(size=(tokens, of.dims)), mx.float32)
+    width = of.expanded.head_dim
+    found = TurningKernels(of, width)(queries, rotation, traditional=traditional)
+    wanted = turning(of)(queries, rotation, traditional=traditional)
+    assert found.shape == (tokens, of.q_heads, 1, width)
+    assert difference(numbers(found), numbers(wanted)) < TOLERANCE
+    plain, empty = numbers(found)[..., : of.plain], numbers(found)[..., of.plain + of.dims :]
+    assert (plain == numbers(wanted)[..., : of.plain]).all()
+    assert not empty.any()
 
 
 @pytest.mark.parametrize("traditional", [True, False])
@@ -67,7 +94,9 @@ class _Padded(PortableChunks):
     ("kind", "wrong"), [(_Noisy, "expanded latents differ"), (_Padded, "padding become no numbers")]
 )
 def test_the_check_sees_what_is_wrong(kind, wrong):
-    found = finish(checking_expansion(Expansion(SMALL, kind(SMALL.expanded)), traditional=True))
+    found = finish(
+        checking_expansion(Expansion(SMALL, kind(SMALL.expanded), turning(SMALL)), traditional=True)
+    )
     assert wrong in found
 
 
