@@ -143,6 +143,7 @@ class RoutedMlp(Mlp):
         return self.kernels(hidden, self.norm, self.experts, alone=True)
 
     def comparing(self) -> Steps[None]:
+        yield from self.kernels.checking(self.experts)
         yield from self.kernels.comparing(self.experts)
 
     @property

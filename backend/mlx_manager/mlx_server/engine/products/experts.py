@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_manager.mlx_server.engine.evaluation import one_by_one
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
@@ -41,6 +42,9 @@ _ERRAND = 4
 # Rows and experts of a router's block, if there is more than one row.
 _ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
+# Rows that a launch routes whole. With more the norm and the product with the router are MLX's, and
+# blocks of so many choose: of 8 192 rows and 128 experts a launch takes 475 us (H100; NOTES 144).
+_MOST_ROUTED, _CHOOSING = 512, 64
 # Of a router's blocks: rows of a launch are at most 8 times as many.
 _MOST_GROUPS = 8192
 # Rows that are mixed by who comes last to the way down, of whose parts there are at most so many.
@@ -102,6 +106,15 @@ class RouterForm:
             "scales": self.scales,
         }
         return tuple(name for name, is_there in there.items() if is_there)
+
+    @property
+    def choosing(self) -> tuple[str, ...]:
+        """Those of them that experts are chosen by."""
+        return tuple(name for name in self.optional if name in {"correction", "scales"})
+
+    def given(self, name: str) -> str:
+        """An input that not all routers have, as the kernels are given it."""
+        return name if name in self.optional else "nullptr"
 
     @property
     def shared_memory(self) -> int:
@@ -176,6 +189,8 @@ class ExpertKernels:
         self._kernel = CompiledForCuda(dtype)
         # Of which sizes of experts many rows are multiplied by warpgroups.
         self._grouped: dict[Hashable, bool] = {}
+        # Whether many rows of a kind's are routed right by several launches.
+        self._routes_many: dict[Hashable, bool] = {}
         # Of a router's blocks, and of those of the way down; launches follow each other, and leave
         # zeros.
         self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
@@ -194,6 +209,28 @@ class ExpertKernels:
             and experts.chosen <= min(MOST_CHOSEN, experts.count)
             and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
         )
+
+    def checking(self, experts: Experts) -> Steps[None]:
+        """Find out, once for each kind of router, whether many rows are routed right by several
+        launches; by one otherwise."""
+        kind = self._router_form(experts, _MOST_ROUTED, 0.0)
+        if kind in self._routes_many:
+            return
+        rows = 2 * _MOST_ROUTED
+        times = -(-rows // experts.router.shape[0])
+        hidden = mx.concatenate([experts.router] * times)[:rows]
+        norm = Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+        try:
+            form = self._router_form(experts, rows, norm.epsilon)
+            made = self._route_many(hidden, norm, experts, form)
+            yield from one_by_one(made)
+            wrong = misrouted(experts, made)
+        except (RuntimeError, ValueError) as error:
+            # As in `comparing`.
+            wrong = str(error)
+        self._routes_many[kind] = wrong is None
+        if wrong is not None:
+            log.warning("prompts' experts are chosen by one launch: %s", wrong)
 
     def comparing(self, experts: Experts) -> Steps[None]:
         """Find out, once for each size of experts, whether those of many rows are multiplied sooner
@@ -293,17 +330,15 @@ class ExpertKernels:
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         rows, width = hidden.shape
+        kind = self._router_form(experts, _MOST_ROUTED, 0.0)
+        if rows > _MOST_ROUTED and self._routes_many.get(kind, False):
+            return self._route_many(hidden, norm, experts, form)
         if form.groups(rows) > _MOST_GROUPS:
             raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
         pairs = rows * form.chosen
         of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
-        may_be = (
-            experts.router_norm,
-            experts.router_bias,
-            experts.correction,
-            experts.scales,
-        )
-        optional = [array for array in may_be if array is not None]
+        may_be = (experts.router_norm, experts.router_bias)
+        optional = [array for array in (*may_be, *_choosing(experts)) if array is not None]
         kernel = self._kernel(route_source, form)
         return kernel(
             inputs=[hidden, norm.weight, experts.router, *optional, self._routed],
@@ -317,6 +352,39 @@ class ExpertKernels:
             ],
             output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
         )
+
+    def _route_many(
+        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+    ) -> list[mx.array]:
+        """As `_route`, by several launches."""
+        rows, threads = hidden.shape[0], (form.threads, 1, 1)
+        normed = own = mx.fast.rms_norm(hidden, norm.weight, norm.epsilon)
+        if experts.router_norm is not None:
+            own = mx.fast.rms_norm(hidden, experts.router_norm, norm.epsilon)
+        if experts.router_bias is None:
+            logits = own @ experts.router.T
+        else:
+            logits = mx.addmm(experts.router_bias, own, experts.router.T)
+        blocks, pairs = -(-rows // _CHOOSING), (rows * form.chosen,)
+        chosen, scores, counts, errands = self._kernel(choose_source, form)(
+            inputs=[logits, *_choosing(experts), self._routed],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=threads,
+            output_shapes=[
+                *[(rows, form.chosen)] * 2,
+                (blocks + 1, form.experts),
+                (form.most_errands(rows), _ERRAND),
+            ],
+            output_dtypes=[mx.int32, mx.float32, mx.int32, mx.int32],
+        )
+        places, order = self._kernel(place_source, form)(
+            inputs=[chosen, counts],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=threads,
+            output_shapes=[pairs, pairs],
+            output_dtypes=[mx.int32, mx.int32],
+        )
+        return [normed, logits, chosen, scores, places, order, errands]
 
     def _multiply(
         self,
@@ -402,29 +470,99 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
     constants = f"{TYPES[dtype]}, {numbers}, {flag(form.bias)}, {form.held}"
     rows = "x_shape[0]"
-    names = ("router_norm", "bias", "correction", "scales")
-    router_norm, bias, correction, scales = (
-        name if name in form.optional else "nullptr" for name in names
-    )
-    flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
-    scoring = f"kernels::Scoring::{form.scoring.value}"
-    figures = f"{real(form.scale)}, {real(form.least)}"
-    choice = f"kernels::Choice<{scoring}, {flags}>{{{correction}, {scales}, {figures}}}"
-    pairs = f"{rows} * {form.chosen}"
-    bound = f"{form.experts} + {pairs} / {form.held}"
+    router_norm, bias = form.given("router_norm"), form.given("bias")
     return KernelSource(
         name="route",
         header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
         body=(
-            f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
-            f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, {choice}, "
-            f"done, normed, logits, chosen, scores, places, order, errands, {rows}, x_shape[1], "
-            f"{real(form.epsilon)}, most);"
+            f"{_most_errands(rows, form)}"
+            f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, "
+            f"{_choice(form)}, done, normed, logits, chosen, scores, places, order, errands, "
+            f"{rows}, x_shape[1], {real(form.epsilon)}, most);"
         ),
         inputs=("x", "norm", "router", *form.optional, "done"),
         outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
         shared_memory=form.shared_memory,
     )
+
+
+def choose_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
+    numbers = f"{_CHOOSING}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
+    rows = "logits_shape[0]"
+    return KernelSource(
+        name="choose_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=(
+            f"{_most_errands(rows, form)}"
+            f"kernels::choose_rows<{TYPES[dtype]}, {numbers}, {form.held}>(logits, "
+            f"{_choice(form)}, done, chosen, scores, counts, errands, {rows}, most);"
+        ),
+        inputs=("logits", *form.choosing, "done"),
+        outputs=("chosen", "scores", "counts", "errands"),
+        shared_memory=4 * (3 * form.experts + 2),
+    )
+
+
+def place_source(_: mx.Dtype, form: RouterForm) -> KernelSource:
+    constants = f"{_CHOOSING}, {form.experts}, {form.chosen}, {form.threads}"
+    return KernelSource(
+        name="place_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=f"kernels::place_pairs<{constants}>(chosen, counts, places, order, chosen_shape[0]);",
+        inputs=("chosen", "counts"),
+        outputs=("places", "order"),
+        shared_memory=4 * form.experts,
+    )
+
+
+def _choice(form: RouterForm) -> str:
+    """How a row's experts are chosen."""
+    flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
+    scoring = f"kernels::Scoring::{form.scoring.value}"
+    given = f"{form.given('correction')}, {form.given('scales')}"
+    figures = f"{real(form.scale)}, {real(form.least)}"
+    return f"kernels::Choice<{scoring}, {flags}>{{{given}, {figures}}}"
+
+
+def _most_errands(rows: str, form: RouterForm) -> str:
+    """Declares `most`: see `RouterForm.most_errands`."""
+    pairs = f"{rows} * {form.chosen}"
+    bound = f"{form.experts} + {pairs} / {form.held}"
+    return f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
+
+
+def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
+    """What is wrong with the routes that `ExpertKernels` has found behind the logits, if anything
+    is: by the definition, on the host."""
+    logits, chosen, places, order, errands = (
+        np.array(made[i].astype(mx.float32) if i == 1 else made[i]) for i in (1, 2, 4, 5, 6)
+    )
+    own, count = experts.count - experts.shared, experts.chosen - experts.shared
+    by = logits[:, :own]
+    if experts.scoring is Scoring.SIGMOID:
+        by = 1 / (1 + np.exp(-by))
+    if experts.correction is not None:
+        by = by + np.array(experts.correction)
+    kept = np.sort(np.take_along_axis(by, chosen[:, :count], 1), 1)
+    if not np.allclose(kept, np.sort(by, 1)[:, own - count :], rtol=1e-3, atol=1e-5):
+        return "others than the largest are chosen"
+    pairs = chosen.size
+    if (np.sort(places) != np.arange(pairs)).any():
+        return "pairs of rows and experts share places"
+    if (order[places] != np.repeat(np.arange(len(chosen)), experts.chosen)).any():
+        return "pairs are in others' places"
+    sizes = np.bincount(chosen.reshape(-1), minlength=experts.count)
+    first = np.cumsum(sizes) - sizes
+    if (places < first[chosen.reshape(-1)]).any() or (
+        np.bincount(errands[:, 0], errands[:, 2], experts.count) != sizes
+    ).any():
+        return "experts are given others' rows"
+    return None
+
+
+def _choosing(experts: Experts) -> list[mx.array]:
+    """What those are chosen by, beside logits."""
+    return [array for array in (experts.correction, experts.scales) if array is not None]
 
 
 def _kind(experts: Experts) -> Hashable:

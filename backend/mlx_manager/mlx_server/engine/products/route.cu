@@ -17,7 +17,8 @@
 // with biases behind the router, and behind gate, up and down, where there are any.
 //
 // Four launches, of which the first and the last are here, and the products in experts.cu; with few
-// rows three, since the last blocks of the way down do what the fourth would. What a row and an
+// rows three, since the last blocks of the way down do what the fourth would. With many rows norm
+// and logits are MLX's, and two launches do what is left of the first. What a row and an
 // expert have in common is a pair. Pairs are put in order by expert, so that an expert's
 // weights are read once for up to HELD of its rows: an errand.
 
@@ -49,6 +50,16 @@ __device__ __forceinline__ float product_of(uint4 a, uint4 b, float sum, const T
     sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
   }
   return sum;
+}
+
+// Of an expert: as other blocks of the launch have left it, or as an earlier launch has.
+__device__ __forceinline__ float logit_at(const float* logits) {
+  return read_shared_result(logits);
+}
+
+template <typename T>
+__device__ __forceinline__ float logit_at(const T* logits) {
+  return float(*logits);
 }
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -187,8 +198,9 @@ struct Router {
   }
 
   // Of equal ones the first is the larger.
-  __device__ __forceinline__ void choose(const float* logits, const CHOICE& choice, int* chosen,
-                                         float* scores) {
+  template <typename L>
+  __device__ __forceinline__ void choose(const L* logits, const CHOICE& choice, int* chosen,
+                                         float* scores) const {
     const int row = warp;
     if (row >= rows) return;
     // What a lane's experts are chosen by, and their scores where that is something else.
@@ -200,7 +212,7 @@ struct Router {
       const int expert = i * 32 + lane;
       own[i] = minus_infinity();
       if (expert < OWN) {
-        own[i] = read_shared_result(logits + row * LOGITS + expert);
+        own[i] = logit_at(logits + row * LOGITS + expert);
         if (CHOICE::kSigmoid) own[i] = sigmoid_of(own[i]);
       }
       if constexpr (CHOICE::kCorrected) {
@@ -262,7 +274,7 @@ struct Router {
       mine = OWN + lane - OWN_CHOSEN;
       score = 1.f;
       if constexpr (CHOICE::kGated)
-        score = sigmoid_of(read_shared_result(logits + row * LOGITS + mine));
+        score = sigmoid_of(logit_at(logits + row * LOGITS + mine));
     }
     if (lane < CHOSEN) {
       chosen[row * CHOSEN + lane] = mine;
@@ -271,17 +283,12 @@ struct Router {
   }
 };
 
-// Puts `pairs` pairs in order by what is `chosen` for them. `errands`: as many as there may be.
-template <int EXPERTS, int CHOSEN, int HELD, int THREADS>
-__device__ __forceinline__ void order_pairs(const int* chosen, int* places, int* order,
-                                            int* errands, int most_errands, int pairs,
-                                            int* numbers) {
-  int *counts = numbers, *starts = numbers + EXPERTS, *begin = starts + EXPERTS;
+// Of experts' pairs, by their `counts`: where in the order of all they start, and the errands that
+// they make, as many as there may be.
+template <int EXPERTS, int HELD, int THREADS>
+__device__ __forceinline__ void lay_out(const int* counts, int* starts, int* begin, int* errands,
+                                        int most_errands) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += THREADS) atomicAdd(counts + chosen[i], 1);
-  __syncthreads();
   if (warp == 0) {
     int given = 0, errands_given = 0;
     for (int first = 0; first < EXPERTS; first += 32) {
@@ -306,6 +313,19 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
   for (int i = begin[EXPERTS] + threadIdx.x; i < most_errands; i += THREADS)
     put_errand(errands, i, 0, 0, 0);
   __syncthreads();
+}
+
+// Puts `pairs` pairs in order by what is `chosen` for them. `errands`: see `lay_out`.
+template <int EXPERTS, int CHOSEN, int HELD, int THREADS>
+__device__ __forceinline__ void order_pairs(const int* chosen, int* places, int* order,
+                                            int* errands, int most_errands, int pairs,
+                                            int* numbers) {
+  int *counts = numbers, *starts = numbers + EXPERTS, *begin = starts + EXPERTS;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += THREADS) atomicAdd(counts + chosen[i], 1);
+  __syncthreads();
+  lay_out<EXPERTS, HELD, THREADS>(counts, starts, begin, errands, most_errands);
   for (int i = threadIdx.x; i < pairs; i += THREADS) {
     const int place = atomicAdd(starts + chosen[i], 1);
     places[i] = place;
@@ -360,6 +380,77 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
     if (arrives_last(done, groups, last))
       order_pairs<EXPERTS, CHOSEN, HELD, WARPS * 32>(chosen, places, order, errands, most_errands,
                                                      rows * CHOSEN, numbers);
+  }
+}
+
+// Many rows, whose logits are a product by themselves: a block has ROWS of them, and one block would
+// take long to put all pairs in order. It leaves in `counts`, (blocks + 1, EXPERTS), how many pairs
+// of each expert the blocks before each have, and at its end where those of an expert start.
+template <typename T, int ROWS, int WARPS, int EXPERTS, int CHOSEN, int SHARED, int HELD,
+          typename CHOICE>
+__device__ __forceinline__ void choose_rows(const T* logits, CHOICE choice, const int* done,
+                                            int* chosen, float* scores, int* counts, int* errands,
+                                            int rows, int most_errands) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  using Own = Router<T, 1, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, false>;
+  constexpr int THREADS = WARPS * 32, AHEAD = 16;
+  const int blocks = (rows + ROWS - 1) / ROWS;
+  const long first = (long)blockIdx.x * ROWS;
+  Own own;
+  own.rows = rows - first < ROWS ? rows - first : ROWS;
+  own.lane = threadIdx.x % 32;
+  logits += first * Own::LOGITS;
+  chosen += first * CHOSEN;
+  scores += first * CHOSEN;
+  for (own.warp = threadIdx.x / 32; own.warp < own.rows; own.warp += WARPS)
+    own.choose(logits, choice, chosen, scores);
+  int *numbers = reinterpret_cast<int*>(shared), *starts = numbers + EXPERTS;
+  int *begin = starts + EXPERTS, *last = begin + EXPERTS + 1;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) numbers[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < own.rows * CHOSEN; i += THREADS) atomicAdd(numbers + chosen[i], 1);
+  __syncthreads();
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
+    counts[blockIdx.x * EXPERTS + e] = numbers[e];
+  if (!arrives_last(done, blocks, last)) return;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    int sum = 0;
+    for (int block = 0; block < blocks; block += AHEAD) {
+      int* at = counts + block * EXPERTS + e;
+      unsigned of[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (block + i < blocks)
+          of[i] = read_shared_result(reinterpret_cast<const unsigned*>(at + i * EXPERTS));
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (block + i < blocks) {
+          at[i * EXPERTS] = sum;
+          sum += of[i];
+        }
+    }
+    numbers[e] = sum;
+  }
+  __syncthreads();
+  lay_out<EXPERTS, HELD, THREADS>(numbers, starts, begin, errands, most_errands);
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[blocks * EXPERTS + e] = starts[e];
+}
+
+// Behind `choose_rows`, with as many blocks.
+template <int ROWS, int EXPERTS, int CHOSEN, int THREADS>
+__device__ __forceinline__ void place_pairs(const int* chosen, const int* counts, int* places,
+                                            int* order, int rows) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  int* next = reinterpret_cast<int*>(shared);
+  const int blocks = (rows + ROWS - 1) / ROWS, first = blockIdx.x * ROWS * CHOSEN;
+  const int left = rows * CHOSEN - first, own = left < ROWS * CHOSEN ? left : ROWS * CHOSEN;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS)
+    next[e] = counts[blocks * EXPERTS + e] + counts[blockIdx.x * EXPERTS + e];
+  __syncthreads();
+  for (int i = first + threadIdx.x; i < first + own; i += THREADS) {
+    const int place = atomicAdd(next + chosen[i], 1);
+    places[i] = place;
+    order[place] = i / CHOSEN;
   }
 }
 

@@ -141,8 +141,10 @@ class PortableExperts:
     def serves(self, experts) -> bool:
         return True
 
-    def comparing(self, experts):
+    def checking(self, experts):
         yield None
+
+    comparing = checking
 
     def __call__(self, hidden, norm, experts, *, alone=False):
         self.rows.add(hidden.shape[0])

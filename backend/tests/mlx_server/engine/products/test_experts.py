@@ -17,10 +17,13 @@ from mlx_manager.mlx_server.engine.products.experts import (
     ExpertKernels,
     Mix,
     RouterForm,
+    choose_source,
     errand_form,
     errand_source,
     group_errand_form,
+    misrouted,
     mix_source,
+    place_source,
     route_source,
 )
 from mlx_manager.mlx_server.engine.products.factors import (
@@ -65,6 +68,8 @@ class Case:
     apart: bool = False
     # Of four warps each, which multiply in the place of warps.
     groups: int = 0
+    # The norm and the router's product are launches of their own.
+    apart_from_product: bool = False
 
     @property
     def router(self) -> RouterForm:
@@ -131,6 +136,23 @@ EVERY = [
     Case("corrected-of-a-least-sum", 9, 32, 4, least=0.5, **CORRECTED),
     Case("scaled", 9, 66, 8, normalised=False, shared=2, gated=False, scale=16.0),
     Case("scaled-of-one-row", 1, 34, 4, shared=2, gated=False, scale=0.5),
+    Case("chosen-alone", 150, 40, 6, held=32, apart_from_product=True),
+    Case("chosen-alone-by-one-block", 33, 8, 2, bias=True, apart_from_product=True),
+    Case(
+        "chosen-alone-by-blocks",
+        1100,
+        66,
+        10,
+        shared=2,
+        gated=True,
+        scale=3.0,
+        held=16,
+        apart_from_product=True,
+        **CORRECTED,
+    ),
+    Case(
+        "chosen-alone-scaled", 70, 65, 3, shared=1, gated=False, apart=True, apart_from_product=True
+    ),
     Case("apart", 6, 40, 8, activation=Activation.GELU, apart=True),
     Case("apart-corrected", 1, 33, 4, shared=1, gated=False, scale=2.0, apart=True, **CORRECTED),
     Case("apart-packed", 70, 8, 3, packing=Packing(4, 64, 64), held=32, apart=True),
@@ -174,7 +196,8 @@ def kernels(compile_cuda):
 
     def of(case: Case) -> Kernels:
         number = _of(case.kind).index(case)
-        return Kernels((routing, 2 * CASES.index(case)), (products[case.kind], 2 * number))
+        first = sum(len(routing_entries(each)) for each in CASES[: CASES.index(case)])
+        return Kernels((routing, first), (products[case.kind], 2 * number))
 
     return of
 
@@ -184,13 +207,19 @@ def _of(kind: tuple) -> list[Case]:
 
 
 def routing_entries(case: Case) -> list[tuple]:
-    """What routes, and what mixes."""
-    of, route = case.dtype, route_source(case.dtype, case.router)
-    optional = [of] * case.apart + [of] * case.bias + [F32] * case.corrected + [F32] * case.apart
-    return [
-        (route, (of, of, of, *optional, I32), (of, F32, I32, F32, I32, I32, I32)),
-        (mix_source(of, case.mix), (of, *mixed_types(case)), (of,)),
-    ]
+    """What mixes, and what routes."""
+    of, form = case.dtype, case.router
+    mixing = (mix_source(of, case.mix), (of, *mixed_types(case)), (of,))
+    choosing = [F32] * case.corrected + [F32] * case.apart
+    if case.apart_from_product:
+        return [
+            mixing,
+            (choose_source(of, form), (of, *choosing, I32), (I32, F32, I32, I32)),
+            (place_source(of, form), (I32, I32), (I32, I32)),
+        ]
+    optional = [of] * case.apart + [of] * case.bias + choosing
+    outputs = (of, F32, I32, F32, I32, I32, I32)
+    return [mixing, (route_source(of, form), (of, of, of, *optional, I32), outputs)]
 
 
 def mixed_types(case: Case) -> list[mx.Dtype]:
@@ -312,6 +341,8 @@ def floats(array: np.ndarray, dtype) -> np.ndarray:
 
 def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
     case, of = problem.case, problem.case.dtype
+    if case.apart_from_product:
+        return chosen_alone(problem, kernels)
     pairs, done = case.rows * case.chosen, np.zeros(1 + case.router.groups(case.rows), np.int32)
     out = [
         unset(case.rows, case.width, dtype=of),
@@ -328,9 +359,32 @@ def routed(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
     threads = case.router.threads
     grid = (case.router.blocks(case.rows) * threads, 1, 1)
     library, number = kernels.routing
-    library.call(number, [*given, done], out, grid, (threads, 1, 1))
+    library.call(number + 1, [*given, done], out, grid, (threads, 1, 1))
     assert not done.any()
     return out
+
+
+def chosen_alone(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
+    """As `routed`, behind a norm and a product that are not what is tested."""
+    case, of = problem.case, problem.case.dtype
+    blocks, pairs, done = -(-case.rows // 64), case.rows * case.chosen, np.zeros(1, np.int32)
+    normed = problem.normed
+    logits = bits(problem.logits(normed), of)
+    out = [
+        np.full((case.rows, case.chosen), -1, np.int32),
+        np.full((case.rows, case.chosen), np.nan, np.float32),
+        np.full((blocks + 1, case.experts), -1, np.int32),
+        np.full((case.router.most_errands(case.rows), 4), -1, np.int32),
+    ]
+    placed = [np.full(pairs, -1, np.int32) for _ in range(2)]
+    how = (blocks * case.router.threads, 1, 1), (case.router.threads, 1, 1)
+    given = [problem.correction] * case.corrected + [problem.scales] * case.apart
+    library, number = kernels.routing
+    library.call(number + 1, [logits, *given, done], out, *how)
+    assert not done.any()
+    chosen, scores, counts, errands = out
+    library.call(number + 2, [chosen, counts], placed, *how)
+    return [bits(normed, of), logits, chosen, scores, *placed, errands]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -357,6 +411,37 @@ def test_a_row_gets_the_experts_of_its_largest_scores(kernels, case):
     firsts = np.concatenate([[0], np.cumsum(there[:, 2])])[:-1]
     assert np.array_equal(there[:, 1], firsts)
     assert np.all(errands[len(there) :, 2] == 0)
+
+
+ALONE = [case for case in CASES if case.apart_from_product]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_a_load_sees_routes_that_are_wrong(kernels, case):
+    problem = Problem(case, seed=5)
+    normed, logits, *arrays = routed(problem, kernels(case))
+    logits = floats(logits, case.dtype)
+    correction = mx.array(problem.correction) if case.corrected else None
+    how = {"shared": case.shared, "scoring": case.scoring, "correction": correction}
+    of = replace(experts_of(case.experts), chosen=case.chosen, **how)
+
+    def wrong(**changed: np.ndarray) -> str | None:
+        names = ("chosen", "scores", "places", "order", "errands")
+        made = [changed.get(name, own) for name, own in zip(names, arrays, strict=True)]
+        return misrouted(of, [mx.array(each) for each in (normed, logits, *made)])
+
+    chosen, _, places, order, errands = arrays
+    assert wrong() is None
+    other = chosen.copy()
+    other[-1, 0] = next(e for e in range(case.experts) if e not in chosen[-1])
+    assert wrong(chosen=other) == "others than the largest are chosen"
+    assert (
+        wrong(places=np.where(places == 1, 0, places)) == "pairs of rows and experts share places"
+    )
+    assert wrong(order=np.roll(order, 1)) == "pairs are in others' places"
+    other = errands.copy()
+    other[0, 2] -= 1
+    assert wrong(errands=other) == "experts are given others' rows"
 
 
 SIGMOIDS = [case for case in CASES if case.scoring is Scoring.SIGMOID]
@@ -401,9 +486,7 @@ def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     else:
         pieces = case.rows * case.width // 8
         library, number = kernels(case).routing
-        library.call(
-            number + 1, [given, *mixed], [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1)
-        )
+        library.call(number, [given, *mixed], [out], (pieces + -pieces % 256, 1, 1), (256, 1, 1))
     wanted = problem.result(chosen, scores, floats(normed, of))
     error = np.linalg.norm(floats(out, of) - wanted) / np.linalg.norm(wanted)
     assert error <= 1e-2
@@ -438,6 +521,7 @@ def test_forms_of_errands_fit_the_multiprocessor(device, inputs, kind, held, few
         "packed",
         "floats-bias",
         "groups",
+        "chosen-alone-by-blocks",
         *(
             pytest.param(name, marks=slow)
             for name in ("many-rows", "shared", "corrected-shared", "groups-of-two")
@@ -465,7 +549,7 @@ class Timed(ExpertKernels):
         return self.seconds[self.held[-1] > 32]
 
 
-@pytest.mark.parametrize("rows", [1, 8, 200])
+@pytest.mark.parametrize("rows", [1, 8, 200, 600])
 @pytest.mark.parametrize("alone", [False, True])
 def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows, alone):
     given = {}
@@ -483,13 +567,17 @@ def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows,
     own = {"router_norm": mx.ones(256, BF16), "router_bias": numbers, "scales": numbers + 1}
     experts = replace(experts_of(), correction=numbers + 2, scoring=Scoring.SIGMOID, **own)
     hidden, norm = mx.ones((rows, 256), BF16), Norm(mx.ones(256, BF16), EPSILON)
-    made = ExpertKernels(BF16, H200)(hidden, norm, experts, alone=alone)
+    launching = ExpertKernels(BF16, H200)
+    launching._routes_many[launching._router_form(experts, 512, 0.0)] = True
+    made = launching(hidden, norm, experts, alone=alone)
     assert made[-1].shape == hidden.shape
-    route, mix = given["route"], given["mix_experts" if rows == 200 else "lower_experts"]
-    assert route["router_norm"] is experts.router_norm
-    assert route["bias"] is experts.router_bias
-    assert route["correction"] is experts.correction
-    assert route["scales"] is experts.scales
+    mix = given["mix_experts" if rows > 64 else "lower_experts"]
+    if rows <= 512:
+        assert given["route"]["router_norm"] is experts.router_norm
+        assert given["route"]["bias"] is experts.router_bias
+    choosing = given["route" if rows <= 512 else "choose_experts"]
+    assert choosing["correction"] is experts.correction
+    assert choosing["scales"] is experts.scales
     assert mix["places"] is made[4]
     assert mix["scores"] is made[3]
     assert mix.get("residual") is (None if alone else hidden)

@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.engine.products.sums import Two
+from mlx_manager.mlx_server.utils.steps import finish
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
@@ -224,6 +225,7 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
     )
     assert kernels.experts.serves(experts)
     norm = Norm(mx.ones((width,), BF16), EPSILON)
+    finish(kernels.experts.checking(experts))
     made = kernels.experts(x, norm, experts)
     of_rows, scores = np.array(made[2]), np.array(made[3])
     gates, ups = both.reshape(2, count, inner, width)
@@ -257,7 +259,7 @@ def test_experts_of_many_rows_are_the_same_by_warpgroups(kernels, rows, inner):
     assert_close(made[True], np.array(made[False].astype(mx.float32)))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40, 700])
 def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     count, chosen, shared, width, inner = 21, 6, 2, 512, 256
     (x, exact), (router, _) = random(rows, width), random(count, width)
@@ -265,6 +267,7 @@ def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     down, _ = weight(count * width, inner, None)
     router = router * width**-0.5
     experts = Experts(router, gate_up, down, chosen, normalised=True, shared=shared)
+    finish(kernels.experts.checking(experts))
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
@@ -277,7 +280,7 @@ def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     np.testing.assert_allclose(kept, largest, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40, 700])
 @pytest.mark.parametrize(("count", "chosen"), [(64, 4), (128, 8)])
 def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chosen):
     shared, width, inner = 1, 512, 256
@@ -297,6 +300,7 @@ def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chos
         scale=1.8,
     )
     assert kernels.experts.serves(experts)
+    finish(kernels.experts.checking(experts))
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     plain = 1 / (1 + np.exp(-logits))
@@ -313,7 +317,7 @@ def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chos
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("rows", [1, 5, 40, 130])
+@pytest.mark.parametrize("rows", [1, 5, 40, 130, 700])
 def test_experts_alone_behind_a_router_s_own_norm_are_the_reference(kernels, rows, bits):
     count, chosen, width, inner = 128, 8, 704, 192
     (x, exact), (router, by_router) = random(rows, width), random(count, width)
@@ -331,6 +335,7 @@ def test_experts_alone_behind_a_router_s_own_norm_are_the_reference(kernels, row
         scales=mx.random.uniform(0.2, 2.0, (count,)),
     )
     assert kernels.experts.serves(experts)
+    finish(kernels.experts.checking(experts))
     made = kernels.experts(x, Norm(norm, EPSILON), experts, alone=True)
     logits = (normed(exact) * by_own) @ (by_router * width**-0.5).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
@@ -358,6 +363,7 @@ def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
     gate_up, _ = weight(2 * count * inner, width, None)
     down, _ = weight(count * width, inner, None)
     experts = Experts(router, gate_up, down, chosen, normalised=True, router_bias=bias)
+    finish(kernels.experts.checking(experts))
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T + added
     kept = np.sort(np.take_along_axis(logits, np.array(made[2]), 1), 1)
