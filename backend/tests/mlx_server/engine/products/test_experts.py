@@ -175,6 +175,9 @@ ALIKE = {
     *("floats-of-many-rows", "groups-shared"),
 }
 CASES = [case for case in EVERY if ALL or case.name not in ALIKE]
+ALONE = [case for case in CASES if case.apart_from_product]
+# Products are the same behind either.
+MULTIPLIED = [case for case in CASES if not case.apart_from_product]
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class Kernels:
     """Of a case: its library and its number there, for what routes and for what multiplies."""
 
     routing: tuple
-    products: tuple
+    products: tuple | None
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +194,21 @@ def kernels(compile_cuda):
     routing = compile_cuda([each for case in CASES for each in routing_entries(case)])
     products = {
         kind: compile_cuda([each for case in _of(kind) for each in product_entries(case)])
-        for kind in sorted({case.kind for case in CASES})
+        for kind in sorted({case.kind for case in MULTIPLIED})
     }
 
     def of(case: Case) -> Kernels:
-        number = _of(case.kind).index(case)
         first = sum(len(routing_entries(each)) for each in CASES[: CASES.index(case)])
+        if case.apart_from_product:
+            return Kernels((routing, first), None)
+        number = _of(case.kind).index(case)
         return Kernels((routing, first), (products[case.kind], 2 * number))
 
     return of
 
 
 def _of(kind: tuple) -> list[Case]:
-    return [case for case in CASES if case.kind == kind]
+    return [case for case in MULTIPLIED if case.kind == kind]
 
 
 def routing_entries(case: Case) -> list[tuple]:
@@ -413,9 +418,6 @@ def test_a_row_gets_the_experts_of_its_largest_scores(kernels, case):
     assert np.all(errands[len(there) :, 2] == 0)
 
 
-ALONE = [case for case in CASES if case.apart_from_product]
-
-
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
 def test_a_load_sees_routes_that_are_wrong(kernels, case):
     problem = Problem(case, seed=5)
@@ -461,7 +463,7 @@ def test_of_equal_scores_those_of_the_first_experts_are_chosen(kernels, case):
     assert np.array_equal(chosen[:, : case.own], np.tile(first, (case.rows, 1)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", MULTIPLIED, ids=lambda case: case.name)
 def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     of, problem = case.dtype, Problem(case, seed=CASES.index(case))
     normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
