@@ -85,7 +85,7 @@ BYTES_AT_A_TIME = 500_000_000
 BYTES_AHEAD = 1_300_000_000
 LEAST_AHEAD = 3
 # Steps of more than so many tokens come where memory is plenty and they are short: what the host
-# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them.
+# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them (NOTES 144).
 MANY = 2048
 BYTES_AHEAD_OF_MANY = 2_600_000_000
 LEAST_AHEAD_OF_MANY = 4

@@ -43,7 +43,7 @@ _ERRAND = 4
 _ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
 # Rows that a launch routes whole. With more the norm and the product with the router are MLX's, and
-# blocks of so many choose: of 8 192 rows and 128 experts a launch takes 475 us (H100; NOTES 144).
+# blocks of so many choose: of 8 192 rows and 128 experts a launch takes 475 us (H100; NOTES 145).
 _MOST_ROUTED, _CHOOSING = 512, 64
 # Of a router's blocks: rows of a launch are at most 8 times as many.
 _MOST_GROUPS = 8192
