@@ -172,7 +172,7 @@ EVERY = [
 # Each way that these go, another case goes, too: to compile all takes as long again as to try them.
 ALIKE = {
     *("few-experts", "sigmoid-as-it-is", "corrected", "corrected-shared", "scaled-of-one-row"),
-    *("floats-of-many-rows", "groups-shared"),
+    *("floats-of-many-rows", "groups-shared", "chosen-alone", "chosen-alone-by-one-block"),
 }
 CASES = [case for case in EVERY if ALL or case.name not in ALIKE]
 ALONE = [case for case in CASES if case.apart_from_product]
