@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -213,15 +213,12 @@ class ExpertKernels:
     def checking(self, experts: Experts) -> Steps[None]:
         """Find out, once for each kind of router, whether many rows are routed right by several
         launches; by one otherwise."""
-        kind = self._router_form(experts, _MOST_ROUTED, 0.0)
+        kind = self._router_kind(experts)
         if kind in self._routes_many:
             return
-        rows = 2 * _MOST_ROUTED
-        times = -(-rows // experts.router.shape[0])
-        hidden = mx.concatenate([experts.router] * times)[:rows]
-        norm = Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+        hidden, norm = self._rows_for(experts, 2 * _MOST_ROUTED)
         try:
-            form = self._router_form(experts, rows, norm.epsilon)
+            form = self._router_form(experts, hidden.shape[0], norm.epsilon)
             made = self._route_many(hidden, norm, experts, form)
             yield from one_by_one(made)
             wrong = misrouted(experts, made)
@@ -239,10 +236,7 @@ class ExpertKernels:
         if kind in self._grouped or not self._serves_in_groups(experts):
             return
         rows = min(-(-_COMPARED * experts.count // experts.chosen), _MOST_COMPARED)
-        # Each expert is some rows' first choice.
-        times = -(-rows // experts.router.shape[0])
-        hidden = mx.concatenate([experts.router] * times)[:rows]
-        norm = Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+        hidden, norm = self._rows_for(experts, rows)
         self._grouped[kind] = False
         seconds, wanted = yield from self._timed(hidden, norm, experts)
         self._grouped[kind] = True
@@ -261,6 +255,12 @@ class ExpertKernels:
             off,
             "" if self._grouped[kind] else "; not used",
         )
+
+    def _rows_for(self, experts: Experts, rows: int) -> tuple[mx.array, Norm]:
+        """So many rows, and a norm of them, for a trial: each expert is some rows' first choice."""
+        times = -(-rows // experts.router.shape[0])
+        hidden = mx.concatenate([experts.router] * times)[:rows]
+        return hidden, Norm(mx.ones((experts.width,), self._dtype), 1e-6)
 
     def _timed(
         self, hidden: mx.array, norm: Norm, experts: Experts
@@ -326,12 +326,15 @@ class ExpertKernels:
             scales=experts.scales is not None,
         )
 
+    def _router_kind(self, experts: Experts) -> Hashable:
+        """Equal for those whose many rows are routed alike, whatever multiplies them then."""
+        return replace(self._router_form(experts, _MOST_ROUTED, 0.0), held=0)
+
     def _route(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         rows, width = hidden.shape
-        kind = self._router_form(experts, _MOST_ROUTED, 0.0)
-        if rows > _MOST_ROUTED and self._routes_many.get(kind, False):
+        if rows > _MOST_ROUTED and self._routes_many.get(self._router_kind(experts), False):
             return self._route_many(hidden, norm, experts, form)
         if form.groups(rows) > _MOST_GROUPS:
             raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.products.experts import (
     ExpertKernels,
     Mix,
     RouterForm,
+    _kind,
     choose_source,
     errand_form,
     errand_source,
@@ -570,7 +571,7 @@ def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows,
     experts = replace(experts_of(), correction=numbers + 2, scoring=Scoring.SIGMOID, **own)
     hidden, norm = mx.ones((rows, 256), BF16), Norm(mx.ones(256, BF16), EPSILON)
     launching = ExpertKernels(BF16, H200)
-    launching._routes_many[launching._router_form(experts, 512, 0.0)] = True
+    launching._routes_many[launching._router_kind(experts)] = True
     made = launching(hidden, norm, experts, alone=alone)
     assert made[-1].shape == hidden.shape
     mix = given["mix_experts" if rows > 64 else "lower_experts"]
@@ -626,6 +627,15 @@ def test_warps_go_on_where_a_kernel_of_groups_cannot_be_launched(monkeypatch, ca
     finish(kernels.comparing(experts))
     assert kernels._router_form(experts, 4096, EPSILON).held == 32
     assert "too many resources" in caplog.text
+
+
+def test_routes_are_tried_once_whatever_multiplies_the_rows():
+    # Many rows of each expert, so that groups are given more of them at once.
+    kernels, experts = ExpertKernels(BF16, H200), experts_of(count=4)
+    kind = kernels._router_kind(experts)
+    kernels._grouped[_kind(experts)] = True
+    assert kernels._router_form(experts, 512, 0.0).held > 32
+    assert kernels._router_kind(experts) == kind
 
 
 @pytest.mark.parametrize("changes", [{"inner": 96}, {"width": 320}])

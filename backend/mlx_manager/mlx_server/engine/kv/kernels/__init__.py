@@ -139,8 +139,8 @@ def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expans
     kernels = yield from building_chunks(shape.expanded)
     if isinstance(kernels, Unsupported):
         return kernels
-    # As of all heads, and the reference takes a while.
     turn = TurningKernels(shape, kernels.shape.head_dim)
+    # As of all heads, and the reference takes a while.
     few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2), turn)
     wrong = yield from checking_expansion(few, traditional=traditional)
     return Expansion(shape, kernels, turn) if wrong is None else Unsupported(wrong)

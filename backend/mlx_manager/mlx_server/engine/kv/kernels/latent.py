@@ -358,7 +358,8 @@ class TurningKernels:
         if traditional not in self._kernels:
             text = turn_source(of, self._width, traditional=traditional)
             self._kernels[traditional] = compiled_for_cuda(text)
-        pieces = tokens * q_heads * (of.plain // 8 + of.dims // 4 + self._empty // 8)
+        empty = self._width - of.plain - of.dims
+        pieces = tokens * q_heads * (of.plain // 8 + of.dims // 4 + empty // 8)
         (out,) = self._kernels[traditional](
             inputs=[queries, rotation],
             grid=(-(-pieces // THREADS) * THREADS, 1, 1),
@@ -367,10 +368,6 @@ class TurningKernels:
             output_dtypes=[of.dtype],
         )
         return out
-
-    @property
-    def _empty(self) -> int:
-        return self._width - self._shape.plain - self._shape.dims
 
 
 def step_source(shape: LatentShape, form: LatentForm, of: Attending) -> KernelSource:
