@@ -211,6 +211,8 @@ class UntilHangup:
         traceback: TracebackType | None,
     ) -> None:
         self._watcher.cancel()
+        # It keeps this, and what has cancelled it, until it is looked for.
+        del self._watcher
         if not self._hung_up:
             return
         ours = self._task.uncancel() == 0

@@ -137,6 +137,8 @@ class Connection(HttpToolsProtocol):
         self._end_timers()
         self._hang_up()
         super().connection_lost(exc)
+        # They know this connection, and would stay in memory with it.
+        self.cycle = self._answering = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -234,7 +236,7 @@ class Connection(HttpToolsProtocol):
         cycle.scope["state"]["chunks"] = Chunks(cycle)
         if cycle.scope["http_version"] == "1.0":
             app = ended_by_closing(cycle, app)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, forgetting(app))
 
     def _hang_up(self) -> None:
         """Tell the request that is being answered; uvicorn tells the last one that came."""
@@ -270,6 +272,17 @@ class Chunks:
 
     def write(self, data: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def forgetting(app: ASGI3Application) -> ASGI3Application:
+    """`app`, after which a scope holds nothing: much of what is put into it knows the request, and
+    would stay in memory with it until it is looked for."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)  # type: ignore[arg-type]
+        scope.clear()
+
+    return answered  # type: ignore[return-value]
 
 
 def ended_by_closing(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from live import LiveServer, live_server
+from scripted import ScriptedBackend, ScriptedPool, says
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from mlx_manager.mlx_server.api.connection import UntilHangup
+from mlx_manager.mlx_server.api.listener import Connection, configuration
+from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.main import create_app
+from mlx_manager.mlx_server.protocols.chat import ChatStream
 
 KEY = "a-key-of-the-tests"
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
@@ -193,3 +206,48 @@ def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape_and_told_in_
         assert f"request-id: {said['request_id']}".encode() in lines
     request_id = lines.partition(b"x-request-id: ")[2].partition(b"\r")[0].decode()
     assert f"({request_id}): {said['error']['message']}" in log.read_text()
+
+
+@contextmanager
+def here(settings: MLXServerSettings) -> Iterator[str]:
+    """The address of a server in this process, with answers that are scripted."""
+    app = create_app(settings, ScriptedPool(ScriptedBackend(lambda _: says("a", "b"))))
+    server = uvicorn.Server(configuration(app, settings))
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=[[listening]])
+    thread.start()
+    try:
+        address, port = listening.getsockname()
+        yield f"http://{address}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"stream": True}, {"stream": False}, {"max_tokens": -1}],
+    ids=["streamed", "whole", "refused"],
+)
+def test_nothing_of_an_answered_request_stays_in_memory(asked: dict[str, Any]) -> None:
+    kinds = {ChatStream, Connection, RequestResponseCycle, UntilHangup}
+
+    def left() -> set[type]:
+        return {type(each) for each in gc.get_objects()} & kinds
+
+    gc.collect()
+    assert not left()
+    body = {"messages": [{"role": "user", "content": "hello"}], **asked}
+    gc.disable()
+    try:
+        with here(MLXServerSettings()) as url, httpx.Client() as client:
+            for _ in range(3):
+                answer = client.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+                assert answer.status_code == (422 if "max_tokens" in asked else 200)
+            client.close()
+            deadline = time.monotonic() + 60
+            while (found := left()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not found
+    finally:
+        gc.enable()
