@@ -146,7 +146,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
         try:
-            yield
+            with server.calls.garbage.collected_here():
+                yield
         finally:
             serving.cancel()
             await asyncio.wait([serving])

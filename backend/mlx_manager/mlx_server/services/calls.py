@@ -11,6 +11,7 @@ from mlx_manager.mlx_server.config import TimeLimits
 from mlx_manager.mlx_server.core import Admitted, Finished, GenerationRequest, Progress, Usage
 from mlx_manager.mlx_server.errors import MLXManagerError, RequestNotFound, RequestTimedOut
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
+from mlx_manager.mlx_server.utils.garbage import Garbage
 
 T = TypeVar("T")
 Phase = Literal["load", "queue", "prompt", "answer"]
@@ -18,6 +19,9 @@ UNHURRIED = TimeLimits()
 ASKED_AT_ONCE = 2
 """Questions to tokenizers, which can't be ended: those of callers who have left are answered, too,
 and loads and chats need threads beside them."""
+
+LONG = 512
+"""Tokens that take about as much memory as all else that a call leaves behind."""
 
 WHERE: dict[Phase, str] = {
     "load": "its model was still being loaded",
@@ -168,9 +172,11 @@ class Calls:
 
     Attributes:
         questions: where tokenizers are asked.
+        garbage: what ended calls leave behind.
     """
 
     def __init__(self, refusal: Callable[[], MLXManagerError | None] = lambda: None) -> None:
+        self.garbage = Garbage()
         self.questions = DaemonThreads(ASKED_AT_ONCE)
         self._calls: dict[Call, None] = {}
         self._refusal = refusal
@@ -205,6 +211,8 @@ class Calls:
             del self._calls[call]
             if not self._calls:
                 self._none.set()
+            tokens = sum(each.prompt_tokens for each in call.usages.values())
+            self.garbage.leave(1 + tokens // LONG, lambda: self._calls)
 
     def find(self, request_id: str) -> list[Call]:
         """Those of an HTTP request, by its id or its answer's.

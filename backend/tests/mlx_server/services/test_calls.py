@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
@@ -283,3 +284,26 @@ async def test_a_drain_that_is_revoked_cuts_nobody():
     assert not drain.begun
     with pytest.raises(RequestTimedOut):
         await read(pool, TimeLimits(total=5 * SOON), calls)
+
+
+class Left:
+    """Stands for `Garbage`; what has been left, and whether others were answered then."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, bool]] = []
+
+    def leave(self, amount: int, busy: Callable[[], object]) -> None:
+        self.found.append((amount, bool(busy())))
+
+
+@pytest.mark.parametrize(("tokens", "amount"), [(3, 1), (100_000, 196)])
+async def test_an_ended_call_leaves_behind_as_much_as_its_prompt_was_long(
+    tokens: int, amount: int
+) -> None:
+    calls = Calls()
+    calls.garbage = left = Left()  # type: ignore[assignment]
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("a", prompt_tokens=tokens)))
+    with calls.enter([REQUEST]):
+        async for _ in Inference(pool, calls=calls).generate([REQUEST]):
+            pass
+    assert left.found == [(amount, True), (1, False)]
