@@ -52,6 +52,10 @@ from mlx_manager.mlx_server.utils.steps import Steps
 
 ALL = sys.maxsize
 """More tokens than any text has."""
+SHORT = 4096
+"""Characters or tokens of a prompt that takes less than a millisecond to render and to tokenise."""
+MESSAGE = 64
+"""What a message takes by itself, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +174,7 @@ class TextBackend:
         """
         # The owner's word, if there is one, has been taken before the model was loaded.
         request = replace(request, sampling=request.sampling.filled(self._loaded.sampling))
-        # Rendering and tokenising a long conversation takes long enough to hold others up.
-        prepared = await asyncio.to_thread(self._prepare, request)
+        prepared = await self._prepared(request)
         if request.max_tokens == 0 and request.logprobs is None:
             yield self._nothing(request, prepared)
             return
@@ -263,6 +266,16 @@ class TextBackend:
                 self._vocabulary.check(given, "prompt")
                 return Content(list(given), whole=True), PLAIN
 
+    async def _prepared(self, request: GenerationRequest) -> Prepared:
+        """As `_prepare`; what takes long enough to hold others up is done on another thread.
+
+        Whoever waits for that thread comes back when the event loop has been through all that had
+        arrived by then: of a burst, nobody's prompt would be begun before the last has been parsed.
+        """
+        if _is_short(request):
+            return self._prepare(request)
+        return await asyncio.to_thread(self._prepare, request)
+
     def _prepare(self, request: GenerationRequest) -> Prepared:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
@@ -350,6 +363,25 @@ class TextBackend:
             return request.prompt.text
         text: str = self._loaded.tokenizer.decode(prepared.ids, skip_special_tokens=True)
         return text
+
+
+def _is_short(request: GenerationRequest) -> bool:
+    """Whether it takes less to prepare than to wake another thread and to be woken by it."""
+    if request.constraint is not None or request.thinking_budget is not None:
+        return False
+    match request.prompt:
+        case Conversation(messages=messages, tools=()):
+            if any(message.tool_calls for message in messages):
+                return False
+            texts = [text for each in messages for text in (each.content, each.reasoning or "")]
+            size = sum(map(len, texts)) + MESSAGE * len(messages)
+        case Text(text, suffix):
+            size = len(text) + len(suffix)
+        case Tokens(ids):
+            size = len(ids)
+        case _:
+            return False
+    return size <= SHORT
 
 
 def _with_ids(sequence: Sequence, events: list[Event]) -> list[Event]:

@@ -1,0 +1,75 @@
+"""Prompts that arrive together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from demo import MODEL, Demo, demo
+
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    GenerationRequest,
+    Message,
+    Prompt,
+    StopRules,
+    Text,
+    Tokens,
+)
+
+__all__ = ["demo"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def waited_for(demo: Demo, rows: int, seconds: float) -> bool:
+    """Whether the engine comes to have so many rows, with nobody else at work in this thread."""
+    deadline = time.monotonic() + seconds
+    while len(demo.pool.rows()) != rows and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(demo.pool.rows()) == rows
+
+
+async def arrives_at_once(demo: Demo, prompt: Prompt, seconds: float) -> bool:
+    """Whether it is with the engine, in so long, when the event loop has been through what there
+    was once."""
+    request = GenerationRequest(MODEL, prompt, max_tokens=200, stop=StopRules(ignore_eos=True))
+    async with demo.pool.lease(MODEL) as lease:
+        assert waited_for(demo, 0, seconds=60)
+        answer = lease.backend.generate(request)
+        first = asyncio.ensure_future(anext(answer))
+        await asyncio.sleep(0)
+        found = waited_for(demo, 1, seconds)
+        await first
+        await answer.aclose()
+    return found
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Text("Say something."),
+        Tokens(tuple(range(300, 1300))),
+        Conversation((Message("user", "Say something."), Message("assistant", "Something."))),
+    ],
+    ids=["text", "tokens", "conversation"],
+)
+async def test_a_short_prompt_is_with_the_engine_before_the_event_loop_turns_to_the_next(
+    demo: Demo, prompt: Prompt
+):
+    assert await arrives_at_once(demo, prompt, seconds=60)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Text("Say something. " * 400),
+        Tokens(tuple(range(300, 1300)) * 5),
+        Conversation((Message("user", "Say something. " * 400),)),
+        Conversation((Message("user", "Hi."), Message("assistant", "Hi.")) * 40),
+    ],
+    ids=["text", "tokens", "conversation", "messages"],
+)
+async def test_a_long_prompt_does_not_hold_up_the_event_loop(demo: Demo, prompt: Prompt):
+    assert not await arrives_at_once(demo, prompt, seconds=0.2)
