@@ -4,7 +4,8 @@ A stand-in engine hands every stream one token a step, as the real one does, and
 step as soon as all streams have taken the last, at the earliest `--step` seconds later.
 `--in-process` runs the application against a `send` that counts; otherwise a server process is
 measured over loopback by a client process that reads bytes and counts events, which is about what
-the cheapest real client costs. Of the server it says what processor time a token takes, its system
+the cheapest real client costs. Of the server it says how long it is from the first request at the
+engine to the last, all of them sent at once, and what processor time a token takes, its system
 calls included, from the first token to the last.
 
     python benchmarks/http_rim.py [--streams 64] [--tokens 500] [--step 0.003] [--path messages]
@@ -62,12 +63,17 @@ class StandInEngine:
     tokens: int
     pause: float = 0.0
     waiting: list[EventStream] = field(default_factory=list)
+    first: float = 0.0
     spent: list[float] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
         stream = EventStream(asyncio.get_running_loop())
+        if not self.waiting:
+            self.first = time.perf_counter()
         self.waiting.append(stream)
         if len(self.waiting) == self.streams:
+            within = 1e3 * (time.perf_counter() - self.first)
+            print(f"{self.streams} requests are with the engine within {within:.1f} ms", flush=True)
             streams, self.waiting = self.waiting, []
             self.task = asyncio.create_task(self._run(streams))
         async for events in stream:
