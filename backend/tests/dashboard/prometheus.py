@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,9 +62,18 @@ def prometheus(
         try:
             address = announced(process, LISTENS, "Prometheus")
             with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+                _wait_until_ready(client)
                 yield client
         finally:
             process.kill()
+
+
+def _wait_until_ready(client: httpx.Client) -> None:
+    """Until it has opened its data; it listens before, and answers everything with 503."""
+    deadline = time.monotonic() + 60
+    while not client.get("/-/ready").is_success:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def ask(client: httpx.Client, path: str, **parameters: Any) -> Any:
