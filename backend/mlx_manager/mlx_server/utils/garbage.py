@@ -31,21 +31,27 @@ class Garbage:
         self._rest = rest
         self._much = much
         self._left = 0
+        self._here = False
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def collected_here(self) -> Iterator[None]:
-        """Within, Python looks by itself through nothing but what is new."""
+        """Within, Python looks by itself through nothing but what is new; without, it does all, and
+        this does nothing."""
         young, middle, old = gc.get_threshold()
         gc.set_threshold(young, middle, NEVER)
+        self._here = True
         try:
             yield
         finally:
+            self._here = False
             gc.set_threshold(young, middle, old)
 
     def leave(self, amount: int, busy: Callable[[], object]) -> None:
         """A request has ended. amount: 1 for one whose prompt is short. busy: whether others are
         answered."""
+        if not self._here:
+            return
         self._left += amount
         loop = asyncio.get_running_loop()
         if self._left >= self._much:
