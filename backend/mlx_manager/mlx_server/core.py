@@ -42,6 +42,12 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        arguments = sum(len(call.arguments) for call in self.tool_calls)
+        return len(self.content) + len(self.reasoning or "") + arguments
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -90,6 +96,11 @@ class Conversation:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     param: str = "messages"
 
+    @property
+    def size(self) -> int:
+        """Characters of all messages."""
+        return sum(message.size for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -103,6 +114,11 @@ class Text:
     text: str
     suffix: str = ""
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.text) + len(self.suffix)
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -111,6 +127,11 @@ class Tokens:
     param: ClassVar[str] = "prompt"
 
     ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.ids)
 
 
 Prompt = Conversation | Text | Tokens

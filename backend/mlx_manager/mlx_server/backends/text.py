@@ -370,18 +370,11 @@ def _is_short(request: GenerationRequest) -> bool:
     if request.constraint is not None or request.thinking_budget is not None:
         return False
     match request.prompt:
-        case Conversation(messages=messages, tools=()):
-            if any(message.tool_calls for message in messages):
-                return False
-            texts = [text for each in messages for text in (each.content, each.reasoning or "")]
-            size = sum(map(len, texts)) + MESSAGE * len(messages)
-        case Text(text, suffix):
-            size = len(text) + len(suffix)
-        case Tokens(ids):
-            size = len(ids)
-        case _:
-            return False
-    return size <= SHORT
+        case Conversation(messages=messages, tools=()) as conversation:
+            return conversation.size + MESSAGE * len(messages) <= SHORT
+        case Text() | Tokens() as prompt:
+            return prompt.size <= SHORT
+    return False
 
 
 def _with_ids(sequence: Sequence, events: list[Event]) -> list[Event]:

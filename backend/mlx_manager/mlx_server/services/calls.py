@@ -20,8 +20,8 @@ ASKED_AT_ONCE = 2
 """Questions to tokenizers, which can't be ended: those of callers who have left are answered, too,
 and loads and chats need threads beside them."""
 
-LONG = 512
-"""Tokens that take about as much memory as all else that a call leaves behind."""
+LONG = 4096
+"""Characters or tokens of prompts that are as much as all else that a call leaves behind."""
 
 WHERE: dict[Phase, str] = {
     "load": "its model was still being loaded",
@@ -211,8 +211,8 @@ class Calls:
             del self._calls[call]
             if not self._calls:
                 self._none.set()
-            tokens = sum(each.prompt_tokens for each in call.usages.values())
-            self.garbage.leave(1 + tokens // LONG, lambda: self._calls)
+            size = sum(request.prompt.size for request in requests)
+            self.garbage.leave(1 + size // LONG, lambda: self._calls)
 
     def find(self, request_id: str) -> list[Call]:
         """Those of an HTTP request, by its id or its answer's.

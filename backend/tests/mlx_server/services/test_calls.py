@@ -10,11 +10,16 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
 from mlx_manager.mlx_server.config import KeyLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
     Admitted,
+    Conversation,
     EmbeddingRequest,
     GenerationRequest,
+    Message,
+    Prompt,
     Started,
     Text,
     TextDelta,
+    Tokens,
+    ToolCall,
 )
 from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
 from mlx_manager.mlx_server.observability.records import CallRecord, Recorder
@@ -286,6 +291,10 @@ async def test_a_drain_that_is_revoked_cuts_nobody():
         await read(pool, TimeLimits(total=5 * SOON), calls)
 
 
+def calling(arguments: str) -> Message:
+    return Message("assistant", tool_calls=(ToolCall("a", "f", arguments),))
+
+
 class Left:
     """Stands for `Garbage`; what has been left, and whether others were answered then."""
 
@@ -296,14 +305,22 @@ class Left:
         self.found.append((amount, bool(busy())))
 
 
-@pytest.mark.parametrize(("tokens", "amount"), [(3, 1), (100_000, 196)])
-async def test_an_ended_call_leaves_behind_as_much_as_its_prompt_was_long(
-    tokens: int, amount: int
+@pytest.mark.parametrize(
+    ("prompt", "amount"),
+    [
+        (Text("Hello"), 1),
+        (Text("x" * 500_000, "x" * 500_000), 245),
+        (Tokens((1,) * 100_000), 25),
+        (Conversation((Message("user", "x" * 500_000, reasoning="x" * 500_000),)), 245),
+        (Conversation((calling("x" * 500_000), calling("x" * 500_000))), 245),
+    ],
+    ids=["short", "text", "tokens", "conversation", "arguments"],
+)
+async def test_an_ended_call_leaves_behind_as_much_as_its_prompt_is_long(
+    prompt: Prompt, amount: int
 ) -> None:
     calls = Calls()
     calls.garbage = left = Left()  # type: ignore[assignment]
-    pool = ScriptedPool(ScriptedBackend(lambda _: says("a", prompt_tokens=tokens)))
-    with calls.enter([REQUEST]):
-        async for _ in Inference(pool, calls=calls).generate([REQUEST]):
-            pass
+    with calls.enter([REQUEST]), calls.enter([GenerationRequest(MODEL, prompt)]):
+        pass
     assert left.found == [(amount, True), (1, False)]
