@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,20 @@ def prometheus(
         try:
             address = announced(process, LISTENS, "Prometheus")
             with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
-                _wait_until_ready(client)
+                # It listens before it has opened its data, and answers everything with 503.
+                until(lambda: client.get("/-/ready").is_success)
                 yield client
         finally:
             process.kill()
 
 
-def _wait_until_ready(client: httpx.Client) -> None:
-    """Until it has opened its data; it listens before, and answers everything with 503."""
+def until(done: Callable[[], Any]) -> Any:
+    """What `done` finds, once it finds something."""
     deadline = time.monotonic() + 60
-    while not client.get("/-/ready").is_success:
+    while not (found := done()):
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.1)  # A query costs Prometheus something.
+    return found
 
 
 def ask(client: httpx.Client, path: str, **parameters: Any) -> Any:

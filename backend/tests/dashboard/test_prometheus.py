@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from dashboard import RULES, dashboard, queries
 from live import LiveServer, live_server
 from minilm import minilm_folder
-from prometheus import ask, needs_prometheus, prometheus
+from prometheus import ask, needs_prometheus, prometheus, until
 from traffic import talk
 
 pytestmark = needs_prometheus
@@ -61,14 +61,6 @@ def expression(written: str) -> str:
     for name, value in CHOSEN.items():
         written = written.replace(name, value)
     return written
-
-
-def until(done: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := done()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)  # A query costs Prometheus something.
-    return found
 
 
 @pytest.mark.parametrize(
