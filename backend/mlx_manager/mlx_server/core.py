@@ -45,8 +45,9 @@ class Message:
     @property
     def size(self) -> int:
         """Characters."""
-        arguments = sum(len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + len(self.reasoning or "") + arguments
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        others = [text or "" for text in (self.name, self.reasoning, self.tool_call_id)]
+        return sum(map(len, [self.content, *others, *calls]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from mlx_manager.mlx_server.backends.contents import Content, contents
 from mlx_manager.mlx_server.backends.guidance import Guidance, forced_tools
@@ -371,9 +372,20 @@ def _is_short(request: GenerationRequest) -> bool:
         return False
     match request.prompt:
         case Conversation(messages=messages, tools=()) as conversation:
-            return conversation.size + MESSAGE * len(messages) <= SHORT
+            small = all(map(_is_small, conversation.template_args.values()))
+            return small and conversation.size + MESSAGE * len(messages) <= SHORT
         case Text() | Tokens() as prompt:
             return prompt.size <= SHORT
+    return False
+
+
+def _is_small(variable: Any) -> bool:
+    """Whether a template's variable adds next to nothing to a text: documents, say, are no such."""
+    match variable:
+        case str():
+            return len(variable) <= MESSAGE
+        case bool() | int() | float() | None:
+            return True
     return False
 
 

@@ -20,6 +20,8 @@ from mlx_manager.mlx_server.core import (
 
 __all__ = ["demo"]
 
+ASKED = (Message("user", "Say something."),)
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -52,8 +54,9 @@ async def arrives_at_once(demo: Demo, prompt: Prompt, seconds: float) -> bool:
         Text("Say something."),
         Tokens(tuple(range(300, 1300))),
         Conversation((Message("user", "Say something."), Message("assistant", "Something."))),
+        Conversation(ASKED, template_args={"enable_thinking": False, "reasoning_effort": "low"}),
     ],
-    ids=["text", "tokens", "conversation"],
+    ids=["text", "tokens", "conversation", "flags"],
 )
 async def test_a_short_prompt_is_with_the_engine_before_the_event_loop_turns_to_the_next(
     demo: Demo, prompt: Prompt
@@ -68,8 +71,11 @@ async def test_a_short_prompt_is_with_the_engine_before_the_event_loop_turns_to_
         Tokens(tuple(range(300, 1300)) * 5),
         Conversation((Message("user", "Say something. " * 400),)),
         Conversation((Message("user", "Hi."), Message("assistant", "Hi.")) * 40),
+        Conversation((Message("user", "Hi.", name="Say something. " * 400),)),
+        Conversation(ASKED, template_args={"documents": [{"text": "Say something. " * 400}]}),
+        Conversation(ASKED, template_args={"document": "Say something. " * 400}),
     ],
-    ids=["text", "tokens", "conversation", "messages"],
+    ids=["text", "tokens", "conversation", "messages", "name", "documents", "document"],
 )
 async def test_a_long_prompt_does_not_hold_up_the_event_loop(demo: Demo, prompt: Prompt):
     assert not await arrives_at_once(demo, prompt, seconds=0.2)
