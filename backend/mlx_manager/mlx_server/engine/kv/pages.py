@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -48,13 +48,19 @@ class PageTable:
         return self._array[: self._size]
 
     def extend(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            if self._size == len(self._array):
-                self._array = np.concatenate([self._array, np.zeros_like(self._array)])
-            if self._size and page != self._array[self._size - 1] + 1:
-                self.neighbours = False
-            self._array[self._size] = page
-            self._size += 1
+        more = list(pages)
+        if not more:
+            return
+        size = self._size + len(more)
+        if size > len(self._array):
+            room = np.zeros(max(size, 2 * len(self._array)), np.int32)
+            room[: self._size] = self.pages
+            self._array = room
+        following = int(self._array[self._size - 1]) + 1 if self._size else more[0]
+        if more != list(range(following, following + len(more))):
+            self.neighbours = False
+        self._array[self._size : size] = more
+        self._size = size
 
     def clear(self) -> list[int]:
         """Empty the table and return the pages that were in it."""
@@ -71,12 +77,18 @@ class PagePool:
         page_size: tokens a page holds.
         pages: pages that exist at first; `grow` adds more.
         prefix_cache: whether full pages are indexed for reuse.
+
+    Attributes:
+        size: pages that there are.
+        free: those that hold nothing.
     """
 
     def __init__(self, page_size: int, pages: int = 0, *, prefix_cache: bool = True) -> None:
         self.page_size = page_size
         self.size = 0
-        self._free: list[int] = []
+        self.free = 0
+        # A heap of runs of free pages: the first, and the one behind the last.
+        self._runs: list[tuple[int, int]] = []
         self._references: list[int] = []
         self._index = PrefixIndex() if prefix_cache else None
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -89,11 +101,6 @@ class PagePool:
     # -- figures -------------------------------------------------------------------------------
 
     @property
-    def free(self) -> int:
-        """Pages that hold nothing."""
-        return len(self._free)
-
-    @property
     def cached(self) -> int:
         """Unreferenced pages kept for reuse."""
         return len(self._cached)
@@ -101,7 +108,7 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `allocate` could hand out now."""
-        return len(self._free) + len(self._cached)
+        return self.free + len(self._cached)
 
     @property
     def held(self) -> int:
@@ -124,9 +131,10 @@ class PagePool:
 
     def grow(self, pages: int) -> None:
         """Add `pages` free pages at the end."""
-        # Larger than all that are in the heap, which therefore stays one.
-        self._free.extend(range(self.size, self.size + pages))
+        if pages:
+            heapq.heappush(self._runs, (self.size, self.size + pages))
         self._references.extend([0] * pages)
+        self.free += pages
         self.size += pages
 
     def allocate(self, count: int) -> list[int] | None:
@@ -137,14 +145,33 @@ class PagePool:
         """
         if count > self.available:
             return None
-        pages = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        pages = self._lowest(min(count, self.free))
         while len(pages) < count:
             pages.append(self._evict())
         for page in pages:
             self._references[page] = 1
         self._stale.update(page for page in pages if page < self._handed_out)
-        self._handed_out = max([self._handed_out, *(page + 1 for page in pages)])
+        self._handed_out = max(self._handed_out, max(pages, default=0) + 1)
         return pages
+
+    def _lowest(self, count: int) -> list[int]:
+        """So many free pages are free no more."""
+        pages: list[int] = []
+        while len(pages) < count:
+            first, behind = self._runs[0]
+            end = min(behind, first + count - len(pages))
+            pages.extend(range(first, end))
+            if end == behind:
+                heapq.heappop(self._runs)
+            else:
+                heapq.heapreplace(self._runs, (end, behind))
+        self.free -= count
+        return pages
+
+    def _set_free(self, pages: list[int]) -> None:
+        for run in runs(pages):
+            heapq.heappush(self._runs, run)
+        self.free += len(pages)
 
     def take_stale(self) -> list[int]:
         """The pages handed out since the last time that hold what others have left in them."""
@@ -164,32 +191,33 @@ class PagePool:
         Last page first: the end of a prefix must be forgotten before its beginning, without
         which it could never be found again.
         """
+        unknown: list[int] = []
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
                 if self._index is not None and self._index.knows(page):
                     self._cached[page] = None
                 else:
-                    heapq.heappush(self._free, page)
+                    unknown.append(page)
+        self._set_free(unknown)
 
     def drop_cached(self) -> int:
         """Forget every unreferenced page; returns how many became free."""
-        dropped = len(self._cached)
-        while self._cached:
-            heapq.heappush(self._free, self._evict())
-        return dropped
+        dropped = [self._evict() for _ in range(len(self._cached))]
+        self._set_free(dropped)
+        return len(dropped)
 
     def shrink(self, most: int | None = None) -> int:
         """Remove the free pages at the end, `most` at most; returns how many that were."""
-        free = set(self._free)
+        free = {page for first, behind in self._runs for page in range(first, behind)}
         size = self.size
         least = 0 if most is None else max(0, size - most)
         while size > least and size - 1 in free:
             size -= 1
         removed = self.size - size
         if removed:
-            self._free = [page for page in self._free if page < size]
-            heapq.heapify(self._free)
+            self._runs = list(runs([page for page in free if page < size]))
+            self.free -= removed
             del self._references[size:]
             self.size = size
             self._handed_out = min(self._handed_out, size)
@@ -247,3 +275,13 @@ class PagePool:
     def node(self, page: int) -> Node:
         """The node of an indexed page, as parent for the page that follows it."""
         return ROOT if self._index is None else self._index.node(page)
+
+
+def runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Those that follow each other, in order: the first, and the one behind the last."""
+    ordered = sorted(pages)
+    begun = 0
+    for place, page in enumerate(ordered, 1):
+        if place == len(ordered) or ordered[place] != page + 1:
+            yield ordered[begun], page + 1
+            begun = place
