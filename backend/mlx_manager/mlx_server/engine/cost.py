@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # With each observation, older ones lose so much of their weight.
 FORGETTING = 0.04
 # Rounds of improving one price at a time, beginning with the prices before. Few do: the next
-# observation brings the next rounds.
+# observation brings the next rounds. Of several observations that are learnt from at once each
+# brings as many, up to so many in all.
 ROUNDS = 4
+MOST_ROUNDS = 32
 # What has been forgotten so far says nothing any more, and would soon be no number.
 FORGOTTEN = 1e-100
 
@@ -36,8 +38,18 @@ class Cost:
 
     def learn(self, amounts: Sequence[float], seconds: float) -> None:
         """So much took so long. Times of zero, which coarse clocks give, say nothing."""
-        if seconds <= 0:
-            return
+        self.learn_all([(amounts, seconds)])
+
+    def learn_all(self, seen: Iterable[tuple[Sequence[float], float]]) -> None:
+        """Several times `learn`, the oldest first; prices are found once, from all of them."""
+        told = [(amounts, seconds) for amounts, seconds in seen if seconds > 0]
+        for amounts, seconds in told:
+            self._add(amounts, seconds)
+        for _ in range(min(ROUNDS * len(told), MOST_ROUNDS)):
+            for i in range(len(self.prices)):
+                self._improve(i)
+
+    def _add(self, amounts: Sequence[float], seconds: float) -> None:
         share = 1 / max(seconds, self.of(amounts))
         scaled = [amount * share for amount in amounts]
         kinds = range(len(scaled))
@@ -46,9 +58,6 @@ class Cost:
             for j in kinds:
                 row[j] += scaled[i] * scaled[j] - FORGETTING * row[j]
             self._seconds[i] += scaled[i] * seconds * share - FORGETTING * self._seconds[i]
-        for _ in range(ROUNDS):
-            for i in kinds:
-                self._improve(i)
 
     def _improve(self, i: int) -> None:
         """Set one price to what suits the others best."""

@@ -69,9 +69,8 @@ class Pace:
         return load.rows <= LIKE * self._alone
 
     def _catch_up(self) -> None:
-        while self._seen:
-            load, seconds = self._seen.popleft()
-            self._rows.learn(_of_rows(load), seconds)
+        self._rows.learn_all([(_of_rows(load), seconds) for load, seconds in self._seen])
+        self._seen.clear()
 
     def is_short(self, tokens: int) -> bool | None:
         """Whether a step of so many tokens of a prompt, and no rows, is short; None: it is not

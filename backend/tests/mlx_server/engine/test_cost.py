@@ -69,6 +69,18 @@ def test_what_is_not_seen_for_long_keeps_its_price() -> None:
     assert cost.prices[1] == pytest.approx(0.002, rel=0.01)
 
 
+def test_many_times_at_once_tell_what_they_tell_one_by_one() -> None:
+    rng = random.Random(3)
+    loads = [(1.0, float(rng.choice([1, 4, 8]))) for _ in range(64)]
+    seen = [(load, (0.004 + 0.001 * load[1]) * rng.uniform(0.9, 1.1)) for load in loads]
+    single, together = Cost(2), Cost(2)
+    for amounts, seconds in seen:
+        single.learn(amounts, seconds)
+    together.learn_all([*seen[:32], ((1.0, 1.0), 0.0), *seen[32:]])
+    for rows in (1.0, 4.0, 8.0, 16.0):
+        assert together.of((1.0, rows)) == pytest.approx(single.of((1.0, rows)), rel=0.05)
+
+
 @settings(max_examples=200)
 @given(
     steps=st.lists(st.tuples(AMOUNTS, st.one_of(st.just(0.0), st.floats(1e-9, 1e4))), max_size=60),
@@ -77,8 +89,10 @@ def test_what_is_not_seen_for_long_keeps_its_price() -> None:
 def test_whatever_is_seen_no_cost_is_below_zero_or_no_number(
     steps: list[tuple[list[float], float]], asked: list[float]
 ) -> None:
-    cost = Cost(3)
+    one_by_one, together = Cost(3), Cost(3)
     for amounts, seconds in steps:
-        cost.learn(amounts, seconds)
-    assert cost.of(asked) >= 0
-    assert math.isfinite(cost.of(asked))
+        one_by_one.learn(amounts, seconds)
+    together.learn_all(steps)
+    for cost in (one_by_one, together):
+        assert cost.of(asked) >= 0
+        assert math.isfinite(cost.of(asked))
