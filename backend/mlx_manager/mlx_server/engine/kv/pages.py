@@ -270,7 +270,7 @@ class PagePool:
         """
         if self._index is None:
             return ROOT
-        return self._index.insert(parent, tuple(tokens), page)
+        return self._index.insert(parent, tokens, page)
 
     def node(self, page: int) -> Node:
         """The node of an indexed page, as parent for the page that follows it."""

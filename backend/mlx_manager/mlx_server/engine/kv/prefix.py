@@ -4,10 +4,14 @@ A page's keys and values depend on every token before it, so a page is identifie
 the page before it and its own tokens, as in vLLM's automatic prefix caching. Keys are compared
 whole, so two prefixes are never taken for one another, whatever their hashes. Node numbers are
 never reused: the children of a forgotten page can no longer be reached, and age out.
+
+Tokens are kept as bytes: as numbers they take four times the memory and twice the time to forget,
+and whoever collects garbage looks at each page of them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import count
 from typing import NewType
@@ -16,12 +20,15 @@ Node = NewType("Node", int)
 ROOT = Node(0)
 
 
+Key = tuple[Node, bytes]
+
+
 class PrefixIndex:
     """Full pages by what they hold."""
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[Node, tuple[int, ...]], tuple[int, Node]] = {}
-        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}
+        self._pages: dict[Key, tuple[int, Node]] = {}
+        self._keys: dict[int, Key] = {}
         self._nodes = count(1)
 
     def __len__(self) -> int:
@@ -38,23 +45,27 @@ class PrefixIndex:
         pages: list[int] = []
         parent = ROOT
         for i in range(limit):
-            key = (parent, tuple(tokens[i * page_size : (i + 1) * page_size]))
-            found = self._pages.get(key)
+            found = self._pages.get(key_of(parent, tokens[i * page_size : (i + 1) * page_size]))
             if found is None:
                 break
             page, parent = found
             pages.append(page)
         return pages
 
-    def insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
+    def insert(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
         """Index `page`, unless an equal one is known; returns the node to continue from."""
-        known = self._pages.get((parent, tokens))
+        key = key_of(parent, tokens)
+        known = self._pages.get(key)
         if known is not None:
             return known[1]
         node = Node(next(self._nodes))
-        self._pages[parent, tokens] = (page, node)
-        self._keys[page] = (parent, tokens)
+        self._pages[key] = (page, node)
+        self._keys[page] = key
         return node
 
     def forget(self, page: int) -> None:
         del self._pages[self._keys.pop(page)]
+
+
+def key_of(parent: Node, tokens: Sequence[int]) -> Key:
+    return parent, array("i", tokens).tobytes()
