@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
-# With each observation, older ones lose so much of their weight.
-FORGETTING = 0.04
+# With each observation, older ones keep so much of their weight.
+KEPT = 0.96
 # Rounds of improving one price at a time, beginning with the prices before. Few do: the next
 # observation brings the next rounds. Of several observations that are learnt from at once each
 # brings as many, up to so many in all.
@@ -42,22 +44,26 @@ class Cost:
 
     def learn_all(self, seen: Iterable[tuple[Sequence[float], float]]) -> None:
         """Several times `learn`, the oldest first; prices are found once, from all of them."""
-        told = [(amounts, seconds) for amounts, seconds in seen if seconds > 0]
-        for amounts, seconds in told:
-            self._add(amounts, seconds)
+        told = [(tuple(amounts), seconds) for amounts, seconds in seen if seconds > 0]
+        for amounts, same in groupby(told, key=itemgetter(0)):
+            self._add(amounts, [seconds for _, seconds in same])
         for _ in range(min(ROUNDS * len(told), MOST_ROUNDS)):
             for i in range(len(self.prices)):
                 self._improve(i)
 
-    def _add(self, amounts: Sequence[float], seconds: float) -> None:
-        share = 1 / max(seconds, self.of(amounts))
-        scaled = [amount * share for amount in amounts]
-        kinds = range(len(scaled))
-        for i in kinds:
-            row = self._products[i]
-            for j in kinds:
-                row[j] += scaled[i] * scaled[j] - FORGETTING * row[j]
-            self._seconds[i] += scaled[i] * seconds * share - FORGETTING * self._seconds[i]
+    def _add(self, amounts: Sequence[float], times: Sequence[float]) -> None:
+        """The same again and again: what is counted of it is summed up first."""
+        expected = self.of(amounts)
+        kept, squares, seconds = 1.0, 0.0, 0.0
+        for time in times:
+            share = 1 / max(time, expected)
+            kept *= KEPT
+            squares = squares * KEPT + share * share
+            seconds = seconds * KEPT + share * share * time
+        for i, (own, row) in enumerate(zip(amounts, self._products, strict=True)):
+            for j, other in enumerate(amounts):
+                row[j] = row[j] * kept + own * other * squares
+            self._seconds[i] = self._seconds[i] * kept + own * seconds
 
     def _improve(self, i: int) -> None:
         """Set one price to what suits the others best."""

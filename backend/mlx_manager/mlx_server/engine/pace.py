@@ -19,7 +19,7 @@ LESS_BOLD = 0.98
 # With up to so many times the rows of any step without prompts it is known what such a step takes.
 LIKE = 2
 # Steps without prompts come by the thousand, and are learnt from when a prompt comes: from the last
-# of them, which outweigh all others (`cost.FORGETTING`).
+# of them, which outweigh all others (`cost.KEPT`).
 MEMORY = 64
 # Seconds of a step that is short: what a reader hardly notices, and who gives up waits for.
 SHORT = 0.08
