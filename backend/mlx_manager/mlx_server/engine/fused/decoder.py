@@ -85,9 +85,8 @@ BYTES_AT_A_TIME = 500_000_000
 BYTES_AHEAD = 1_300_000_000
 LEAST_AHEAD = 3
 # Steps of more than so many tokens come where memory is plenty and they are short: what the host
-# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them (NOTES 144).
+# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them (NOTES 144, 149).
 MANY = 2048
-BYTES_AHEAD_OF_MANY = 2_600_000_000
 LEAST_AHEAD_OF_MANY = 4
 # Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
 # tokens).
@@ -342,11 +341,9 @@ class FusedDecoder:
             layer += self._unpacked_bytes
         if layer * len(self._layers) <= BYTES_AHEAD:
             return LAYERS_AT_A_TIME, None
-        most, least = BYTES_AHEAD, LEAST_AHEAD
-        if tokens > MANY:
-            most, least = BYTES_AHEAD_OF_MANY, LEAST_AHEAD_OF_MANY
+        least = LEAST_AHEAD_OF_MANY if tokens > MANY else LEAST_AHEAD
         at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))
-        return at_a_time, max(least, int(most / (at_a_time * layer)))
+        return at_a_time, max(least, int(BYTES_AHEAD / (at_a_time * layer)))
 
     def _run(  # noqa: PLR0917
         self,

@@ -207,7 +207,6 @@ def test_what_is_in_memory_at_once_is_bounded_by_bytes_not_by_tokens(tokens, at_
     whole = 200 * 32 * decoder._layer_bytes
     monkeypatch.setattr(decoders, "BYTES_AHEAD", whole)
     monkeypatch.setattr(decoders, "BYTES_AT_A_TIME", whole / 3)
-    monkeypatch.setattr(decoders, "BYTES_AHEAD_OF_MANY", 2 * whole)
     assert decoder.tokens_at_once(tokens) == at_once
 
 
