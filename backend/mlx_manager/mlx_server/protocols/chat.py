@@ -258,13 +258,16 @@ def _part(part: ContentPart, path: str) -> str:
 class ChatStream:
     """Writes an answer's events as chunks, the way OpenAI does.
 
-    The first chunk of a choice carries the role, the last one the finish reason.
+    The first chunk of a choice carries the role, the last one the finish reason. Choices begin in
+    order, whichever is the first to have a token: OpenAI's SDK accumulates each at the place where
+    it turns up.
     """
 
     keep_alive = sse.KEEP_ALIVE
 
     def __init__(self, head: Head) -> None:
         self.head = head
+        self._begun = 0
         self._open = (
             f'data: {{"id":{sse.quote(head.id)},"object":"chat.completion.chunk",'
             f'"created":{head.created},"model":{sse.quote(head.model)},"choices":['
@@ -300,8 +303,7 @@ class ChatStream:
             case Admitted():
                 return ""
             case Started(ids=ids):
-                # No empty content: an answer that turns out to be calls alone has none.
-                return self._choice(row, {"role": "assistant"}, prompt_ids=ids)
+                return self._begin(row, ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
             case ReasoningDelta(text):
@@ -316,6 +318,15 @@ class ChatStream:
             case Finished(reason, ids=ids):
                 self._finished[row] = event
                 return self._choice(row, {}, reason, ids=ids)
+
+    def _begin(self, row: int, prompt_ids: tuple[int, ...]) -> str:
+        """The first chunks of this choice and of those before it, unless they have been sent."""
+        new = range(self._begun, row + 1)
+        self._begun = max(self._begun, row + 1)
+        # No empty content: an answer that turns out to be calls alone has none.
+        return "".join(
+            self._choice(each, {"role": "assistant"}, prompt_ids=prompt_ids) for each in new
+        )
 
     def _choice(
         self,

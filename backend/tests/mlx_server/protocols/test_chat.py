@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai_spec import check
 
 from mlx_manager.mlx_server.core import (
@@ -204,6 +206,21 @@ def test_the_first_chunk_has_the_role_and_the_last_the_finish_reason():
     assert reasons == [None, None, None, "stop"]
     assert all("usage" not in chunk for chunk in chunks)
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-1"}
+
+
+@given(st.permutations(range(4)))
+def test_choices_begin_in_order_whichever_is_the_first_to_have_a_token(order: list[int]):
+    writer = ChatStream(Head(id="c", model=DEMO, n=4, rows=4))
+    steps: list[list[Event]] = [[Started(7)], [TextDelta("I am ")], [TextDelta("row ")]]
+    data = b"".join(writer.write([(row, events)]) for row in order for events in steps)
+    for row in reversed(order):
+        data += writer.write([(row, [TextDelta(f"{row}"), Finished("stop", USAGE)])])
+    # OpenAI's SDK takes a choice for the one whose index is the place where it first turned up.
+    state: Any = ChatCompletionStreamState()
+    for chunk in sse.parse(data):
+        state.handle_chunk(openai.types.chat.ChatCompletionChunk.model_validate(chunk))
+    choices = state.get_final_completion().choices
+    assert [choice.message.content for choice in choices] == [f"I am row {i}" for i in range(4)]
 
 
 def test_usage_comes_last_without_choices_and_is_null_before():
