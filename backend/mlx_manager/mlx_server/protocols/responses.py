@@ -569,7 +569,7 @@ class _OpenItem:
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": self.logprobs,
+            "logprobs": list(self.logprobs),
         }
 
     def item(self, status: Status, *, encrypted: bool = False) -> JsonItem:

@@ -362,6 +362,13 @@ def test_logprobs_go_with_the_text():
     data = streamed(happened, top_logprobs=2)
     delta = next(event for event in data if event["type"] == "response.output_text.delta")
     assert delta["logprobs"][0]["top_logprobs"][1] == {"token": "b", "logprob": -1.0}
+    begun = next(event for event in data if event["type"] == "response.content_part.added")
+    assert begun["part"] == {
+        "type": "output_text",
+        "text": "",
+        "annotations": [],
+        "logprobs": [],
+    }
     part = collected(happened, top_logprobs=2)["output"][0]["content"][0]
     assert part["logprobs"][0]["bytes"] == [97]
 
