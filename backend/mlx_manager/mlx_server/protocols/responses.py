@@ -647,8 +647,11 @@ class ResponseStream:
         return _wire(last).encode("ascii")
 
     def fail(self, error: MLXManagerError) -> bytes:
+        # Signs of life may be all that was sent; a response begins all the same before it fails.
+        begun = [] if self._number else self._begin()
         response = self.response() | {"status": "failed", "error": _error(error)}
-        return _wire(self._emit("response.failed", response=response)).encode("ascii")
+        failed = self._emit("response.failed", response=response)
+        return _wire(begun + failed).encode("ascii")
 
     def unkept(self) -> None:
         """The response could not be kept, whatever was asked."""
@@ -683,13 +686,16 @@ class ResponseStream:
             case ToolCallDelta(_, arguments):
                 return self._grow("response.function_call_arguments.delta", arguments)
             case Started():
-                created = self._emit("response.created", response=self.response())
-                return created + self._emit("response.in_progress", response=self.response())
+                return self._begin()
             case Finished(reason):
                 closed = self._leave("incomplete" if reason == "length" else "completed")
                 self._finished = event
                 self._completed = int(time.time())
                 return closed
+
+    def _begin(self) -> list[JsonItem]:
+        created = self._emit("response.created", response=self.response())
+        return created + self._emit("response.in_progress", response=self.response())
 
     def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[JsonItem]:
         assert self._open is not None

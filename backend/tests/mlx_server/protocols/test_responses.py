@@ -356,6 +356,14 @@ def test_a_failure_in_a_stream_is_a_failed_response(error: MLXManagerError, code
     assert last["response"]["error"] == {"code": code, "message": error.message}
 
 
+def test_a_failure_after_mere_signs_of_life_is_that_of_a_response_which_has_begun():
+    data = checked(ResponseStream(head()).fail(Overloaded("full")))
+    assert kinds(data) == ["created", "in_progress", "failed"]
+    state: Any = ResponseStreamState(input_tools=[], text_format=omit)
+    for event in data:
+        state.handle_event(strictly(ResponseStreamEvent, event))
+
+
 def test_logprobs_go_with_the_text():
     token = TokenLogprob(5, b"a", -0.5, ((5, b"a", -0.5), (6, b"b", -1.0)))
     happened: list[Event] = [STARTED, TextDelta("a", (token,)), TextDelta("b"), end()]
