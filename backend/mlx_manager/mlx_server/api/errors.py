@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidRequest,
     MLXManagerError,
     RequestNotReceived,
+    RequestTimedOut,
     ServerNotReady,
 )
 from mlx_manager.mlx_server.observability.logs import current_request
@@ -69,6 +70,9 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestNotReceived | ServerNotReady):
         # Nothing good comes of this connection: the next may meet another server, or a ready one.
         headers["connection"] = "close"
+    if isinstance(error, RequestTimedOut):
+        # Or else OpenAI's and Anthropic's SDKs ask twice more, for three times the limit in all.
+        headers["x-should-retry"] = "false"
     return JSONResponse(_body(request.scope, error), error.status, headers)
 
 

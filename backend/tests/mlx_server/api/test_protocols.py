@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
@@ -583,6 +584,16 @@ async def test_a_time_out_is_a_504_that_names_limit_and_phase(serve, protocol: P
     assert "its prompt was still being processed" in told
     if protocol is MESSAGES:
         assert response.json()["error"]["type"] == "timeout_error"
+
+
+@pytest.mark.parametrize("limit", ["timeout", "first_token_timeout", "queue_timeout"])
+async def test_an_sdk_does_not_ask_again_for_what_has_run_out_of_time(serve, limit: str):
+    pool = ScriptedPool(ScriptedBackend(lambda _: [asyncio.Event()]))
+    async with serve(pool=pool) as client:
+        sdk = openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=client)
+        with pytest.raises(openai.InternalServerError, match=f"`{limit}` of 0.02 s"):
+            await sdk.responses.create(input="hi", extra_body={limit: 0.02})
+    assert len(pool.backend.requests) == 1
 
 
 @everywhere
