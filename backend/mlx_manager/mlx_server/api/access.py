@@ -64,13 +64,15 @@ class AccessLog:
 def template(scope: Scope) -> str:
     """The path of the route that was found, `/v1/responses/{response_id}` say; "" if none was.
 
-    A route knows only the part of its path that its own router adds.
+    A route knows only the part of its path that its own router adds. A line break may follow, which
+    a route's expression does not look at.
     """
     if "route" not in scope:
         return ""
     path: str = scope["path"]
     own: str = scope["route"].path_format
-    return path.removesuffix(own.format(**scope["path_params"])) + own
+    before, _, _ = path.rpartition(own.format(**scope["path_params"]))
+    return before + own
 
 
 def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class Scrape:
     def has(self, name: str, **labels: str) -> bool:
         return (f"mlx_manager_{name}", frozenset(labels.items())) in self._samples
 
+    def values(self, label: str) -> set[str]:
+        return {dict(labels)[label] for _, labels in self._samples if label in dict(labels)}
+
     def of_model(self, name: str, **labels: str) -> float:
         return self.get(name, model_name=MODEL, **labels)
 
@@ -218,6 +221,15 @@ def test_failures_are_counted_by_code_and_answers_by_route(client: httpx.Client)
     ):
         labels = {"handler": handler, "method": method, "status": status}
         assert counted.any_model("http_requests_total", **labels) == 1
+
+
+def test_no_path_makes_a_route_of_its_own(client: httpx.Client) -> None:
+    paths = ("/v1/models", "/v1/models/{}", "/v1/responses/{}", "/v1/responses/{}/input_items")
+    for number, path in enumerate(paths):
+        for ending in ("", "%0A", "%0A%0A", "%0D", "%7B%7D"):
+            client.get(path.format(f"name-{number}") + ending)
+    described = client.get("/openapi.json").json()["paths"]
+    assert scrape(client).values("handler") <= {"", *described, "/openapi.json", "/metrics"}
 
 
 def test_gauges_say_what_is_loaded_and_held(client: httpx.Client) -> None:
