@@ -144,7 +144,11 @@ class Metrics:
         ready: whether /readyz says so.
         """
         self._ready.set(ready)
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # It names a version that is no number.
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def _begin(self, model: str) -> None:

@@ -301,6 +301,14 @@ def test_openmetrics_is_given_to_who_asks_for_it(client: httpx.Client) -> None:
     }
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", "1.0.0-rc", "", "²"])
+def test_a_version_that_is_no_number_is_as_good_as_none(client: httpx.Client, version: str) -> None:
+    accept = f"application/openmetrics-text; version={version}".encode()
+    answer = client.get("/metrics", headers={"accept": accept})
+    assert answer.status_code == 200
+    assert "mlx_manager_ready" in answer.text
+
+
 async def test_metrics_answer_before_there_are_models() -> None:
     app = create_app(MLXServerSettings(), ScriptedPool(ScriptedBackend(lambda _: says("Hello"))))
     transport = httpx.ASGITransport(app)
