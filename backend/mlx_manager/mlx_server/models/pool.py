@@ -16,7 +16,7 @@ import importlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -409,7 +409,7 @@ class ModelPoolManager:
         """Preload what is to be, unload what has been idle for too long, and make ahead, while
         nobody is answered, what would hold streams up; until cancelled."""
         await self._tell_unknown()
-        self._preload()
+        self._preload(self._preloaded())
         complete_at = -1
         while True:
             seen = self._returns.count
@@ -423,13 +423,18 @@ class ModelPoolManager:
                 complete_at = seen
 
     async def expire(self) -> float | None:
-        """Unload what has been idle for too long, or must be loaded anew.
+        """Unload what has been idle for too long, or must be loaded anew, which what is preloaded
+        is then.
 
         Returns: seconds until it will be the next one's turn; None: not before one is used.
         """
         policy = self._policy
+        outdated = {r.id for r in self._residents.all() if policy.is_outdated(r)}
         while any(policy.is_over(resident) for resident in self._idle()):
             await self._evict(policy.is_over)
+        again = [id for id in self._preloaded() if id in outdated and id not in self._residents]
+        if again:
+            self._preload(again)
         rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
         return None if rest == NEVER else max(0.0, rest)
 
@@ -507,7 +512,7 @@ class ModelPoolManager:
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
             self._returns.announce()
-            self._preload()
+            self._preload(self._preloaded())
             kept = {r.id: r for r in self._residents.all()}
             unknown = await self._tell_unknown()
         names = sorted({*old.models, *new.models})
@@ -539,15 +544,19 @@ class ModelPoolManager:
     def _all_aliases(self) -> tuple[tuple[str, str], ...]:
         return (*self._policy.models.aliases(), *self._aliases)
 
-    def _preload(self) -> None:
-        task = asyncio.create_task(self._preload_all(), name="preload")
+    def _preloaded(self) -> list[str]:
+        """What is to be in memory before anybody asks for it, the default model first."""
+        settings = self._policy.models.models
+        return [self._default, *(id for id, its in settings.items() if its.preload)]
+
+    def _preload(self, model_ids: Sequence[str]) -> None:
+        task = asyncio.create_task(self._preload_all(model_ids), name="preload")
         self._preloads.add(task)
         task.add_done_callback(self._preloads.discard)
 
-    async def _preload_all(self) -> None:
-        """The default model first; `_loaded` logs those that fail."""
-        settings = self._policy.models.models
-        for model_id in (self._default, *(id for id, its in settings.items() if its.preload)):
+    async def _preload_all(self, model_ids: Sequence[str]) -> None:
+        """`_loaded` logs those that fail."""
+        for model_id in model_ids:
             with suppress(MLXManagerError):
                 await self.get_model(model_id)
 

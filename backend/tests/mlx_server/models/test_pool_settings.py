@@ -192,6 +192,39 @@ async def test_a_model_in_use_takes_its_new_settings_when_it_is_idle(
         assert (await pool.get_model("b")).loaded.context_length == 100
 
 
+async def test_what_is_preloaded_is_loaded_again_when_it_has_gone_for_its_new_settings(
+    models_dir: Path, tmp_path: Path
+):
+    def set_length(tokens: int) -> Path:
+        return write(tmp_path, f"[models.b]\npreload = true\ncontext_length = {tokens}")
+
+    async def until_it_has(tokens: int) -> None:
+        while True:
+            status = await pool.status("b")
+            if (status.state, status.context_length) == ("loaded", tokens):
+                return
+            await asyncio.sleep(0.001)
+
+    file = set_length(50)
+    async with (
+        open_pool(models_dir, models_file=file) as pool,
+        asyncio.timeout(60),
+        tended(pool),
+    ):
+        await until_it_has(50)
+        async with pool.lease("b"):
+            set_length(100)
+            assert (await pool.reload()).outdated == ("b",)
+        await until_it_has(100)
+        set_length(200)
+        await pool.reload()
+        while (await states(pool))["b"] != "loading":  # noqa: ASYNC110 the pool tells nobody
+            await asyncio.sleep(0)
+        set_length(300)
+        await pool.reload()
+        await until_it_has(300)
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set once a load waits for room."""
