@@ -94,16 +94,18 @@ async def test_a_full_disk_costs_the_keeping_of_answers_and_not_the_answers(tmp_
         async with served(tmp_path / "log", *disk.command, **settings) as http:
             async with Crowd(http, 30) as crowd:
                 saved = await http.post("/v1/responses", json=asked)
+                further = asked | {"previous_response_id": saved.json()["id"]}
                 with disk.full():
                     lost = await http.post("/v1/responses", json=asked)
+                    gone_on = await http.post("/v1/responses", json=further)
                     streamed = await http.post("/v1/responses", json=asked | {"stream": True})
                 after = await http.post("/v1/responses", json=asked)
             assert all(told.well for told in crowd.told)
-            answers = [saved, lost, after]
-            assert [answer.status_code for answer in answers] == [200] * 3
-            assert [answer.json().get("store") for answer in answers] == [None, False, None]
+            answers = [saved, lost, gone_on, after]
+            assert [answer.status_code for answer in answers] == [200] * 4
+            assert [answer.json().get("store") for answer in answers] == [None, False, False, None]
             assert '"store":false' in streamed.text.replace(" ", "")
-            for answer, status in zip(answers, (200, 404, 200), strict=True):
+            for answer, status in zip(answers, (200, 404, 404, 200), strict=True):
                 again = await http.get(f"/v1/responses/{answer.json()['id']}")
                 assert again.status_code == status
         kept = tmp_path / "responses.db"

@@ -8,6 +8,7 @@ there is no room; using a response uses all those before it.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,6 +19,8 @@ from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
+
+log = logging.getLogger(__name__)
 
 JsonItem = dict[str, Any]
 
@@ -109,6 +112,7 @@ class ResponseStore:
         Raises:
             ResponseNotFound: it was never kept, or is gone.
         """
+        await self._if_it_can_be(self._forget)
         return await self._database.call(self._find, response_id, owner)
 
     async def history(self, response_id: str, owner: str = "") -> list[JsonItem]:
@@ -117,7 +121,10 @@ class ResponseStore:
         Raises:
             ResponseNotFound: it, or one that it goes on from, is not there.
         """
-        return await self._database.call(self._history, response_id, owner)
+        await self._if_it_can_be(self._forget)
+        items = await self._database.call(self._history, response_id, owner)
+        await self._if_it_can_be(self._use, response_id, owner)
+        return items
 
     async def delete(self, response_id: str, owner: str = "") -> None:
         """
@@ -128,6 +135,13 @@ class ResponseStore:
 
     def close(self) -> None:
         self._database.close()
+
+    async def _if_it_can_be(self, job: Callable[..., None], *args: object) -> None:
+        """Do what is written while something is read: on a full disk it is read all the same."""
+        try:
+            await self._database.call(job, *args)
+        except StorageFailed as error:
+            log.warning("when responses were used is not kept: %s", error.message)
 
     def _save(self, stored: StoredResponse, owner: str) -> None:
         response, asked = json.dumps(stored.response), json.dumps(stored.input)
@@ -153,7 +167,6 @@ class ResponseStore:
                 break
 
     def _find(self, response_id: str, owner: str) -> StoredResponse:
-        self._forget()
         query = "SELECT response, input FROM responses WHERE id = ?"
         row = self._database.execute(query, (place(response_id, owner),)).fetchone()
         if row is None:
@@ -161,7 +174,6 @@ class ResponseStore:
         return StoredResponse(json.loads(row[0]), json.loads(row[1]))
 
     def _history(self, response_id: str, owner: str) -> list[JsonItem]:
-        self._forget()
         query = CHAIN + (
             "SELECT r.response, r.input, r.previous FROM chain JOIN responses r USING (id) "  # nosec B608  # a constant
             "ORDER BY depth DESC"
@@ -172,13 +184,15 @@ class ResponseStore:
                 f"There is no response {response_id!r} here, or not all that it goes on from.",
                 param="previous_response_id",
             )
-        use = CHAIN + "UPDATE responses SET used = ? WHERE id IN (SELECT id FROM chain)"  # nosec B608
-        self._database.execute(use, (place(response_id, owner), self._clock()))
         return [
             item
             for response, asked, _ in rows
             for item in json.loads(asked) + json.loads(response)["output"]
         ]
+
+    def _use(self, response_id: str, owner: str) -> None:
+        use = CHAIN + "UPDATE responses SET used = ? WHERE id IN (SELECT id FROM chain)"  # nosec B608
+        self._database.execute(use, (place(response_id, owner), self._clock()))
 
     def _delete(self, response_id: str, owner: str) -> None:
         kept = place(response_id, owner)

@@ -79,6 +79,25 @@ async def test_what_nobody_used_for_long_goes_and_use_keeps_what_came_before():
     store.close()
 
 
+async def test_what_can_not_be_written_is_read_all_the_same():
+    clock = Clock()
+    store = ResponseStore(ResponseLimits(max_age=100), clock)
+    await store.save(stored("old"))
+    clock.now += 60
+    await store.save(stored("a"))
+    await store.save(stored("b", "a"))
+    clock.now += 60
+    # As on a disk that is full.
+    store._database._connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(StorageFailed):
+        await store.save(stored("c", "b"))
+    assert await store.find("a") == stored("a")
+    assert await store.history("b") == ["a-in", "a-out", "b-in", "b-out"]
+    store._database._connection.execute("PRAGMA query_only = OFF")
+    assert await ids(store, "old", "a", "b") == ["a", "b"]
+    store.close()
+
+
 async def test_the_least_recently_used_make_place():
     clock = Clock()
     store = ResponseStore(ResponseLimits(max_bytes=3500), clock)
