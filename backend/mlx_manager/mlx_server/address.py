@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+
+NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 def is_loopback(host: str) -> bool:
@@ -19,6 +22,21 @@ def is_host(name: str) -> bool:
         return bool(name.encode("idna"))
     except UnicodeError:
         return False
+
+
+def as_browsers_say(name: str) -> str:
+    """The name of a host in the DNS's own letters, which are small, or an address.
+
+    Raises:
+        ValueError: it is neither; no port, scheme or pattern is a part of one.
+    """
+    try:
+        return str(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        said = name.encode("idna").decode().lower().rstrip(".") if is_host(name) else ""
+    if NAME.fullmatch(said) is None:
+        raise ValueError(f"{name!r} is no name of a host, such as llm.example.com")
+    return said
 
 
 def url_of(host: str, port: int | str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from mlx_manager.mlx_server.address import is_host
+from mlx_manager.mlx_server.address import as_browsers_say, is_host
 
 DEMO_MODEL = "mlx-manager/demo"
 # Read by `utils/blas.py`, before there are settings.
@@ -410,6 +410,11 @@ class MLXServerSettings(BaseSettings):
         if not is_host(host):
             raise ValueError(f"{host!r} is no address, nor the name of a host")
         return host
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_allowed_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(as_browsers_say, hosts))
 
     @field_validator("cors_origins")
     @classmethod

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_manager.mlx_server.address import is_loopback, url_of
+from mlx_manager.mlx_server.address import as_browsers_say, is_loopback, url_of
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
@@ -29,3 +29,8 @@ def test_others_reach_every_other_address(host: str):
 )
 def test_a_server_is_found_where_it_listens(host: str, url: str):
     assert url_of(host, 8000) == url
+
+
+@pytest.mark.parametrize("address", ["192.168.1.5", "fd00::5", "[fd00::5]"])
+def test_an_address_is_said_as_it_is(address: str):
+    assert as_browsers_say(address) == address.strip("[]")

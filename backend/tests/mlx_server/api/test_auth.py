@@ -161,6 +161,25 @@ async def test_a_site_whose_name_leads_here_gets_nothing_without_a_key(serve: An
 
 
 @pytest.mark.parametrize(
+    ("listed", "host"),
+    [
+        ("LLM.Example.com", "llm.example.com"),
+        ("llm.example.com.", "LLM.example.com:8000"),
+        ("bücher.example", "xn--bcher-kva.example"),
+    ],
+)
+async def test_a_name_is_listed_however_it_is_written(serve: Any, listed: str, host: str):
+    async with serve(allowed_hosts=f"other.example, {listed}") as client:
+        assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("hosts", ["*", "*.example.com", "a.example:8000", "http://a.example", "."])
+def test_what_is_no_name_of_a_host_is_refused(hosts: str):
+    with pytest.raises(ValueError, match="no name of a host"):
+        MLXServerSettings(allowed_hosts=hosts)
+
+
+@pytest.mark.parametrize(
     "host", ["127.0.0.1:8000", "localhost", "[::1]:80", "[::1]", "llm", "a.localhost"]
 )
 async def test_addresses_and_local_names_are_answered(serve: Any, host: str):
