@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
+USUAL_PORTS = {"http": ":80", "https": ":443"}
 NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
@@ -37,6 +38,19 @@ def as_browsers_say(name: str) -> str:
     if NAME.fullmatch(said) is None:
         raise ValueError(f"{name!r} is no name of a host, such as llm.example.com")
     return said
+
+
+def origin_as_browsers_say(origin: str) -> str:
+    """A site's origin in small letters, and without the port that its scheme has anyway.
+
+    Others' than sites' (an extension's, say) stay as they are.
+    """
+    scheme, _, host = origin.partition("://")
+    usual = USUAL_PORTS.get(scheme.lower())
+    if usual is None or not is_host(host):
+        return origin
+    said = host.encode("idna").decode()
+    return f"{scheme}://{said.removesuffix(usual)}".lower()
 
 
 def url_of(host: str, port: int | str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from mlx_manager.mlx_server.address import as_browsers_say, is_host
+from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
 
 DEMO_MODEL = "mlx-manager/demo"
 # Read by `utils/blas.py`, before there are settings.
@@ -423,7 +423,7 @@ class MLXServerSettings(BaseSettings):
             scheme, _, host = origin.partition("://")
             if origin != "*" and (not scheme or not host or "/" in host):
                 raise ValueError(f"{origin!r} is no origin such as https://example.com:8443, nor *")
-        return origins
+        return tuple(map(origin_as_browsers_say, origins))
 
     @field_validator("model_aliases", mode="before")
     @classmethod

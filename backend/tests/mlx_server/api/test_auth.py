@@ -212,6 +212,25 @@ async def test_pages_of_other_sites_read_nothing_unless_they_are_listed(serve: A
         assert closed.headers["access-control-allow-origin"] == "https://app.example"
 
 
+@pytest.mark.parametrize(
+    ("listed", "origin"),
+    [
+        ("https://App.Example", "https://app.example"),
+        ("HTTPS://app.example:443", "https://app.example"),
+        ("http://app.example:80", "http://app.example"),
+        ("http://app.example:443", "http://app.example:443"),
+        ("https://bücher.example:8443", "https://xn--bcher-kva.example:8443"),
+        ("http://[::1]:8080", "http://[::1]:8080"),
+        ("chrome-extension://AbC", "chrome-extension://AbC"),
+        ("*", "https://any.example"),
+    ],
+)
+async def test_an_origin_is_listed_however_it_is_written(serve: Any, listed: str, origin: str):
+    async with serve(cors_origins=listed) as client:
+        answer = await client.get("/v1/models", headers={"origin": origin})
+        assert answer.headers["access-control-allow-origin"] in ("*", origin)
+
+
 @pytest.mark.parametrize("origins", ["example.com", "https://a.example/", "https://"])
 def test_what_is_no_origin_is_refused(origins: str):
     with pytest.raises(ValueError, match="no origin"):
