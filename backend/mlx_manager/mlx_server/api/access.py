@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.records import CallRecord
 
@@ -69,9 +70,8 @@ def template(scope: Scope) -> str:
     """
     if "route" not in scope:
         return ""
-    path: str = scope["path"]
     own: str = scope["route"].path_format
-    before, _, _ = path.rpartition(own.format(**scope["path_params"]))
+    before, _, _ = routed(scope).rpartition(own.format(**scope["path_params"]))
     return before + own
 
 

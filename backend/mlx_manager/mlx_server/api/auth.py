@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
 from mlx_manager.mlx_server.api.owner import ADMIN_PATHS, check_owner
+from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, PermissionDenied
@@ -83,22 +84,21 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        account = UNLIMITED
+        account, path = UNLIMITED, routed(scope)
         try:
-            account = self._account(scope)
+            account = self._account(scope, path)
             if scope["method"] == "POST":
                 account.count_request()
         except MLXManagerError as error:
             client = scope["client"] or ("a socket",)
             log.info("%s %a refused: %s", client[0], scope["path"], error.code)
             response = await answer(Request(scope), error)
-            await response(scope, receive, with_rates(send, account, scope["path"]))
+            await response(scope, receive, with_rates(send, account, path))
             return
         scope["state"]["account"] = account
-        await self.app(scope, receive, with_rates(send, account, scope["path"]))
+        await self.app(scope, receive, with_rates(send, account, path))
 
-    def _account(self, scope: Scope) -> Account:
-        path: str = scope["path"]
+    def _account(self, scope: Scope, path: str) -> Account:
         if path in OPEN_PATHS:
             return UNLIMITED
         if path.startswith(ADMIN_PATHS):

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
     InvalidParameter,
@@ -102,8 +103,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path.startswith(ANTHROPIC_PATH)
+    return routed(scope).startswith(ANTHROPIC_PATH)
 
 
 def refused_head(

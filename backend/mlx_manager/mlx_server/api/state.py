@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from mlx_manager.mlx_server.api.deadlines import limits_of
+from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ServerNotReady
@@ -113,7 +114,7 @@ class Server:
         if (refusal := self.refusal()) is not None:
             raise refusal
         limits = self.settings.time.and_also(limits_of(request, body))
-        path = request.url.path.removeprefix("/v1").removeprefix("/v2")
+        path = routed(request.scope).removeprefix("/v1").removeprefix("/v2")
         account: Account = request.state.account
         caller = Caller(account.key.name, PROTOCOLS.get(path, ""), request.state.request_id)
         sinks = (self.metrics.count_call, self.audit.put, request.state.calls.append)

@@ -1,0 +1,15 @@
+"""Which of our paths a request is for, behind whatever prefix."""
+
+from __future__ import annotations
+
+from starlette._utils import get_route_path
+from starlette.types import Scope
+
+
+def routed(scope: Scope) -> str:
+    """The path by which the route is found: less the prefix that uvicorn's `--root-path` puts
+    before each.
+
+    By Starlette's own function: who may come in must be asked of the very path that is answered.
+    """
+    return get_route_path(scope)
