@@ -383,11 +383,13 @@ def run(settings: MLXServerSettings) -> None:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
     except MLXManagerError as error:
-        print(f"mlx-manager: {error.message}", file=sys.stderr)
+        logs.tell(f"mlx-manager: {error.message}")
         sys.exit(2 if type(error) is InvalidSettings else 1)
     except KeyboardInterrupt:
         # uvicorn hands on the signal that it ended for, after everything has been closed.
         return
+    finally:
+        logs.let_go()
     if not ready:
         sys.exit(1)
 
@@ -452,11 +454,11 @@ async def announce(server: Server, listener: Listener) -> None:
             models[0].kind or "text",
             need_key=server.settings.access.need_key,
         )
-        print(text, flush=True)
+        logs.tell(text, sys.stdout)
         notify(READY, f"STATUS=Ready: {url}/v1")
     else:
         reason = server.failure.message
-        print(f"mlx-manager: the default model can't be served: {reason}", file=sys.stderr)
+        logs.tell(f"mlx-manager: the default model can't be served: {reason}")
         listener.should_exit = True
 
 

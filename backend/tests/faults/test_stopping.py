@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sqlite3
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from crowd import PEOPLE, Crowd, connect, question
-from live import LiveServer, live_server
+from live import PROGRAM, LiveServer, live_server
 from thorough import slow
 from tiny_models import make_tiny_model
 
 CHAT = "/v1/chat/completions"
+SERVE = (str(PROGRAM), "serve")
+UNHEARD = ("bash", "-c", f"exec {shlex.join(SERVE)} 2> >(:)")
+"""Its stderr is a pipe that nobody reads any more."""
 
 
 @asynccontextmanager
 async def served(
-    errors: Path, **settings: object
+    errors: Path, command: Sequence[str] = SERVE, **settings: object
 ) -> AsyncIterator[tuple[LiveServer, httpx.AsyncClient]]:
-    with live_server(errors, **settings) as server:
+    with live_server(errors, command, **settings) as server:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
             yield server, http
@@ -78,6 +83,19 @@ async def test_at_the_deadline_each_client_is_told_that_its_answer_was_cut(tmp_p
         )
         assert await ended(server) == -signal.SIGTERM
     assert "Traceback" not in log.read_text()
+
+
+async def test_a_server_whose_terminal_is_gone_stops_all_the_same(tmp_path: Path):
+    async with served(tmp_path / "log", command=UNHEARD, drain_seconds=0.1) as (server, http):
+        async with Crowd(http, 5000) as crowd:
+            server.process.terminate()
+        assert {told.error["code"] for told in crowd.told if told.error} == {"server_not_ready"}
+        assert await ended(server) == -signal.SIGTERM
+
+
+def test_a_server_that_can_tell_nobody_why_it_can_not_start_ends_all_the_same(tmp_path: Path):
+    missing = os.environ | {"MLX_SERVER_PORT": "0", "MLX_SERVER_MODEL": str(tmp_path)}
+    assert subprocess.run(UNHEARD, check=False, env=missing, timeout=60).returncode == 1
 
 
 async def test_clients_that_do_nothing_keep_the_server_from_ending_for_seconds_at_most(

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from asyncio import TimerHandle, Transport
 from functools import partial
 from socket import socket
@@ -31,6 +30,7 @@ from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
+from mlx_manager.mlx_server.observability.logs import tell
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 
 log = logging.getLogger(__name__)
@@ -374,11 +374,9 @@ class Listener(uvicorn.Server):
         drain, running = self._server.drain, len(self._server.calls)
         drain.begin(final=True)
         if running:
-            print(
+            tell(
                 f"Stopping: {running} running {'request has' if running == 1 else 'requests have'} "
-                f"{drain.seconds:g} s to finish. A second signal ends the server at once.",
-                file=sys.stderr,
-                flush=True,
+                f"{drain.seconds:g} s to finish. A second signal ends the server at once."
             )
         await drain.done()
         self.should_exit = True

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -51,6 +51,25 @@ def configure(
     for noisy in NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return handler
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Say it to who started the program, on stderr unless told otherwise. Their terminal, or what
+    read a pipe, may be gone by now, which is no reason to stop."""
+    with suppress(OSError):
+        print(text, file=stream or sys.stderr, flush=True)
+
+
+def let_go() -> None:
+    """Send to nowhere what a terminal or pipe that is gone has not taken, as the program ends:
+    Python would try once more, and end with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _name_request(record: logging.LogRecord) -> bool:
