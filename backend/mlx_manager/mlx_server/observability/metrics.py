@@ -9,6 +9,7 @@ came to is added when it ends. A token costs nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPMethod
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -72,6 +73,8 @@ USUAL_FAILURES = tuple(
     for error in (ContextLengthExceeded, GenerationFailed, OutOfMemory, Overloaded, RequestTimedOut)
 )
 """What calls of a model that is loaded end with, now and then."""
+
+METHODS = frozenset(HTTPMethod)
 
 Figures = Callable[[], Mapping[str, Any]]
 """The pool's figures; raises ServerNotReady while there is no pool."""
@@ -210,7 +213,9 @@ class Metrics:
         self._key_tokens.labels(model, key, "generation").inc(usage.completion_tokens)
 
     def count_response(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """`handler`: the route's path, "" if there is none, as it may be anything otherwise."""
+        """`handler`: the route's path, "" if there is none, as it may be anything otherwise; as may
+        the method, which is "" if HTTP has none of that name."""
+        method = method if method in METHODS else ""
         self._http.labels(handler, method, str(status)).inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 

@@ -232,6 +232,17 @@ def test_no_path_makes_a_route_of_its_own(client: httpx.Client) -> None:
     assert scrape(client).values("handler") <= {"", *described, "/openapi.json", "/metrics"}
 
 
+async def test_no_method_makes_a_label_of_its_own() -> None:
+    """Not all servers' parsers have a list of them, as ours does."""
+    app = create_app(MLXServerSettings(), ScriptedPool(ScriptedBackend(lambda _: says("Hello"))))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        for method in ("GET", "PATCH", "ANYTHING", "ELSE"):
+            await client.request(method, "/v1/nothing")
+        found = Scrape((await client.get("/metrics")).text)
+    assert found.values("method") == {"GET", "PATCH", ""}
+
+
 def test_gauges_say_what_is_loaded_and_held(client: httpx.Client) -> None:
     ask(client)
     found = scrape(client)
