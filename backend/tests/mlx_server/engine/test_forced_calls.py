@@ -250,6 +250,26 @@ def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
         check(answer, tools)
 
 
+NAMED_AS_IN_PYTHON_OR_GEMMA = ("gemma4", "function_gemma", "pythonic")
+
+
+@pytest.mark.parametrize("name", ["weather/now", "mcp:weather@2", "größe+1"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_function_of_any_name_that_can_be_demanded_is_read(case: Case, name: str) -> None:
+    tools = (replace(CLOCK, name=name),)
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    walk = Walk(case, 1, tokens=True)
+    try:
+        matcher = walk.grammars.calls(shape, tools, parallel=False)
+    except InvalidParameter:
+        assert case.name in NAMED_AS_IN_PYTHON_OR_GEMMA
+        return
+    drawn = walk.draw(matcher)
+    answer = walk.read(drawn, tools)
+    assert answer.values == [(name, {})], walk.tokenizer.decode(drawn)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_between_free_text_calls_fit(case: Case) -> None:
     if case.name == "muse_spark":
@@ -322,6 +342,9 @@ OBJECT = {"type": "object"}
     ("syntax", "tool", "param", "reason"),
     [
         (tool_syntax.QWEN_CODER, Tool("a<b"), "tools.name", "a<b"),
+        (tool_syntax.MISTRAL_ARGS, Tool("a[b"), "tools.name", "a[b"),
+        (tool_syntax.GLM, Tool("a{b"), "tools.name", "a{b"),
+        (tool_syntax.DEEPSEEK, Tool("a" * 129), "tools.name", "a" * 129),
         (of_module("gemma4", "", ""), Tool("a.b"), "tools.name", "a.b"),
         (of_module("pythonic", "", ""), Tool("a-b"), "tools.name", "a-b"),
         (

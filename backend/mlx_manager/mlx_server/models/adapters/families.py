@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.models.adapters.answer import (
 )
 from mlx_manager.mlx_server.models.adapters.base import DefaultAdapter, Tokenizer
 from mlx_manager.mlx_server.models.adapters.template import Messages, TemplateTraits
+from mlx_manager.mlx_server.models.adapters.tool_syntax import NAME
 
 
 class QwenAdapter(DefaultAdapter):
@@ -82,7 +83,7 @@ class GraniteAdapter(DefaultAdapter):
 # gpt-oss
 # ---------------------------------------------------------------------------------------------
 
-_RECIPIENT = r"(?:to=(?:functions\.)?(?P<name>[\w.\-]{1,128})\s*)"
+_RECIPIENT = rf"(?:to=(?:functions\.)?{NAME}\s*)"
 HARMONY_HEADER = (
     rf"(?:<\|start\|>)?(?:assistant)?\s*{_RECIPIENT}?(?:<\|channel\|>)?(?P<channel>\w+)?\s*"
     rf"{_RECIPIENT}?(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"

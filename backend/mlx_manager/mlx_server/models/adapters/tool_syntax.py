@@ -34,7 +34,10 @@ from mlx_manager.mlx_server.formats import (
 from mlx_manager.mlx_server.models.adapters.messages import WriteCalls, call_object
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
 
-_NAME = r"(?P<name>[\w.\-]{1,128})"
+_WORD = r"[^\s\"'<>\[\]{}\\]{1,128}"
+"""The names that formats without JSON have a form for: what ends one is none of these."""
+
+NAME = rf"(?P<name>{_WORD})"
 _PYTHON_QUOTES = (('"', '"'), ("'", "'"))
 
 ToolDicts = Sequence[Mapping[str, Any]]
@@ -154,7 +157,7 @@ GRANITE = _json(
 
 _MISTRAL_ITEM = (
     r"(?:[\s,\[\]}]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
-    rf"|{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
+    rf"|{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
 )
 _ID = Pattern("[A-Za-z0-9]{9}")
 MISTRAL = _json(
@@ -170,14 +173,15 @@ MISTRAL = _json(
 MISTRAL_ARGS = _json(
     ("[TOOL_CALLS]",),
     _MISTRAL_ITEM,
-    CallShape(head=("[TOOL_CALLS]",), middle=(Maybe(("[CALL_ID]", _ID)), "[ARGS]")),
+    CallShape(head=("[TOOL_CALLS]",), middle=(Maybe(("[CALL_ID]", _ID)), "[ARGS]"), name=_WORD),
 )
 """`name[ARGS]{...}`: since Small 3.2. Both are read either way."""
 
 KIMI_K2 = _json(
     ("<|tool_calls_section_begin|>",),
     r"(?:\s|<\|tool_call_end\|>)*(?:(?P<close><\|tool_calls_section_end\|>)"
-    r"|<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]{1,128}?):\d+)\s*"
+    r"|<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?"
+    rf"(?P<name>{_WORD}?):\d+)\s*"
     r"<\|tool_call_argument_begin\|>\s*(?P<args>\{))",
     CallShape(
         head=("<|tool_call_begin|>functions.",),
@@ -185,6 +189,7 @@ KIMI_K2 = _json(
         tail=("<|tool_call_end|>",),
         opening=("<|tool_calls_section_begin|>",),
         closing=("<|tool_calls_section_end|>",),
+        name=_WORD,
     ),
 )
 
@@ -200,8 +205,8 @@ def _write_deepseek(calls: Sequence[ToolCall]) -> str:
 
 _DEEPSEEK_ITEM = (
     r"(?:\s|```|<｜tool▁call▁end｜>)*(?:(?P<close><｜tool▁calls▁end｜>)"
-    rf"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>{_NAME}\s*```json\s*(?P<args>\{{)"
-    rf"|{_NAME}<｜tool▁sep｜>\s*(?P<args>\{{)))"
+    rf"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>{NAME}\s*```json\s*(?P<args>\{{)"
+    rf"|{NAME}<｜tool▁sep｜>\s*(?P<args>\{{)))"
 )
 DEEPSEEK = _json(
     ("<｜tool▁calls▁begin｜>",),
@@ -213,6 +218,7 @@ DEEPSEEK = _json(
         opening=("<｜tool▁calls▁begin｜>",),
         between=("\n",),
         closing=("<｜tool▁calls▁end｜>",),
+        name=_WORD,
     ),
     _write_deepseek,
 )
@@ -227,6 +233,7 @@ DEEPSEEK_31 = _json(
         tail=("<｜tool▁call▁end｜>",),
         opening=("<｜tool▁calls▁begin｜>",),
         closing=("<｜tool▁calls▁end｜>",),
+        name=_WORD,
     ),
     _write_deepseek,
 )
@@ -247,6 +254,7 @@ HARMONY = _json(
         ),
         message=("<|channel|>", Pattern("analysis|commentary|final"), "<|message|>"),
         joint=("<|end|><|start|>assistant",),
+        name=_WORD,
     ),
 )
 """The body of a message to a function in gpt-oss's harmony format; the header names it."""
@@ -284,13 +292,13 @@ by `;` or line feeds, or a Python list of calls. Also what a model without any k
 def _parameters(
     openers: tuple[str, ...], item: str, parameters: Parameters, shape: CallShape
 ) -> ToolSyntax:
-    form = CallFormat(item, parameters=parameters, shape=shape)
+    form = CallFormat(item, parameters=parameters, shape=replace(shape, name=_WORD))
     return ToolSyntax(openers, lambda _: form)
 
 
 QWEN_CODER = _parameters(
     ("<tool_call>", "<function="),
-    rf"\s*(?:(?P<close></tool_call>)|<function=\s*{_NAME}\s*>(?P<params>))",
+    rf"\s*(?:(?P<close></tool_call>)|<function=\s*{NAME}\s*>(?P<params>))",
     Parameters(
         r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
         end="</parameter>",
@@ -315,7 +323,7 @@ def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
     return _parameters(
         (f"<{call}>",),
         rf"\s*(?:(?P<close></{call}>)|(?P<object>\{{)"
-        rf"|{_NAME}\s*(?:(?P<params><)|(?P<args>\{{)))",
+        rf"|{NAME}\s*(?:(?P<params><)|(?P<args>\{{)))",
         Parameters(
             rf"\s*(?:<{key}>\s*(?P<key>[^<]+?)\s*</{key}>\s*<{value}>(?P<value>)"
             rf"|(?P<close></{call}>))",
@@ -343,7 +351,7 @@ LONGCAT = _glm("longcat_", lines=True)
 MINIMAX = _parameters(
     ("<minimax:tool_call>",),
     r"\s*(?:(?P<close></minimax:tool_call>)"
-    rf"|<invoke name=[\"']?{_NAME}[\"']?\s*>(?P<params>))",
+    rf"|<invoke name=[\"']?{NAME}[\"']?\s*>(?P<params>))",
     Parameters(
         r"\s*(?:<parameter name=[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
         r"|(?P<end></invoke>))",
@@ -368,7 +376,7 @@ def _dsml(block: str) -> ToolSyntax:
     return _parameters(
         (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
         rf"\s*(?:(?P<close></{_DSML}{_DSML_BLOCK}>)"
-        rf'|<{_DSML}invoke name="{_NAME}"\s*>(?P<params>))',
+        rf'|<{_DSML}invoke name="{NAME}"\s*>(?P<params>))',
         Parameters(
             rf'\s*(?:<{_DSML}parameter name="(?P<key>[^<>"\n]+)"'
             r'(?:\s+string="(?:(?P<text>true)|(?P<json>false))")?\s*>(?P<value>)'
@@ -402,7 +410,7 @@ DEEPSEEK_4 = _dsml("tool_calls")
 
 MINICPM = _parameters(
     ("<function name=",),
-    rf"[\"']?{_NAME}[\"']?\s*>(?P<params>)",
+    rf"[\"']?{NAME}[\"']?\s*>(?P<params>)",
     Parameters(
         r"\s*(?:<param name\s*=\s*[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
         r"|(?P<close></function>))",
@@ -421,7 +429,7 @@ MINICPM = _parameters(
 MUSE_SPARK = _parameters(
     ("<atem:function_calls>",),
     r"\s*(?:(?P<close></atem:function_calls>)"
-    rf'|<atem:invoke\s(?:[^<>]*\s)?name="{_NAME}"[^<>]*>(?P<params>))',
+    rf'|<atem:invoke\s(?:[^<>]*\s)?name="{NAME}"[^<>]*>(?P<params>))',
     Parameters(
         r'\s*(?:<atem:parameter\s(?:[^<>]*\s)?name="(?P<key>[^<>"\n]+)"[^<>]*>(?P<value>)'
         r"|(?P<end></atem:invoke>))",
@@ -446,7 +454,7 @@ MUSE_SPARK = _parameters(
 KIMI_K3 = _parameters(
     ("<|open|>tools<|sep|>",),
     r"\s*(?:(?P<close><\|close\|>tools<\|sep\|>)"
-    rf'|<\|open\|>call\s(?:[^<]*\s)?tool="{_NAME}"[^<]*<\|sep\|>(?P<params>))',
+    rf'|<\|open\|>call\s(?:[^<]*\s)?tool="{NAME}"[^<]*<\|sep\|>(?P<params>))',
     Parameters(
         r'\s*(?:<\|open\|>argument\s(?:[^<]*\s)?key="(?P<key>[^<"\n]+)"'
         r'(?:\s+type="(?:(?P<text>string)|(?P<json>\w+))")?[^<]*<\|sep\|>(?P<value>)'
