@@ -319,7 +319,9 @@ class ChatCompletionRequest(GenerationParameters):
     thinking_token_budget: int | None = Field(
         None, ge=0, description="Most tokens of thinking; it is then ended for the model"
     )
-    enable_thinking: bool | None = Field(None, description="Handed to the chat template")
+    enable_thinking: bool | None = Field(
+        None, description="Handed to the chat template, as `thinking` where it reads that"
+    )
     reasoning: Reasoning | None = Field(
         None, description="effort, max_tokens (the thinking budget) and enabled in one object"
     )

@@ -165,7 +165,7 @@ class DefaultAdapter:
             )
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
-        options = _template_args(conversation) | self._tool_options(conversation)
+        options = self.variables(conversation) | self._tool_options(conversation)
         if conversation.continue_final_message:
             options["continue_final_message"] = True
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
@@ -183,6 +183,13 @@ class DefaultAdapter:
             ) from error
         # JSON can escape half a character, in arguments and in tools; no tokenizer takes one.
         return encodable(text)
+
+    def variables(self, conversation: Conversation) -> dict[str, Any]:
+        """Those of the template. Thinking is switched by the one that this template reads."""
+        args = _template_args(conversation)
+        if "enable_thinking" in args:
+            args.setdefault(self._traits.thinking, args["enable_thinking"])
+        return args
 
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
         if not _offers(conversation):
@@ -221,9 +228,11 @@ class DefaultAdapter:
         return _prefix(tokenizer) + found
 
     def _render_plainly(self, tokenizer: Tokenizer) -> Render:
-        def render(messages: Messages, tools: Tools | None) -> str:
-            options = {} if tools is None else {"tools": tools}
-            return self.apply_chat_template(tokenizer, messages, False, **options)
+        def render(messages: Messages, tools: Tools | None, **variables: Any) -> str:
+            options = {"add_generation_prompt": False} | variables
+            if tools is not None:
+                options["tools"] = tools
+            return self.apply_chat_template(tokenizer, messages, **options)
 
         return render
 

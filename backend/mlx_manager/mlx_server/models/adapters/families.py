@@ -69,12 +69,12 @@ class GraniteAdapter(DefaultAdapter):
     turn_ends: ClassVar[tuple[str, ...]] = ("<|end_of_text|>",)
 
     def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
-        if conversation.template_args.get("thinking"):
+        if self.variables(conversation).get("thinking"):
             return "<think>", "</think>"
         return super().reasoning_marks(tokenizer, conversation)
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
-        if conversation.template_args.get("thinking"):
+        if self.variables(conversation).get("thinking"):
             return "<response>", "</response>"
         return super().structural_marks(tokenizer, conversation)
 

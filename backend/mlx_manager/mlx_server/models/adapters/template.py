@@ -6,9 +6,9 @@ without a word. Trying is what llama.cpp does too; it holds for templates nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jinja2
 
@@ -27,8 +27,13 @@ RENDER_ERRORS = (
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages, Tools | None], str]
-"""Messages and tools to the template's text, without a generation prompt."""
+
+
+class Render(Protocol):
+    """Messages, tools and variables to the template's text; it opens no turn unless they say so."""
+
+    def __call__(self, messages: Messages, tools: Tools | None, **variables: Any) -> str: ...
+
 
 _SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qanswerq", "qresultq"
 _ID = "abcdefghi"
@@ -43,7 +48,8 @@ class TemplateTraits:
     many calls a message of the assistant may hold. object_arguments: their arguments are an
     object, not JSON text. results: whether it renders messages of role tool. short_ids: call ids
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
-    turn_end: what it writes between an answer and the next user's message.
+    turn_end: what it writes between an answer and the next user's message. thinking: its name of
+    the variable that switches thinking on and off, if it has one.
     """
 
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
@@ -54,6 +60,7 @@ class TemplateTraits:
     short_ids: bool = False
     empty_tools: bool = False
     turn_end: str = ""
+    thinking: Literal["enable_thinking", "thinking"] = "enable_thinking"
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -79,6 +86,7 @@ def probe(render: Render) -> TemplateTraits:
         short_ids=called != "none" and not _shows(render, long_turn, [_tool("qofferedq")], _RESULT),
         empty_tools=empty_tools,
         turn_end=_turn_end(render, [user, answer, _message("user", _LATER)], nothing),
+        thinking=_thinking(render, user, nothing),
     )
 
 
@@ -130,6 +138,23 @@ def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:
         return ""
     _, answered, rest = text.partition(_ANSWER)
     return rest.partition(_LATER)[0] if answered else ""
+
+
+def _thinking(
+    render: Render, user: Mapping[str, Any], tools: Tools | None
+) -> Literal["enable_thinking", "thinking"]:
+    def heeds(name: str) -> bool:
+        try:
+            off, on = (
+                render([user], tools, add_generation_prompt=True, **{name: switch})
+                for switch in (False, True)
+            )
+        except RENDER_ERRORS:
+            return False
+        return off != on
+
+    own = heeds("thinking") and not heeds("enable_thinking")
+    return "thinking" if own else "enable_thinking"
 
 
 def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:

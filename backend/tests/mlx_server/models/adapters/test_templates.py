@@ -344,6 +344,7 @@ def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> 
         (R1, {}, "So.\n</think>\n\nRain."),
         (GLM, {}, "\n<think>So.\n</think>\nRain."),
         (GRANITE, {"thinking": True}, "<think>So.\n</think><response>Rain.</response>"),
+        (GRANITE, {"enable_thinking": True}, "<think>So.\n</think><response>Rain.</response>"),
         (
             OSS,
             {"reasoning_effort": "high"},
@@ -362,6 +363,37 @@ def test_thinking_can_be_switched_off(name: str) -> None:
     assert "</think>" in rendered(name, conversation)
     answer = said(name, conversation, "Rain.")
     assert (answer.reasoning, answer.content) == ("", "Rain.")
+
+
+def test_granite_is_told_to_think_by_either_name_of_the_switch() -> None:
+    def told(**switches: bool) -> bool:
+        return "<think></think>" in rendered(GRANITE, chat(USER, template_args=switches))
+
+    assert told(thinking=True)
+    assert told(enable_thinking=True)
+    assert not told()
+    assert not told(enable_thinking=False)
+    assert not told(enable_thinking=True, thinking=False)
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_template_that_asks_for_thinking_by_another_name_is_heard(
+    tmp_path: Path, thinks: bool
+) -> None:
+    """As DeepSeek V3.1's."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<think>' if thinking is defined and thinking else '<think></think>' }}{% endif %}"
+    )
+    write_tokenizer(tmp_path, Published("x", "deepseek_v3", None, "<|im_end|>"), template)
+    tokenizer = load(tmp_path)
+    adapter = get_adapter({"model_type": "deepseek_v3"}, "x", tokenizer)
+    conversation = chat(USER, template_args={"enable_thinking": thinks})
+    text = adapter.render_text(conversation, tokenizer)
+    assert text.endswith("<think>" if thinks else "</think>")
+    prompt = adapter.encode_text(text, tokenizer)
+    output = adapter.output_format(tokenizer, conversation, prompt)
+    assert output.initial == ("reasoning" if thinks else "content")
 
 
 def test_gpt_oss_is_told_how_hard_to_think() -> None:
