@@ -193,7 +193,9 @@ class DefaultAdapter:
 
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
         if not _offers(conversation):
-            return {"tools": []} if self._traits.empty_tools else {}
+            past = any(each.tool_calls or each.role == "tool" for each in conversation.messages)
+            empty = self._traits.empty_tools or (past and self._traits.history_wants_tools)
+            return {"tools": []} if empty else {}
         if self._traits.tools == "nowhere":
             raise InvalidRequest(
                 "This model's chat template has no place for tools.", param="tools"

@@ -48,6 +48,7 @@ class TemplateTraits:
     many calls a message of the assistant may hold. object_arguments: their arguments are an
     object, not JSON text. results: whether it renders messages of role tool. short_ids: call ids
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
+    history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
     the variable that switches thinking on and off, if it has one.
     """
@@ -59,6 +60,7 @@ class TemplateTraits:
     results: bool = True
     short_ids: bool = False
     empty_tools: bool = False
+    history_wants_tools: bool = False
     turn_end: str = ""
     thinking: Literal["enable_thinking", "thinking"] = "enable_thinking"
 
@@ -77,6 +79,7 @@ def probe(render: Render) -> TemplateTraits:
         _message("assistant", "", tool_calls=[_call("qcalledq", long_id, object_arguments)]),
         _result(long_id),
     ]
+    past = (_RESULT,) if called == "none" else ("qcalledq", "qvalueq", _RESULT)
     return TemplateTraits(
         system=_system(render, user, answer, nothing),
         tools=_tools(render, user),
@@ -85,6 +88,8 @@ def probe(render: Render) -> TemplateTraits:
         results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
         short_ids=called != "none" and not _shows(render, long_turn, [_tool("qofferedq")], _RESULT),
         empty_tools=empty_tools,
+        history_wants_tools=not _shows(render, turn, nothing, *past)
+        and _shows(render, turn, [], *past),
         turn_end=_turn_end(render, [user, answer, _message("user", _LATER)], nothing),
         thinking=_thinking(render, user, nothing),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from engine.outputs import Answer
@@ -182,6 +183,32 @@ def test_several_calls_of_one_message_are_all_in_the_prompt(name: str) -> None:
     for word in ("Paris", "Oslo", "It rains frogs.", "It snows owls."):
         assert after.count(word) == 1
     assert after.index("Paris") < after.index("It rains frogs.") < after.index("It snows owls.")
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_past_calls_are_in_the_prompt_of_a_model_with_a_template_for_tools_alone(
+    tmp_path: Path, choice: Literal["auto", "none"]
+) -> None:
+    """As Hermes 2 and 3 have one: their other template has no place for calls."""
+    config, published = loaded(HERMES)
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    write_tokenizer(tmp_path, Published("x", "llama", None, "<|im_end|>"), plain)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    templates = {"default": plain, "tool_use": published.chat_template}
+    settings["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load(tmp_path)
+    adapter = get_adapter(config, "x", tokenizer)
+    tools = () if choice == "auto" else (WEATHER,)
+    called = Message("assistant", "", tool_calls=(CALL,))
+    past = chat(USER, called, RESULT, tools=tools, tool_choice=choice)
+    text = adapter.render_text(past, tokenizer)
+    after = text.rpartition(USER.content)[2]
+    assert after.index('"get_weather"') < after.index("Paris") < after.index(RESULT.content)
+    assert WEATHER.description is not None
+    assert WEATHER.description not in text
+    without = adapter.render_text(chat(USER), tokenizer)
+    assert without == f"<|im_start|>user: {USER.content}<|im_end|>"
 
 
 @pytest.mark.parametrize("name", [GEMMA, PHI])
