@@ -273,7 +273,9 @@ class DefaultAdapter:
         if tokenizer.has_thinking:
             return tokenizer.think_start, tokenizer.think_end
         known = (pair for pair in self.thinking if token_id(tokenizer, pair[0]) is not None)
-        return next(known, None)
+        # As of OLMo 3, which has no token for it.
+        opened = ("<think>", "</think>") if self._traits.opens_thinking else None
+        return next(known, opened)
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
         """Texts in an answer that are neither content nor the beginning of anything else."""

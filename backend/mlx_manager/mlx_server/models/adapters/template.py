@@ -50,7 +50,8 @@ class TemplateTraits:
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
     history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
-    the variable that switches thinking on and off, if it has one.
+    the variable that switches thinking on and off, if it has one. opens_thinking: it begins
+    answers with `<think>` itself, if only where it is told to.
     """
 
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
@@ -63,6 +64,7 @@ class TemplateTraits:
     history_wants_tools: bool = False
     turn_end: str = ""
     thinking: Literal["enable_thinking", "thinking"] = "enable_thinking"
+    opens_thinking: bool = False
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -92,6 +94,7 @@ def probe(render: Render) -> TemplateTraits:
         and _shows(render, turn, [], *past),
         turn_end=_turn_end(render, [user, answer, _message("user", _LATER)], nothing),
         thinking=_thinking(render, user, nothing),
+        opens_thinking=_opens_thinking(render, user, nothing),
     )
 
 
@@ -160,6 +163,18 @@ def _thinking(
 
     own = heeds("thinking") and not heeds("enable_thinking")
     return "thinking" if own else "enable_thinking"
+
+
+def _opens_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> bool:
+    switches = {"enable_thinking": True, "thinking": True}
+    for variables in ({}, switches):
+        try:
+            text = render([user], tools, add_generation_prompt=True, **variables)
+        except RENDER_ERRORS:
+            continue
+        if text.rstrip().endswith("<think>"):
+            return True
+    return False
 
 
 def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:

@@ -428,6 +428,35 @@ def test_gpt_oss_is_told_how_hard_to_think() -> None:
     assert "Reasoning: high" in rendered(OSS, conversation)
 
 
+@pytest.mark.parametrize("told", [{}, {"enable_thinking": True}], ids=["always", "told to"])
+@pytest.mark.parametrize("begun", ["", "<think>Let me"])
+def test_thinking_that_a_template_opens_is_split_from_content_without_tokens_for_it(
+    tmp_path: Path, begun: str, told: dict[str, bool]
+) -> None:
+    """As OLMo 3's, whose vocabulary has no `<think>`."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: "
+        f"{{{{ '<' ~ 'think>' if {'enable_thinking' if told else 'true'} }}}}{{% endif %}}"
+    )
+    write_tokenizer(tmp_path, Published("x", "olmo3", None, "<|im_end|>"), template)
+    tokenizer = load(tmp_path)
+    assert not tokenizer.has_thinking
+    adapter = get_adapter({"model_type": "olmo3"}, "x", tokenizer)
+    messages = (USER, Message("assistant", begun)) if begun else (USER,)
+    conversation = chat(*messages, continue_final_message=bool(begun), template_args=told)
+    prompt = prompt_ids(adapter, conversation, tokenizer)
+    output = adapter.output_format(tokenizer, conversation, prompt)
+    parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
+    answer = Answer()
+    for token in tokenizer.encode("So.\n</think>\n\nRain.", add_special_tokens=False):
+        for event in parser.push(token):
+            answer.add(event)
+    for event in parser.finish("stop"):
+        answer.add(event)
+    assert (answer.reasoning, answer.content) == ("So.\n", "Rain.")
+
+
 def test_a_question_about_markers_does_not_begin_the_thinking() -> None:
     answer = said(QWEN3, chat(Message("user", "What is <think>")), "A marker.")
     assert (answer.reasoning, answer.content) == ("", "A marker.")
