@@ -65,6 +65,14 @@ _FORMATS: Mapping[str, str] = {
 }
 """Text of these formats; not all of it, but none that is not."""
 
+_CLASSES = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+"""As ECMA 262 has them, and with it JSON Schema; in Rust they are Unicode's."""
+
 
 def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
     """Calls of `tools`, written as `shape` says, in Lark: one or, if `parallel`, one or more.
@@ -449,10 +457,14 @@ def text_of(branch: Branch) -> str:
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     found = [f"/(?s:.){{{least},{most}}}/" if least or most != "" else ANYTHING]
     if "pattern" in schema:
-        found.append(f"/{_slashed(_anywhere(schema['pattern']))}/")
+        found.append(f"/{_slashed(_anywhere(_of_ecma(schema['pattern'])))}/")
     if schema.get("format") in _FORMATS:
         found.append(f"/{_slashed(_FORMATS[schema['format']])}/")
     return " & ".join(found)
+
+
+def _of_ecma(pattern: str) -> str:
+    return re.sub(r"(?s)\\.", lambda found: _CLASSES.get(found[0], found[0]), pattern)
 
 
 def _anywhere(pattern: str) -> str:

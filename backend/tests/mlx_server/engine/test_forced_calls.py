@@ -406,6 +406,12 @@ def test_what_a_format_has_no_form_for_is_refused_by_name(
         ({"type": "string", "maxLength": 2}, ["ab"], ["abc"]),
         ({"type": "string", "pattern": "b"}, ["abc", "b"], ["a"]),
         ({"type": "string", "pattern": "^b+/$"}, ["bb/"], ["abb/"]),
+        ({"type": "string", "pattern": r"^\d+$"}, ["12"], ["２", "٣", "a"]),
+        (
+            {"type": "string", "pattern": r"^[\w.-]+\W[^\d]\D\\d$"},
+            ["a_.-éxé\\d"],
+            ["é-xx\\d", "a-1x\\d"],
+        ),
         ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "x"]),
         ({"type": "string", "format": "email"}, ["a.b@c-d.org"], ["a@b", "a"]),
         ({"type": "string", "format": "date-time"}, ["2024-02-28T01:02:03Z"], ["2024-02-28"]),
