@@ -13,7 +13,7 @@ from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTo
 from mlx_manager.mlx_server.engine.grammar import Grammars
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
-from mlx_manager.mlx_server.formats import CallShape, OutputFormat
+from mlx_manager.mlx_server.formats import Aside, CallShape, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 
 _ANY_ARGUMENTS = {"type": "object"}
@@ -45,7 +45,7 @@ class Guidance:
             UnsupportedParameter: this model can't be made to do that.
         """
         rules = self._rules(request, output)
-        budget = self._budget(request, output)
+        budget = self._budget(request, output, rules)
         if rules is None and budget is None:
             return output, None
         words = -(-len(self._tokenizer) // 32)
@@ -112,11 +112,16 @@ class Guidance:
         markers = {m for m, region in output.edges.get("content", ()) if region == "reasoning"}
         return tuple(token_id for token_id, token in added if token.content in markers)
 
-    def _budget(self, request: GenerationRequest, output: OutputFormat) -> ThinkingBudget | None:
+    def _budget(
+        self, request: GenerationRequest, output: OutputFormat, rules: Rules | None
+    ) -> ThinkingBudget | None:
         if request.thinking_budget is None or not output.thinking_end:
             return None
-        end = token_ids(self._tokenizer, output.thinking_end)
-        return ThinkingBudget(request.thinking_budget, tuple(end))
+        end = output.thinking_end
+        if rules is not None and rules.whole and not rules.free:
+            # What follows is a call, and not the content.
+            end = _aside_end(output) or end
+        return ThinkingBudget(request.thinking_budget, tuple(token_ids(self._tokenizer, end)))
 
 
 def forced_tools(conversation: Conversation) -> Sequence[Tool]:
@@ -162,6 +167,13 @@ def _known(shape: CallShape | None, param: str) -> CallShape:
             param=param,
         )
     return shape
+
+
+def _aside_end(output: OutputFormat) -> str | None:
+    """What ends the thinking before calls, where their shape has room for any."""
+    shape = output.calls.shape if output.calls else None
+    opening = shape.opening if shape else ()
+    return next((piece.end for piece in opening if isinstance(piece, Aside)), None)
 
 
 def _as_ruled(output: OutputFormat, rules: Rules) -> OutputFormat:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from engine.outputs import Answer
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import NAMES, Published, loaded, prompt_ids, write_tokenizer
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
-from mlx_manager.mlx_server.core import Conversation, GenerationRequest, Message, Tool, ToolCall
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    GenerationRequest,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
+from mlx_manager.mlx_server.engine.grammar import Mask
+from mlx_manager.mlx_server.engine.guide import Masks
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
@@ -313,6 +325,41 @@ def test_a_call_as_the_template_writes_it_is_what_a_demanded_call_looks_like(
             raise AssertionError(f"{tokenizer.decode([token])!r} in {text!r}")
         rules.matcher.consume_token(token)
     assert rules.matcher.is_accepting()
+
+
+@pytest.mark.parametrize("choice", ["required", NamedTool("get_weather")])
+@pytest.mark.parametrize("name", [OSS, QWEN3, GLM])
+def test_a_call_is_demanded_once_the_budget_for_thinking_is_spent(
+    name: str, choice: ToolChoice
+) -> None:
+    adapter, tokenizer = model(name)
+    asked = chat(USER, tools=(WEATHER, NOW), tool_choice=choice, parallel_tool_calls=False)
+    output = adapter.output_format(tokenizer, asked, prompt_ids(adapter, asked, tokenizer))
+    request = GenerationRequest("m", asked, thinking_budget=5)
+    output, guide = Guidance(tokenizer, adapter.get_stop_tokens(tokenizer)).of(request, output)
+    assert guide is not None
+    parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
+    begun = "<|channel|>analysis<|message|>" if name == OSS else "<think>"
+    wanted = deque(tokenizer.encode(f"{begun}Let me think.", add_special_tokens=False))
+    answer, masks = Answer(), Masks()
+    for _ in range(200):
+        masks.update([guide])
+        assert guide.failure is None
+        assert guide.mask is not None or wanted
+        allowed = set(wanted) if guide.mask is None else tokens_in(guide.mask)
+        if wanted and wanted[0] not in allowed:
+            wanted.clear()
+        token = wanted.popleft() if wanted else min(allowed)
+        for event in parser.push(token):
+            answer.add(event)
+        if answer.calls:
+            break
+        guide.observe(token, parser.region, parser.reasoning_tokens, "")
+    assert (answer.reasoning, len(answer.calls)) == ("Let m", 1)
+
+
+def tokens_in(mask: Mask) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
 def test_deepseek_32_writes_and_reads_its_own_markup(tmp_path: Path) -> None:
