@@ -501,8 +501,11 @@ class SeparateForward(Plain):
         own = self._own.get(key)
         if own is None:
             return None
-        # Layers replace their arrays and never write into them: keeping them is copying them.
-        return Snapshot([list(leaf.cache) for leaf in _unpaged(own)])
+        # Layers replace their arrays and never write into them: to keep them is to copy them. But
+        # for slices, as convolutions leave them: these would keep all of the chunk's inputs.
+        leaves = [[None if a is None else mx.contiguous(a) for a in c.cache] for c in _unpaged(own)]
+        mx.async_eval(leaves)  # type: ignore[no-untyped-call]
+        return Snapshot(leaves)
 
     def restore(self, key: int, snapshot: Snapshot) -> None:
         own = self._own[key] = self._fresh()

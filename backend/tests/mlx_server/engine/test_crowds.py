@@ -513,6 +513,20 @@ async def test_states_of_more_conversations_than_are_kept_do_no_harm(hybrid: Pat
         assert "snapshots:tiny" not in rig.ledger.figures()
 
 
+@pytest.mark.parametrize("family", ["lfm2", "mamba2", "jamba"])
+async def test_states_that_are_kept_take_the_memory_that_is_said(
+    tmp_path: Path, family: str
+) -> None:
+    async with HandRig(make_tiny_model(tmp_path / "m", family), prefill_chunk=512) as rig:
+        for n in range(8):
+            rig.submit(prompt(520, n + 1), 2)
+            rig.run()
+        said, before = rig.ledger.figures()["snapshots:tiny"], mx.get_active_memory()
+        while rig.engine._pool.detach_oldest():
+            pass
+        assert 0 < said <= before - mx.get_active_memory() < 2 * said
+
+
 async def test_a_state_that_was_given_up_is_kept_again_when_its_prompt_returns(
     hybrid: Path,
 ) -> None:
