@@ -473,11 +473,13 @@ class Scheduler:
         return seen[:count]
 
     def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
-        """Whether another prompt under way is computing what this one can go on from."""
+        """Whether another prompt under way is computing what this one can go on from. Not who is
+        less urgent: that one may get no further while others like this are there."""
         if sequence.scores_prompt:
             return False
         size = self.pool.page_size
-        for other in [*self.prefilling, *self._joining]:
+        ahead = [other for other in self.prefilling if other.priority <= sequence.priority]
+        for other in [*ahead, *self._joining]:
             if self._restore is None:
                 ends = [(known + 1) * size]
             else:

@@ -689,6 +689,21 @@ def test_a_prompt_waits_only_for_what_it_shares() -> None:
     assert agent.remaining > 700
 
 
+@pytest.mark.parametrize("states", [False, True])
+def test_an_urgent_prompt_does_not_wait_for_what_a_less_urgent_one_computes(states: bool) -> None:
+    world = World(most=500, max_rows=8, states=states)
+    document = distinct(40, 1)
+    plain = world.submit([*document, 7], priority=1)
+    world.step(budget=8)
+    urgent = world.submit([*document, 7, 8])
+    # Others as urgent leave the less urgent one nothing of a step.
+    for n in range(12):
+        world.submit(distinct(8, n + 2))
+        world.step(budget=8)
+    assert urgent.ended
+    assert not plain.started
+
+
 def test_what_a_cancelled_prompt_computed_is_used_by_the_one_that_waited_for_it() -> None:
     world = World(most=200)
     first = world.submit(distinct(80, 1))
