@@ -31,6 +31,8 @@ BLOCK = 64
 CANDIDATES = 256
 # Colder is greedy: logits over less leave float32's range, and nothing but the best is drawn there.
 COLDEST = 1e-5
+# Repetition penalties beyond change nothing more of what is drawn, but leave that range, too.
+LEAST_PENALTY, MOST_PENALTY = 1e-25, 1e25
 _MASK64 = (1 << 64) - 1
 
 
@@ -314,8 +316,9 @@ def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
         penalised = np.array([i for i, _ in scaled], np.int32)
         numbers = np.repeat(penalised, [len(seen) for _, seen in scaled])
         at, token = mx.array(numbers), mx.array(np.concatenate([seen for _, seen in scaled]))
-        penalties = np.array([row.sampling.repetition_penalty for row in rows], np.float32)
-        penalty = mx.array(penalties[numbers])
+        penalties = [row.sampling.repetition_penalty for row in rows]
+        within = np.clip(penalties, LEAST_PENALTY, MOST_PENALTY).astype(np.float32)
+        penalty = mx.array(within[numbers])
         value = logits[at, token]
         logits[at, token] = mx.where(value > 0, value / penalty, value * penalty)
     if added:

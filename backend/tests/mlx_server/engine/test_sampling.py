@@ -514,6 +514,19 @@ def test_the_repetition_penalty_is_over_prompt_and_output_and_the_others_over_ou
     assert draw(logits, [row]) == [4]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 2.0])
+def test_any_repetition_penalty_leaves_numbers_to_draw_by(temperature: float) -> None:
+    logits = np.linspace(-90, 90, 100)[None]
+    wishes = {"temperature": temperature, "seed": 0}
+    for penalty in (1e-300, 1e-40, 1e-30):
+        likelier = state(prompt=(7, 60, 63), repetition_penalty=penalty, **wishes)
+        assert draw(logits, [likelier]) == [63]
+    for penalty in (1e30, 1e39, 1e300):
+        none_left = state(prompt=tuple(range(50)), repetition_penalty=penalty, **wishes)
+        none_left.banned = tuple(range(50, 100))
+        assert draw(logits, [none_left]) == [49]
+
+
 def test_a_ban_outweighs_any_bias() -> None:
     row = state(0, temperature=0.0, logit_bias=((2, 100.0),))
     row.banned = (2,)
