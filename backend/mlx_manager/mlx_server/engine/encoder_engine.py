@@ -5,8 +5,9 @@ computed for padding and nobody waits for ever. How many tokens it may have is l
 takes about `ALONE` seconds. Beside running streams it is computed a part at a time, on a CPU some
 layers, on a GPU all of them, and has no more tokens than let them keep their pace; but a layer of a
 text is never cut in two, so one that takes longer stops them for as long, and they go on alone
-until that is made up for. Where any batch takes long whatever is in it, as on a GPU, whose host has
-each operation to launch, others go with it.
+until that is made up for. A long text that is alone is computed by parts, too, about `ALONE`
+seconds a step, for whoever comes meanwhile. Where any batch takes long whatever is in it, as on a
+GPU, whose host has each operation to launch, others go with it.
 """
 
 from __future__ import annotations
@@ -327,18 +328,23 @@ class EncoderEngine:
 
     def _go_on(self, under_way: Pass, started: float) -> NDArray[np.float32] | None:
         """Compute what is left of the pass; beside others as much as their pace allows, and a part
-        at least. Its vectors, once it is through."""
+        at least; of a long one no more than whoever comes may wait for. Its vectors, once it is
+        through."""
+        if not self._shared() and self._is_short(under_way):
+            under_way.left.clear()
         before = longest = 0.0
-        while under_way.left and self._shared():
-            if before and before + longest > self._allowed:
-                break
+        while under_way.left:
+            if before and before + longest > (self._allowed if self._shared() else ALONE):
+                return None
             mx.eval(under_way.left.popleft())
             spent = perf_counter() - started
             before, longest = spent, max(longest, spent - before)
-        if under_way.left and self._shared():
-            return None
-        under_way.left.clear()
         return np.array(under_way.vectors.astype(mx.float32))[: len(under_way.rows)]
+
+    def _is_short(self, read: Pass) -> bool:
+        """Whether it is known that whoever comes meanwhile may wait for all of it."""
+        size = self._size(len(read.rows), read.longest)
+        return self._cost.known and self._cost.of((size / TOKENS, 1.0)) <= ALONE
 
     def _end_pass(self) -> None:
         self._ledger.release(self._line, self._granted)

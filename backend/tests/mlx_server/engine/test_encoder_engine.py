@@ -290,15 +290,15 @@ async def test_whatever_fails_after_a_batch_was_read_fails_its_requests_too(
 
 
 class Layered(Clocked):
-    """Of `LAYERS` layers, each of which takes half a second to compute."""
+    """Of `LAYERS` layers, each of which takes so many seconds to compute."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layer: float = 0.5) -> None:
         super().__init__(lambda _: 0.0, monkeypatch)
         self.computed = 0
         compute = mx.eval
 
         def computing(*arrays: mx.array) -> None:
-            self.now += 0.5
+            self.now += layer
             self.computed += 1
             compute(*arrays)
 
@@ -338,18 +338,40 @@ async def test_beside_others_a_batch_is_computed_some_layers_at_a_time(
     assert await answer(engine, reading) == [[LAYERS, LAYERS]]
 
 
-async def test_what_is_left_of_a_batch_is_computed_at_once_when_nobody_else_works(
+async def test_a_long_text_is_computed_some_layers_at_a_time_also_when_nobody_else_works(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model, others_work = Layered(monkeypatch), True
-    engine = by_layers(engine_of(ledger_of(), shared=lambda: others_work, model=model))
+    model = Layered(monkeypatch, layer=0.04)
+    engine = by_layers(engine_of(ledger_of(), model=model))
     reading = reading_of(3)
     engine.submit(reading)
+    computed = []
+    while engine.has_work():
+        before = model.computed
+        engine.step()
+        computed.append(model.computed - before)
+    # Whoever comes meanwhile waits for a tenth of a second.
+    assert computed == [2, 2, 2, 2]
+    assert await answer(engine, reading) == [[LAYERS, LAYERS]]
+
+
+async def test_what_is_left_of_a_short_batch_is_computed_at_once_when_nobody_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model, others_work = Layered(monkeypatch, layer=0.01), False
+    engine = by_layers(engine_of(ledger_of(), shared=lambda: others_work, model=model))
+    first, second = reading_of(3), reading_of(3)
+    engine.submit(first)
+    assert await answer(engine, first) == [[LAYERS, LAYERS]]
+    others_work = True
+    engine.submit(second)
+    model.now += 1
     engine.step()
-    assert engine.has_work()
+    assert (model.computed, engine.has_work()) == (LAYERS + 1, True)
     others_work = False
     engine.step()
-    assert await answer(engine, reading) == [[LAYERS, LAYERS]]
+    assert (model.computed, engine.has_work()) == (LAYERS + 1, False)
+    assert await answer(engine, second) == [[LAYERS, LAYERS]]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
