@@ -69,6 +69,8 @@ from mlx_manager.mlx_server.schemas.anthropic import (
 UNSUPPORTED: dict[str, Refusal] = {
     "container": Refusal(),
     "mcp_servers": Refusal(([],)),
+    "thread": Refusal(instead="Send the whole conversation."),
+    "compaction": Refusal(instead="Ask for a summary in a message."),
 }
 UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
     "allowed_callers": Refusal((["direct"],)),

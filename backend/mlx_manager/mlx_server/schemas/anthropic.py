@@ -220,6 +220,8 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: Any = Field(None, description="No effect")
     container: Any = Field(None, description="Container in which code is run")
     mcp_servers: list[Any] | None = Field(None, description="Servers whose tools are called")
+    thread: Any = Field(None, description="Conversation that the server keeps")
+    compaction: Any = Field(None, description="A summary in place of an answer")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "abc"}, "container"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_0"}}, "thread"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
     ],
 )
