@@ -151,10 +151,21 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def _constraint(body: MessagesRequest) -> JsonSchema | None:
-    if body.output_config is None or body.output_config.format is None:
-        return None
-    schema = json.dumps(body.output_config.format.schema_)
-    return JsonSchema(schema, strict=True, param="output_config.format")
+    """
+    Raises:
+        InvalidParameter: the format is given twice.
+    """
+    asked, param = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        if asked is not None:
+            raise InvalidParameter(
+                "`output_format` and `output_config.format` mean the same; send one of them.",
+                param=param,
+            )
+        asked, param = body.output_config.format, "output_config.format"
+    return (
+        None if asked is None else JsonSchema(json.dumps(asked.schema_), strict=True, param=param)
+    )
 
 
 def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:

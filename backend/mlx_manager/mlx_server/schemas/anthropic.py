@@ -196,6 +196,9 @@ class CountTokensRequest(Timed):
         None, description="enabled with a budget, disabled or adaptive; default: the model's"
     )
     output_config: OutputConfig | None = Field(None, description="Effort and format")
+    output_format: OutputFormat | None = Field(
+        None, description="Elder name of `output_config.format`"
+    )
     cache_control: Any = Field(None, description="No effect: prefixes are reused anyway")
     speed: Any = Field(None, description="No effect")
 

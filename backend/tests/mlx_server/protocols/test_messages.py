@@ -192,6 +192,14 @@ def test_sampling_ends_and_format_are_taken_over():
     assert request.constraint == JsonSchema('{"type": "object"}', strict=True)
 
 
+def test_a_format_has_its_elder_name_too():
+    asked = {"type": "json_schema", "schema": {"type": "object"}}
+    named = {"output_format": asked}, {"output_config": {"format": asked}}
+    elder, newer = (ask(**fields).constraint for fields in named)
+    assert elder == newer == JsonSchema('{"type": "object"}', strict=True)
+    assert [each.param for each in (elder, newer)] == ["output_format", "output_config.format"]
+
+
 def test_hints_are_accepted_and_unknown_fields_are_told():
     hints: dict[str, Any] = {name: {"type": "ephemeral"} for name in NO_EFFECT}
     given = {"max_tokens": 5, "messages": [HI], "later": 1} | hints
@@ -226,6 +234,7 @@ def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param:
 
 
 TOOL_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+JSON = {"type": "json_schema", "schema": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
 
 
@@ -241,6 +250,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
         ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"output_format": JSON, "output_config": {"format": JSON}}, "output_format"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], param: str):
