@@ -214,6 +214,8 @@ def _tool(tool: MessagesTool, path: str) -> Tool:
             param=f"{path}.type",
         )
     refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
+    if tool.name is None:
+        raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
     if tool.input_schema is None:
         raise InvalidParameter(f"`{path}.input_schema` is required.", param=f"{path}.input_schema")
     return Tool(

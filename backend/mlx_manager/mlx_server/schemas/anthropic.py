@@ -139,7 +139,7 @@ class InputMessage(Wire):
 
 
 class MessagesTool(Wire):
-    """A function the model may call.
+    """A function the model may call, which needs a name and an `input_schema`.
 
     `eager_input_streaming` has no effect: inputs are always streamed as they are written.
     """
@@ -147,7 +147,7 @@ class MessagesTool(Wire):
     types_read = ("custom", None)
 
     type: str | None = None
-    name: NonEmpty
+    name: NonEmpty | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None

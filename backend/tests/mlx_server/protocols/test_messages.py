@@ -217,6 +217,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools[0].type"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
@@ -250,6 +251,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
         ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"output_format": JSON, "output_config": {"format": JSON}}, "output_format"),
     ],
 )
