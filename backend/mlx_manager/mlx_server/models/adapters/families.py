@@ -56,8 +56,29 @@ class GLMAdapter(DefaultAdapter):
 
 
 class DeepSeekAdapter(DefaultAdapter):
+    """V3.2 has a function of mlx-lm's in place of a template. It fails at variables that it does
+    not know, where a template passes over them.
+    """
+
     family: ClassVar[str] = "deepseek"
     turn_ends: ClassVar[tuple[str, ...]] = ("<｜end▁of▁sentence｜>",)
+    known: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("tools", "continue_final_message", "enable_thinking", "thinking_mode"),
+            *("drop_thinking", "context", "add_default_bos_token"),
+        }
+    )
+
+    def apply_chat_template(
+        self,
+        tokenizer: Tokenizer,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        if tokenizer.chat_template is None:
+            kwargs = {name: value for name, value in kwargs.items() if name in self.known}
+        return super().apply_chat_template(tokenizer, messages, add_generation_prompt, **kwargs)
 
 
 class GraniteAdapter(DefaultAdapter):

@@ -362,16 +362,30 @@ def tokens_in(mask: Mask) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def test_deepseek_32_writes_and_reads_its_own_markup(tmp_path: Path) -> None:
+def deepseek_32(folder: Path) -> tuple[ModelAdapter, TokenizerWrapper]:
     published = Published(
         "x", "deepseek_v32", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ("｜DSML｜",)
     )
-    write_tokenizer(tmp_path, published, None)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write_tokenizer(folder, published, None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template_type"] = "deepseek_v32"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load(tmp_path)
-    adapter = get_adapter({"model_type": "deepseek_v32"}, "x", tokenizer)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load(folder)
+    return get_adapter({"model_type": "deepseek_v32"}, "x", tokenizer), tokenizer
+
+
+def test_deepseek_32_passes_over_what_it_has_no_variable_for(tmp_path: Path) -> None:
+    adapter, tokenizer = deepseek_32(tmp_path)
+
+    def text(**arguments: object) -> str:
+        return adapter.render_text(chat(USER, template_args=arguments), tokenizer)
+
+    assert text(reasoning_effort="low", x=1) == text()
+    assert text(reasoning_effort="low", enable_thinking=False).endswith("</think>")
+
+
+def test_deepseek_32_writes_and_reads_its_own_markup(tmp_path: Path) -> None:
+    adapter, tokenizer = deepseek_32(tmp_path)
     asked = chat(USER, tools=(WEATHER, NOW), tool_choice="required")
     prompt = prompt_ids(adapter, asked, tokenizer)
     called = Message("assistant", "", tool_calls=(CALL, OTHER))
