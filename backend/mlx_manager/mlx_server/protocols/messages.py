@@ -621,6 +621,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         413: "invalid_request_error",
         422: "invalid_request_error",
         429: "rate_limit_error",
+        431: "invalid_request_error",
         503: "overloaded_error",
         504: "timeout_error",
     }

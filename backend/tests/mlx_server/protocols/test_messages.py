@@ -34,9 +34,11 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
+    HeadersTooLarge,
     InvalidParameter,
     MLXManagerError,
     Overloaded,
+    RequestTooLarge,
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import messages
@@ -501,6 +503,13 @@ def test_an_error_in_a_stream_has_anthropics_shape(error: MLXManagerError, kind:
     assert body["error"]["type"] == kind
     assert body["request_id"] == "req-1"
     assert error.message in body["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [RequestTooLarge("no"), HeadersTooLarge("no")])
+def test_a_request_that_is_too_large_is_the_clients_fault(error: MLXManagerError):
+    body = messages.error_body(error, "req-1")
+    strictly(ErrorResponse, body)
+    assert body["error"]["type"] == "invalid_request_error"
 
 
 def test_agents_recognise_a_prompt_that_is_too_long():
