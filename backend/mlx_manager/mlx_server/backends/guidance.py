@@ -115,13 +115,22 @@ class Guidance:
     def _budget(
         self, request: GenerationRequest, output: OutputFormat, rules: Rules | None
     ) -> ThinkingBudget | None:
-        if request.thinking_budget is None or not output.thinking_end:
+        tokens = 0 if _thinks_all_the_same(request, output) else request.thinking_budget
+        if tokens is None or not output.thinking_end:
             return None
         end = output.thinking_end
         if rules is not None and rules.whole and not rules.free:
             # What follows is a call, and not the content.
             end = _aside_end(output) or end
-        return ThinkingBudget(request.thinking_budget, tuple(token_ids(self._tokenizer, end)))
+        return ThinkingBudget(tokens, tuple(token_ids(self._tokenizer, end)))
+
+
+def _thinks_all_the_same(request: GenerationRequest, output: OutputFormat) -> bool:
+    """Whether the thinking was switched off, and the template has begun it."""
+    match request.prompt:
+        case Conversation(continue_final_message=False, template_args={"enable_thinking": False}):
+            return output.initial == "reasoning"
+    return False
 
 
 def forced_tools(conversation: Conversation) -> Sequence[Tool]:

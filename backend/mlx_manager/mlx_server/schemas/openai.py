@@ -320,7 +320,9 @@ class ChatCompletionRequest(GenerationParameters):
         None, ge=0, description="Most tokens of thinking; it is then ended for the model"
     )
     enable_thinking: bool | None = Field(
-        None, description="Handed to the chat template, as `thinking` where it reads that"
+        None,
+        description="Handed to the chat template, as `thinking` where it reads that; false also "
+        "ends what it begins all the same",
     )
     reasoning: Reasoning | None = Field(
         None, description="effort, max_tokens (the thinking budget) and enabled in one object"

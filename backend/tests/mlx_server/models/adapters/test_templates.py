@@ -484,6 +484,27 @@ def test_a_template_that_asks_for_thinking_by_another_name_is_heard(
     assert output.initial == ("reasoning" if thinks else "content")
 
 
+@pytest.mark.parametrize("name", [QWQ, R1])
+def test_thinking_that_a_template_begins_all_the_same_is_ended_at_once(name: str) -> None:
+    adapter, tokenizer = model(name)
+    guidance = Guidance(tokenizer, adapter.get_stop_tokens(tokenizer))
+
+    def allowed(conversation: Conversation) -> set[int] | None:
+        output = adapter.output_format(
+            tokenizer, conversation, prompt_ids(adapter, conversation, tokenizer)
+        )
+        assert output.initial == "reasoning"
+        _, guide = guidance.of(GenerationRequest("m", conversation), output)
+        if guide is None or guide.mask is None:
+            return None
+        return tokens_in(guide.mask)
+
+    (first, *_) = tokenizer.encode("</think>", add_special_tokens=False)
+    assert allowed(chat(USER, template_args={"enable_thinking": False})) == {first}
+    for others in ({}, {"enable_thinking": True}):
+        assert allowed(chat(USER, template_args=others)) is None
+
+
 def test_gpt_oss_is_told_how_hard_to_think() -> None:
     conversation = chat(USER, template_args={"reasoning_effort": "high"})
     assert "Reasoning: high" in rendered(OSS, conversation)
