@@ -53,6 +53,8 @@ def template_messages(
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     if names:
         messages = _place_calls(messages, traits, write_calls, param)
+    if traits.answered:
+        messages = _with_answers(messages)
     return [_entry(message, traits, names) for message in messages]
 
 
@@ -131,6 +133,16 @@ def _calls_and_results(message: Message, results: list[Message]) -> list[Message
         own = by_call[call.id]
         placed += [own.popleft() for _ in range(min(len(own), 1) if left[call.id] else len(own))]
     return placed + [result for result in results if result.tool_call_id not in left]
+
+
+def _with_answers(messages: Sequence[Message]) -> list[Message]:
+    """An empty answer between results and what the user says next, as agents' users do."""
+    placed: list[Message] = []
+    for message in messages:
+        if message.role == "user" and placed and placed[-1].role == "tool":
+            placed.append(Message("assistant"))
+        placed.append(message)
+    return placed
 
 
 def _with_calls_written(message: Message, write_calls: WriteCalls) -> Message:

@@ -46,7 +46,8 @@ class TemplateTraits:
     system: where system messages may be. tools: whether it tells the model of tools, and
     whether only in a system message. calls: how
     many calls a message of the assistant may hold. object_arguments: their arguments are an
-    object, not JSON text. results: whether it renders messages of role tool. short_ids: call ids
+    object, not JSON text. results: whether it renders messages of role tool. answered: whether the
+    user's next message may come only after an answer to them. short_ids: call ids
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
     history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
@@ -59,6 +60,7 @@ class TemplateTraits:
     calls: Literal["many", "one", "none"] = "many"
     object_arguments: bool = True
     results: bool = True
+    answered: bool = False
     short_ids: bool = False
     empty_tools: bool = False
     history_wants_tools: bool = False
@@ -88,6 +90,7 @@ def probe(render: Render) -> TemplateTraits:
         calls=called,
         object_arguments=object_arguments,
         results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
+        answered=_answered(render, turn),
         short_ids=called != "none" and not _shows(render, long_turn, [_tool("qofferedq")], _RESULT),
         empty_tools=empty_tools,
         history_wants_tools=not _shows(render, turn, nothing, *past)
@@ -137,6 +140,14 @@ def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "on
         many = _shows(render, turn, tools, "qcalledq", "qotherq")
         return ("many" if many else "one"), as_object
     return "none", True
+
+
+def _answered(render: Render, turn: Messages) -> bool:
+    """Whether the user can't go on after results, but for an answer in between."""
+    tools, later = [_tool("qofferedq")], _message("user", _LATER)
+    if _shows(render, [*turn, later], tools, _RESULT, _LATER):
+        return False
+    return _shows(render, [*turn, _message("assistant", ""), later], tools, _RESULT, _LATER)
 
 
 def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:

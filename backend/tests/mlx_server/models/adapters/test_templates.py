@@ -188,6 +188,17 @@ def test_calls_and_their_results_are_in_the_prompt_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_user_may_go_on_after_results(name: str) -> None:
+    called = Message("assistant", "", tool_calls=(CALL,))
+    more = Message("user", "And Oslo?")
+    asked = (USER, called, RESULT, more, Message("assistant", "", tool_calls=(OTHER,)))
+    text = rendered(name, chat(*asked, OTHER_RESULT, more, tools=(WEATHER,)))
+    places = [text.index(said.content) for said in (USER, RESULT, more, OTHER_RESULT)]
+    assert [*places, text.rindex(more.content)] == sorted([*places, text.rindex(more.content)])
+    assert text.count(more.content) == 2
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
 def test_several_calls_of_one_message_are_all_in_the_prompt(name: str) -> None:
     called = Message("assistant", "", tool_calls=(CALL, OTHER))
     text = rendered(name, chat(USER, called, RESULT, OTHER_RESULT, tools=(WEATHER,)))
