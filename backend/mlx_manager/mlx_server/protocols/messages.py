@@ -531,7 +531,7 @@ def _input(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
     try:
         given = from_json(arguments, allow_partial=True) if arguments else {}
     except ValueError:
-        given = _deeply_nested(arguments)
+        given = _read_by_python(arguments)
     if isinstance(given, dict):
         return given
     if cut:
@@ -542,10 +542,12 @@ def _input(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
     )
 
 
-def _deeply_nested(arguments: str) -> Any:
-    """JSON of more levels than pydantic reads (200), if it can write as many; None if it can't."""
+def _read_by_python(arguments: str) -> Any:
+    """JSON of more levels than pydantic reads (200), if it can write as many, or JSON that escapes
+    half a character, which is U+FFFD then; None if it is neither."""
     try:
-        given = json.loads(arguments)
+        text = json.dumps(json.loads(arguments), ensure_ascii=False)
+        given = json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
         # As deep as in the body: a message's content has blocks.
         to_json([[[given]]])
     except (ValueError, RecursionError):

@@ -416,6 +416,13 @@ def test_a_call_with_what_is_no_object_fails(arguments: str):
         )
 
 
+def test_half_a_character_in_a_call_is_given_as_what_stands_for_it():
+    arguments = r'{"a\ud83d": ["x\ude00y", "\ud83d\ude00"]}'
+    call = [ToolCallStarted(0, "a", "f"), ToolCallDelta(0, arguments)]
+    [block] = collected([STARTED, *call, end("tool_calls")])["content"]
+    assert block["input"] == {"a\ufffd": ["x\ufffdy", "\U0001f600"]}
+
+
 def nested(levels: int) -> str:
     return '{"a": ' * levels + "1" + "}" * levels
 
