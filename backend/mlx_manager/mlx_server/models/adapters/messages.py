@@ -45,7 +45,7 @@ def template_messages(
         InvalidRequest: the template would leave some of them out.
     """
     param = conversation.param
-    messages = _place_system(conversation.messages, traits, param)
+    messages = _place_system(conversation.messages, traits)
     if traits.tools == "in system" and conversation.tools and messages[0].role != "system":
         messages = [Message("system"), *messages]
     if any(message.role == "tool" for message in messages) and not traits.results:
@@ -67,13 +67,13 @@ def _refused(what: str, param: str) -> InvalidRequest:
 # ---------------------------------------------------------------------------------------------
 
 
-def _place_system(messages: Sequence[Message], traits: TemplateTraits, param: str) -> list[Message]:
+def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     if traits.system == "anywhere" and traits.tools != "in system":
         return list(messages)
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
     rest = list(messages[leading:])
-    if any(message.role == "system" for message in rest):
-        raise _refused("a system message after the first message of another role", param)
+    if traits.system != "anywhere":
+        rest = _as_the_users(rest)
     if not leading:
         return rest
     system = "\n\n".join(message.content for message in messages[:leading])
@@ -82,6 +82,23 @@ def _place_system(messages: Sequence[Message], traits: TemplateTraits, param: st
     if rest and rest[0].role == "user":
         return [replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
     return [Message("user", system), *rest]
+
+
+def _as_the_users(messages: Sequence[Message]) -> list[Message]:
+    """System messages as the user's, part of what the user says beside them: agents such as Claude
+    Code have them anywhere, and templates without a place for them want turns that alternate."""
+    placed: list[Message] = []
+    lent = False
+    for message in messages:
+        system = message.role == "system"
+        said = Message("user", message.content) if system else message
+        if (system or lent) and placed and placed[-1].role == said.role == "user":
+            placed[-1] = replace(placed[-1], content=f"{placed[-1].content}\n\n{said.content}")
+            lent = True
+        else:
+            placed.append(said)
+            lent = system
+    return placed
 
 
 # ---------------------------------------------------------------------------------------------
