@@ -246,9 +246,14 @@ def _system(body: CountTokensRequest) -> Iterator[Message]:
 
 
 def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
+    before = ""
     for index, message in enumerate(messages):
         path = f"messages[{index}].content"
         blocks = message.content
+        if message.role == "system" and not blocks and before == "user":
+            # Claude Code sends these for the settings that they hold.
+            continue
+        before = message.role
         if isinstance(blocks, str):
             yield Message(message.role, blocks)
         elif message.role == "assistant":

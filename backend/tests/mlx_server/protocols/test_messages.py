@@ -77,6 +77,15 @@ def test_the_system_text_is_a_system_message_and_its_blocks_are_lines():
     )
 
 
+@pytest.mark.parametrize("content", ["", []])
+def test_an_empty_system_message_after_the_users_is_none(content: Any):
+    empty = {"role": "system", "content": content, "output_config": {"effort": "low"}}
+    assert conversation(HI, empty) == conversation(HI)
+    assert conversation(HI, empty, empty, HI) == conversation(HI, HI)
+    answer = {"role": "assistant", "content": "b"}
+    assert conversation(HI, answer, empty).messages[-1] == Message("system")
+
+
 @pytest.mark.parametrize("as_text", [True, False])
 def test_what_changes_with_every_request_is_left_out_of_the_system_text(as_text: bool):
     def system(nonce: str) -> Any:
