@@ -103,9 +103,9 @@ async def send_all(
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for sent, pause in enumerate(plan.pauses()):
-            if sent == plan.requests:
-                return
             due += pause
+            if sent == plan.requests or due >= end:
+                return
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await room.acquire()
             if time.perf_counter() >= end:

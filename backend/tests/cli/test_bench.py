@@ -55,6 +55,15 @@ def test_requests_arrive_at_a_rate(run, other: OtherServer) -> None:
     assert found["load"]["rate"] == 50
 
 
+def test_nothing_is_waited_for_that_would_come_after_the_time(run, other: OtherServer) -> None:
+    # The first would come after 37 s.
+    done = run("bench", "--url", other.url, "--rate", "0.05", "--duration", "1", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert found["requests"] == {"completed": 0, "failed": 0}
+    assert found["seconds"] < 30
+
+
 def test_strict_servers_without_usage_are_measured_too(run, other: OtherServer) -> None:
     other.strict = True
     other.usage = False
