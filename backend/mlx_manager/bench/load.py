@@ -76,6 +76,10 @@ async def calibrate(
         raise FirstRequestFailed(first)
     many = max(10 * FEW, plan.prompt_tokens)
     second = await exchange(session, plan, plan.body(random_text(random, many), 1))
+    while second.status in REFUSED and many > 10 * FEW:
+        # So many words may be more tokens than the model takes, where so many tokens are not.
+        many = max(10 * FEW, many // 2)
+        second = await exchange(session, plan, plan.body(random_text(random, many), 1))
     if first.usage is None or second.usage is None:
         return plan, USUAL
     return plan, TextLength.measured((FEW, first.usage.prompt), (many, second.usage.prompt))

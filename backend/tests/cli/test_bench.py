@@ -40,6 +40,14 @@ def test_our_server_under_load(run, server: str) -> None:
     assert found["end_to_end_ms"]["mean"] >= found["time_to_first_token_ms"]["mean"]
 
 
+def test_prompts_have_the_length_where_as_many_words_would_be_too_long(run, server: str) -> None:
+    wanted = ("--prompt-tokens", "6000", "--output-tokens", "1")
+    done = run("bench", "--url", server, "-n", "1", "--warmup", "0", *wanted, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found["errors"]
+    assert 0.9 * 6000 <= found["tokens"]["prompt"] <= 1.1 * 6000
+
+
 def test_a_person_reads_a_table(run, other: OtherServer) -> None:
     done = run("bench", "--url", other.url + "/v1", "-n", "3", "-c", "2", "--warmup", "0")
     assert done.returncode == 0
