@@ -6,11 +6,14 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
 from mlx_manager.bench.plan import Plan
 from mlx_manager.completion_stream import Usage, error_message, lines, read_line
+from mlx_manager.mlx_server.address import is_loopback
 
 LONGEST_ERROR = 300
 
@@ -43,7 +46,19 @@ def make_session(plan: Plan) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=plan.timeout),
         headers=headers,
         read_bufsize=2**20,
+        proxy=proxy_for(plan.url),
     )
+
+
+def proxy_for(url: str) -> str | None:
+    """The environment's, as `ServerClient` takes it; none before this machine's own servers."""
+    place = urlsplit(url)
+    host = place.hostname or ""
+    if is_loopback(host) or proxy_bypass(host):
+        return None
+    proxies = getproxies()
+    found = proxies.get(place.scheme) or proxies.get("all")
+    return f"http://{found}" if found and "://" not in found else found
 
 
 async def exchange(session: aiohttp.ClientSession, plan: Plan, body: dict[str, Any]) -> Outcome:
@@ -61,7 +76,7 @@ async def exchange(session: aiohttp.ClientSession, plan: Plan, body: dict[str, A
     except TimeoutError:
         error = f"no end of the answer within {plan.timeout:g} s"
         return Outcome(status, started, time.perf_counter(), error=error)
-    except (aiohttp.ClientError, OSError) as failure:
+    except (aiohttp.ClientError, OSError, UnicodeError) as failure:
         error = str(failure) or type(failure).__name__
         return Outcome(status, started, time.perf_counter(), error=error)
     ended = time.perf_counter()

@@ -117,6 +117,20 @@ def test_a_server_that_refuses_everything_is_not_measured(run, other: OtherServe
     assert len(other.bodies) == 1
 
 
+def test_the_load_goes_by_the_environments_proxy_too(run, other: OtherServer) -> None:
+    done = run("bench", "--url", "http://there.invalid", "-n", "2", "--json", HTTP_PROXY=other.url)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["requests"] == {"completed": 2, "failed": 0}
+    direct = run("bench", "--url", other.url, "-n", "2", HTTP_PROXY="http://127.0.0.1:1")
+    assert direct.returncode == 0, direct.stderr
+
+
+def test_a_proxy_whose_host_can_be_none_is_told(run) -> None:
+    done = run("bench", "--url", "http://there.invalid", "-m", "m", ALL_PROXY="http://a..b:1")
+    assert done.returncode == 3
+    assert "The first request" in done.stderr
+
+
 @pytest.mark.parametrize(("status", "code"), [(401, 5), (403, 5), (404, 4), (500, 1)])
 def test_the_first_refusal_is_the_exit_code(
     run, other: OtherServer, status: int, code: int

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 ANSWER = ["# A title\n\n", "Some *text*", ", a `word`.\n\n", "- one\n", "- two\n"]
 THOUGHT = ["Let me ", "think."]
@@ -46,7 +47,8 @@ def other_server() -> Iterator[OtherServer]:
         def do_GET(self) -> None:
             if state.strange is not None:
                 return self.send_bytes(200, state.strange)
-            if self.path != "/v1/models":
+            # As a proxy it is asked for a whole address.
+            if urlsplit(self.path).path != "/v1/models":
                 return self.send(404, {"detail": "Not Found"})
             models = [{"id": "other/one", "object": "model"}, {"id": "other/two"}]
             self.send(200, {"object": "list", "data": models})
