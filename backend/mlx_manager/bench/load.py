@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import aiohttp
 
@@ -52,7 +53,7 @@ async def measure(plan: Plan, tell: Callable[[Measured], None]) -> Measured:
         words = length.words(plan.prompt_tokens)
         warm = min(WARMUP_TOKENS, plan.output_tokens)
         warmups = [plan.body(random_text(random, words), warm) for _ in range(plan.warmup)]
-        await asyncio.gather(*(exchange(session, plan, body) for body in warmups))
+        await warm_up(session, plan, warmups)
         measured = Measured(plan)
         started, cpu = time.perf_counter(), time.process_time()
         try:
@@ -83,6 +84,19 @@ async def calibrate(
     if first.usage is None or second.usage is None:
         return plan, USUAL
     return plan, TextLength.measured((FEW, first.usage.prompt), (many, second.usage.prompt))
+
+
+async def warm_up(
+    session: aiohttp.ClientSession, plan: Plan, bodies: Sequence[dict[str, Any]]
+) -> None:
+    """As many at once as the plan allows."""
+    room = asyncio.Semaphore(plan.concurrency)
+
+    async def send(body: dict[str, Any]) -> None:
+        async with room:
+            await exchange(session, plan, body)
+
+    await asyncio.gather(*map(send, bodies))
 
 
 async def send_all(

@@ -63,6 +63,14 @@ def test_requests_arrive_at_a_rate(run, other: OtherServer) -> None:
     assert found["load"]["rate"] == 50
 
 
+def test_no_more_than_so_many_are_under_way_while_it_warms_up_either(
+    run, other: OtherServer
+) -> None:
+    done = run("bench", "--url", other.url, "-c", "2", "-n", "4", "--warmup", "40")
+    assert done.returncode == 0, done.stderr
+    assert other.most <= 2
+
+
 def test_nothing_is_waited_for_that_would_come_after_the_time(run, other: OtherServer) -> None:
     # The first would come after 37 s.
     done = run("bench", "--url", other.url, "--rate", "0.05", "--duration", "1", "--json")

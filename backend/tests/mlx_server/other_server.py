@@ -22,7 +22,7 @@ class OtherServer:
 
     endless: answers go on until the client leaves. usage: whether streams end with it. status: of
     every answer to a chat request. strange: what everything is answered with instead, if anything.
-    cut: streams end before their answers do.
+    cut: streams end before their answers do. most: requests that were under way at once.
     """
 
     url: str = ""
@@ -35,11 +35,14 @@ class OtherServer:
     strict: bool = False
     strange: bytes | None = None
     cut: bool = False
+    running: int = 0
+    most: int = 0
 
 
 @contextmanager
 def other_server() -> Iterator[OtherServer]:
     state = OtherServer()
+    counting = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -55,6 +58,16 @@ def other_server() -> Iterator[OtherServer]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with counting:
+                state.running += 1
+                state.most = max(state.most, state.running)
+            try:
+                self.answer(body)
+            finally:
+                with counting:
+                    state.running -= 1
+
+        def answer(self, body: dict[str, Any]) -> None:
             state.bodies.append(body)
             state.headers.append({k.lower(): v for k, v in self.headers.items()})
             if state.strange is not None:
