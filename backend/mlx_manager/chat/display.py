@@ -32,8 +32,11 @@ THEME = Theme({"markdown.code": "bold cyan", "markdown.hr": "dim"})
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """What is typed meanwhile, `^C` too, is not drawn into the answer; the next prompt gets it."""
-    if not sys.stdin.isatty():
+    """What is typed meanwhile, `^C` too, is not drawn into the answer; the next prompt gets it.
+
+    An answer that goes elsewhere leaves the terminal alone: a pager may be at it by then.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
     terminal = sys.stdin.fileno()

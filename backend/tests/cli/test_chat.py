@@ -279,6 +279,20 @@ def test_what_is_saved_is_utf_8_whatever_the_terminal_speaks(
     assert "brüsk" in (tmp_path / "said.json").read_text("utf-8")
 
 
+def test_an_answer_that_goes_elsewhere_leaves_the_terminal_as_it_is(
+    environment: dict[str, str], other: OtherServer, tmp_path: Path
+) -> None:
+    other.endless = True
+    file = tmp_path / "answer"
+    command = f"exec {sys.executable} -m mlx_manager.cli chat --once why? --url {other.url} >{file}"
+    child = pexpect.spawn("sh", ["-c", command], env=environment)
+    while not (file.exists() and "more" in file.read_text()):
+        assert child.isalive()
+    # A pager may have changed it, which is left while the answer goes on.
+    assert child.getecho()
+    child.close(force=True)
+
+
 def test_piped_text_is_the_question_and_json_the_answer(run, other: OtherServer) -> None:
     done = run("chat", "--json", "--max-tokens", "9", input="why?\n", MLX_MANAGER_URL=other.url)
     answer = json.loads(done.stdout)
