@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import termios
@@ -34,9 +35,10 @@ THEME = Theme({"markdown.code": "bold cyan", "markdown.hr": "dim"})
 def without_echo() -> Iterator[None]:
     """What is typed meanwhile, `^C` too, is not drawn into the answer; the next prompt gets it.
 
-    An answer that goes elsewhere leaves the terminal alone: a pager may be at it by then.
+    An answer that goes elsewhere leaves the terminal alone: a pager may be at it by then. So does
+    one in the background, which the system would stop for it.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and in_foreground(sys.stdin.fileno())):
         yield
         return
     terminal = sys.stdin.fileno()
@@ -47,7 +49,16 @@ def without_echo() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        if in_foreground(terminal):
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def in_foreground(terminal: int) -> bool:
+    """Whether a shell has given it to this program, or no shell has it to give."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True
 
 
 class Display(Protocol):

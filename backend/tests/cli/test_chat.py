@@ -293,6 +293,17 @@ def test_an_answer_that_goes_elsewhere_leaves_the_terminal_as_it_is(
     child.close(force=True)
 
 
+def test_a_question_is_answered_in_the_background(
+    environment: dict[str, str], other: OtherServer
+) -> None:
+    command = f"{sys.executable} -m mlx_manager.cli chat --once why? --url {other.url} --plain"
+    script = f"set -m; {command} & wait"
+    child = pexpect.spawn("sh", ["-c", script], env=environment, encoding="utf-8", timeout=60)
+    child.expect_exact("- two")
+    child.expect(pexpect.EOF)
+    child.close()
+
+
 def test_piped_text_is_the_question_and_json_the_answer(run, other: OtherServer) -> None:
     done = run("chat", "--json", "--max-tokens", "9", input="why?\n", MLX_MANAGER_URL=other.url)
     answer = json.loads(done.stdout)
