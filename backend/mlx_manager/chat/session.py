@@ -83,6 +83,10 @@ class Chat:
             self.conversation.take_back()
             self._warn(str(error))
             return
+        except KeyboardInterrupt:
+            # Pressed once more, while what had come was still being drawn.
+            self.conversation.take_back()
+            raise
         if answer.text or answer.reasoning:
             self.conversation.answer(answer.text, answer.reasoning)
         else:

@@ -23,8 +23,10 @@ from other_server import OtherServer
 from rich.console import Console
 from thorough import slow
 
+from mlx_manager.chat import session
 from mlx_manager.chat.commands import Command, parse
 from mlx_manager.chat.display import MarkdownDisplay, split_blocks
+from mlx_manager.client import ServerClient
 from mlx_manager.completion_stream import Chunk, Usage, read_line
 
 QUESTION = "How do I change the port?"
@@ -92,6 +94,29 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, other: OtherSer
     assert said[1]["content"].startswith("# A title")
     ask(child, "/exit")
     child.expect(pexpect.EOF)
+
+
+class Impatient(StringIO):
+    """Where somebody presses Ctrl-C at the second `more`, and again at the end of the line."""
+
+    presses = 2
+
+    def write(self, text: str) -> int:
+        began = self.getvalue().endswith("more ")
+        if began and self.presses:
+            self.presses -= 1
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_twice_leaves_no_question_without_an_answer(other: OtherServer) -> None:
+    other.endless = True
+    client = ServerClient(other.url)
+    chatting = session.Chat(client, "m", Console(file=Impatient()), {})
+    with pytest.raises(KeyboardInterrupt):
+        chatting._ask("tell me everything")
+    assert chatting.conversation.messages() == []
+    client.close()
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line(chat: Chat, other: OtherServer) -> None:
