@@ -6,7 +6,7 @@ import difflib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,20 @@ def make_prompt(models: Callable[[], list[str]], history: History) -> PromptSess
     )
 
 
+class KeptHistory(FileHistory):
+    """What the file does not take, or give, is missing there; this chat has its own questions."""
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return list(super().load_history_strings())
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            super().store_string(string)
+
+
 def history_file() -> Path | None:
     """Where questions are remembered, for their owner's eyes only; None without a home folder."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -247,4 +261,4 @@ def open_history(file: Path | None) -> History:
         file.touch(mode=0o600)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(str(file))
+    return KeptHistory(str(file))

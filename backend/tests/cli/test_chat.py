@@ -206,6 +206,20 @@ def test_pasted_lines_are_one_question_and_history_survives(
     assert other.bodies[-1]["messages"][0]["content"] == "first line\nsecond line"
 
 
+def test_a_history_that_can_not_be_kept_is_in_nobodys_way(
+    chat: Chat, other: OtherServer, tmp_path: Path
+) -> None:
+    (tmp_path / "state" / "mlx-manager" / "chat_history").mkdir(parents=True)
+    child = chat("--url", other.url)
+    ask(child, "one")
+    child.expect_exact("7 tokens")
+    assert "Traceback" not in child.before
+    child.expect_exact(PROMPT)
+    child.send("\x1b[A\r")
+    child.expect_exact("7 tokens")
+    assert [message["content"] for message in other.bodies[-1]["messages"]][-1] == "one"
+
+
 def test_without_a_server_one_runs_for_the_session(run) -> None:
     done = run("chat", "--once", QUESTION, "--temperature", "0")
     assert "--port 9000" in done.stdout
