@@ -40,5 +40,5 @@ def parse(line: str) -> Command | str:
         return line[1:]
     if not line.startswith("/"):
         return line
-    name, _, argument = line.partition(" ")
-    return Command(name, argument.strip())
+    name, *argument = line.split(maxsplit=1)
+    return Command(name, *argument)

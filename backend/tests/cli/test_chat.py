@@ -421,6 +421,7 @@ def test_drawing_takes_no_more_than_half_the_time() -> None:
     [
         ("/model  a/b ", Command("/model", "a/b")),
         ("/exit", Command("/exit")),
+        ("/system\nBe brief.\nBe kind.", Command("/system", "Be brief.\nBe kind.")),
         ("//etc is a folder", "/etc is a folder"),
         ("what is a/b?", "what is a/b?"),
         ("   ", ""),
