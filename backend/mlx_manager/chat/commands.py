@@ -24,6 +24,7 @@ HELP = {
     "/exit": "leave; so does Ctrl-D",
 }
 NAMES = tuple(line.split()[0] for line in HELP)
+TAKE_NOTHING = {*(line for line in HELP if " " not in line), "/quit"}
 KEYS = {
     "Enter": "send",
     "Alt-Enter": "a new line; pasted text keeps its lines",

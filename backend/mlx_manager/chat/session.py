@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from mlx_manager.chat.answer import Answer, collect
-from mlx_manager.chat.commands import HELP, KEYS, NAMES, Command, parse
+from mlx_manager.chat.commands import HELP, KEYS, NAMES, TAKE_NOTHING, Command, parse
 from mlx_manager.chat.conversation import Conversation
 from mlx_manager.chat.display import display_for, without_echo
 from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
@@ -63,7 +63,7 @@ class Chat:
                 return
             try:
                 match parse(line):
-                    case Command("/exit" | "/quit"):
+                    case Command("/exit" | "/quit", ""):
                         return
                     case Command() as command:
                         self._obey(command)
@@ -108,6 +108,8 @@ class Chat:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case Command(name, argument) if argument and name in TAKE_NOTHING:
+                self._warn(f"{name} takes nothing after it. /help lists the commands.")
             case Command("/help"):
                 self._help()
             case Command("/clear"):

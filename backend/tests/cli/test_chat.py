@@ -171,6 +171,10 @@ def test_commands_change_the_conversation(chat: Chat, other: OtherServer, tmp_pa
     assert saved["messages"][-1]["reasoning_content"] == "Let me think."
     ask(child, "/save ~nobody-here/said.json")
     child.expect_exact("the home folder ~nobody-here is unknown")
+    ask(child, "/clear all of it")
+    child.expect_exact("/clear takes nothing after it")
+    ask(child, "/exit codes: what do they mean?")
+    child.expect_exact("/exit takes nothing after it")
     ask(child, "/clear")
     child.expect_exact("forgotten")
     ask(child, "/modle other/one")
