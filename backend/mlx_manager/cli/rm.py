@@ -112,5 +112,12 @@ def confirm(found: Removal) -> None:
     typer.echo(f"{found.id}, {size(found.nbytes)}, in {found.folders[0]}", err=True)
     if not sys.stdin.isatty():
         fail("Nobody can be asked here; say --yes to delete it.", ExitCode.USAGE)
-    if not typer.confirm("Delete it?", err=True):
+    try:
+        sure = typer.confirm("Delete it?", err=True)
+    except typer.Abort as error:
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        typer.echo(err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    if not sure:
         raise typer.Exit(ExitCode.FAILED)

@@ -44,7 +44,8 @@ def test_a_cached_model_is_deleted_and_its_bytes_counted_once(program, tmp_path:
 
 def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) -> None:
     root = cached(tmp_path)
-    for answer, stays in (("n", True), ("y", False)):
+    answers = (("n\n", 1), ("\x03", 130), ("\x04", 1), ("y\n", 0))
+    for answer, code in answers:
         child = pexpect.spawn(
             sys.executable,
             ["-m", "mlx_manager.cli", "rm", "own/demo"],
@@ -53,11 +54,11 @@ def test_a_person_is_asked_first(environment: dict[str, str], tmp_path: Path) ->
             timeout=60,
         )
         child.expect_exact("Delete it?")
-        child.sendline(answer)
+        child.send(answer)
         child.expect(pexpect.EOF)
         child.close()
-        assert child.exitstatus == (1 if stays else 0)
-        assert root.exists() == stays
+        assert child.exitstatus == code
+        assert root.exists() == (code != 0)
 
 
 def test_a_model_of_the_folder_goes_and_its_neighbours_stay(program, tmp_path: Path) -> None:
