@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, connected, exit_code
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
+from mlx_manager.cli.terminal import AsJson, ExitCode, colour, fail, note
 from mlx_manager.printable import in_lines, on_one_line
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def print_report(figures: dict[str, Any]) -> None:
     typer.echo()
     print_latencies(figures)
     for message, count in figures["errors"].items():
-        typer.secho(f"{count} x {in_lines(message)}", fg="red", err=True)
+        typer.secho(f"{count} x {in_lines(message)}", fg=colour("red"), err=True)
     if tokens["counted_by"] == "chunks":
         note("The server sent no usage: each chunk of an answer is counted as one token.")
     if figures["client_cpu"] > BUSY:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mlx_manager.cli.serve import Host, Port, parse_settings
-from mlx_manager.cli.terminal import AsJson, ExitCode
+from mlx_manager.cli.terminal import AsJson, ExitCode, colour
 
 if TYPE_CHECKING:
     from mlx_manager.doctor import Finding
@@ -43,11 +43,11 @@ def doctor(
 def print_findings(findings: list[Finding]) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        mark, colour = ("\u2713", "green") if finding.ok else ("\u2717", "red")
+        mark, name = ("\u2713", "green") if finding.ok else ("\u2717", "red")
         if finding.ok and finding.advice:
-            mark, colour = "!", "yellow"
-        typer.secho(f"{mark} ", nl=False, fg=colour)
+            mark, name = "!", "yellow"
+        typer.secho(f"{mark} ", nl=False, fg=colour(name))
         typer.secho(f"{finding.name:<{width}}  ", nl=False, bold=True)
-        typer.secho(finding.value, fg=None if finding.ok else "red")
+        typer.secho(finding.value, fg=None if finding.ok else colour("red"))
         if finding.advice:
-            typer.secho(f"  {'':{width}}  {finding.advice}", fg="yellow")
+            typer.secho(f"  {'':{width}}  {finding.advice}", fg=colour("yellow"))

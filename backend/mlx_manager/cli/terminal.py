@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -41,8 +42,13 @@ MEANINGS = {
 }
 
 
+def colour(name: str) -> str | None:
+    """For what is printed; None where NO_COLOR says that nobody wants any."""
+    return None if os.environ.get("NO_COLOR") else name
+
+
 def complain(message: str) -> None:
-    typer.secho(f"mlx-manager: {in_lines(message)}", err=True, fg="red")
+    typer.secho(f"mlx-manager: {in_lines(message)}", err=True, fg=colour("red"))
 
 
 def note(message: str) -> None:

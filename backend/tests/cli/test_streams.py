@@ -43,6 +43,23 @@ def test_letters_that_a_terminal_lacks_are_question_marks(environment: dict[str,
     assert b"? port" in done.stdout
 
 
+@pytest.mark.parametrize("command", [["doctor", "--port", "0"], ["ps"]], ids=" ".join)
+def test_a_terminal_has_no_colours_where_none_are_wanted(
+    environment: dict[str, str], command: list[str]
+) -> None:
+    for wanted in (True, False):
+        child = pexpect.spawn(
+            PROGRAM[0],
+            [*PROGRAM[1:], *command],
+            env=environment | ({} if wanted else {"NO_COLOR": "1"}),
+            encoding="utf-8",
+            timeout=60,
+        )
+        child.expect(pexpect.EOF)
+        child.close()
+        assert ("\x1b[3" in child.before) == wanted
+
+
 def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str) -> None:
     command = f'"{sys.executable}" -m mlx_manager.cli chat --url {server} --once hi <&-'
     done = subprocess.run(
