@@ -18,6 +18,11 @@ RETITLED = "\x1b]0;mine\x07 \x9b2J\x7f \x1b[31m"
 WIDE = "\N{CJK UNIFIED IDEOGRAPH-6F22}\N{IDEOGRAPHIC SPACE}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{PERSONAL COMPUTER}"
 
 
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @given(st.text(st.characters() | st.sampled_from("\x1b\x07\r\n\t\x9b\ud800")))
 def test_nothing_but_ends_of_lines_is_left_to_obey(text: str) -> None:
     shown = in_lines(text)
@@ -34,7 +39,7 @@ def test_what_can_be_read_stays() -> None:
 def test_a_model_can_not_command_the_terminal(markdown: bool) -> None:
     drawn = []
     for text in (RETITLED, "x" * len(RETITLED)):
-        out = StringIO()
+        out = Terminal()
         display = display_for(Console(file=out, force_terminal=True, width=60), markdown, True)
         display.show(Chunk(reasoning=text))
         display.show(Chunk(text=f"{text}\n"))

@@ -70,8 +70,11 @@ class Display(Protocol):
 
 
 def display_for(console: Console, markdown: bool, reasoning: bool) -> Display:
-    """Markdown is drawn only on a terminal: what is piped on is what the model wrote."""
-    if not console.is_terminal:
+    """Markdown is drawn only on a terminal: what is piped on is what the model wrote.
+
+    rich calls it a terminal, too, where FORCE_COLOR says so.
+    """
+    if not console.file.isatty():
         return PlainDisplay(console.file, reasoning=reasoning)
     if markdown:
         return Harmless(MarkdownDisplay(console, reasoning=reasoning))

@@ -274,8 +274,9 @@ def runs(pid: int) -> bool:
     return said.stdout.strip() != "" and not said.stdout.startswith("Z")
 
 
-def test_once_prints_the_answer_alone(run, other: OtherServer) -> None:
-    done = run("chat", "--url", other.url, "--once", "why?", input="because\n")
+@pytest.mark.parametrize("colours", [{}, {"FORCE_COLOR": "1"}], ids=["", "FORCE_COLOR"])
+def test_once_prints_the_answer_alone(run, other: OtherServer, colours: dict[str, str]) -> None:
+    done = run("chat", "--url", other.url, "--once", "why?", input="because\n", **colours)
     assert done.stdout == "# A title\n\nSome *text*, a `word`.\n\n- one\n- two\n"
     assert other.bodies[0]["messages"] == [{"role": "user", "content": "why?\n\nbecause"}]
     assert "7 tokens" in done.stderr
