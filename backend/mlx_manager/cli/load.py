@@ -82,8 +82,9 @@ def cancel(
     Example:
       mlx-manager cancel chatcmpl-1f0c
     """
+    name = quote(request, safe="", errors="surrogateescape")
     with administering(url, admin_token) as client:
-        done = client.post(f"/v1/admin/requests/{quote(request, safe='')}/cancel", {}, "cancelled")
+        done = client.post(f"/v1/admin/requests/{name}/cancel", {}, "cancelled")
     if as_json:
         typer.echo(json.dumps(done, indent=2))
     else:

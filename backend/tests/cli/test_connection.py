@@ -116,6 +116,12 @@ def test_a_request_of_any_name_is_asked_for_by_that_name(run, server: str) -> No
     assert "'a?b#c'" in done.stderr
 
 
+def test_a_request_whose_name_is_no_text_is_not_found(run, server: str) -> None:
+    done = run("cancel", "\udcff", "--url", server, MLX_SERVER_ADMIN_TOKEN="open-sesame")
+    assert done.returncode == 4
+    assert "under way" in done.stderr
+
+
 def test_bytes_that_are_no_text_are_refused(run, server: str) -> None:
     done = run("chat", "--url", server, "--once", "\udcff")
     assert done.returncode == 1
