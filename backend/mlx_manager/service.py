@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import plistlib
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ class Service:
 
     def log_command(self) -> str:
         if self.kind == "launchd":
-            return f"tail -f {self._log()}"
+            return f"tail -f {shlex.quote(str(self._log()))}"
         return f"journalctl {'--user ' if self.user is None else ''}-u {UNIT} -f"
 
     def last_words_command(self) -> list[str]:
@@ -325,4 +326,5 @@ def as_text(value: object) -> str:
 
 
 def shown(commands: Sequence[Sequence[str]]) -> str:
-    return "\n".join("  " + " ".join(command) for command in commands)
+    """As lines to paste into a shell."""
+    return "\n".join("  " + shlex.join(command) for command in commands)

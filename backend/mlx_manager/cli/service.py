@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -251,7 +252,7 @@ def carry_out(command: list[str]) -> bool:
 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        complain(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+        complain(f"`{shlex.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
     return done.returncode == 0
 
 

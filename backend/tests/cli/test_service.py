@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import plistlib
+import shlex
 import shutil
 import stat
 import subprocess
@@ -223,6 +224,16 @@ def test_launchd_gets_a_plist_whose_shell_reads_the_settings(run, config: Path) 
         [shell, flag, before + "env", settings], capture_output=True, text=True, check=True, env={}
     )
     assert 'MLX_SERVER_MODEL_ALIASES=a"$b=c' in said.stdout.splitlines()
+
+
+def test_commands_to_paste_hold_where_the_home_has_a_space(run, tmp_path: Path) -> None:
+    home = tmp_path / "my home"
+    done = run("service", "install", "--kind", "launchd", "--no-start", HOME=str(home))
+    *_, definition = shlex.split(done.stdout.splitlines()[1])
+    assert Path(definition) == home / "Library" / "LaunchAgents" / "mlx-manager.server.plist"
+    (log,) = (line for line in done.stderr.splitlines() if line.startswith("Its log: "))
+    *_, file = shlex.split(log)
+    assert Path(file) == home / "Library" / "Logs" / "mlx-manager.log"
 
 
 def read_by_a_shell(file: Path) -> dict[str, str]:
