@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
@@ -39,6 +42,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
         *mlx_findings(),
         *disk_findings(settings),
+        *store_findings(settings),
         open_files_finding(),
         *setting_findings(settings),
         *owner_findings(settings),
@@ -101,6 +105,35 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         roomy = free >= LITTLE_ROOM
         advice = "" if roomy else f"Few models fit. Make room, or move it with {variable}"
         yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
+
+
+def store_findings(settings: MLXServerSettings) -> Iterator[Finding]:
+    """Whether what is to be kept can be: a server that can't keep it does not start."""
+    files = {
+        "MLX_SERVER_RESPONSE_STORE": settings.response_store,
+        "MLX_SERVER_AUDIT_LOG": settings.audit_log,
+    }
+    for variable, file in files.items():
+        if file is None:
+            continue
+        problem = why_not_kept(file)
+        value = f"{variable}: {file} can't be used: {problem}" if problem else f"{file}"
+        yield Finding("files", value, not problem)
+
+
+def why_not_kept(file: Path) -> str:
+    """ "" if a database can be there. Makes none: it would belong to whoever asks."""
+    if not os.path.exists(file):
+        if not os.path.isdir(file.parent):
+            return f"{file.parent} is no folder"
+        writable = os.access(file.parent, os.W_OK | os.X_OK)
+        return "" if writable else f"{file.parent} is not yours to write to"
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True)) as found:
+            found.execute("SELECT count(*) FROM sqlite_master")
+    except sqlite3.Error as error:
+        return str(error)
+    return ""
 
 
 def open_files_finding() -> Finding:

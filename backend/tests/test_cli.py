@@ -221,6 +221,19 @@ def test_doctor_says_what_serve_would_refuse(arguments, environment, words: str)
     assert words in refused.stderr
 
 
+@pytest.mark.parametrize("variable", ["MLX_SERVER_RESPONSE_STORE", "MLX_SERVER_AUDIT_LOG"])
+def test_doctor_says_which_files_can_not_be_kept(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("Dear Sir or Madam, " * 99)
+    for file in ("letter", "nowhere/file", "."):
+        told = {variable: str(tmp_path / file)}
+        result = run.invoke(app, ["doctor", "--port", "0"], env=told)
+        assert result.exit_code == 1, file
+        assert f"{variable}: {tmp_path / file} can't be used" in result.output
+    result = run.invoke(app, ["doctor", "--port", "0"], env={variable: str(tmp_path / "new")})
+    assert result.exit_code == 0
+    assert not (tmp_path / "new").exists()
+
+
 def test_doctor_names_variables_that_are_no_settings() -> None:
     result = run.invoke(app, ["doctor", "--port", "0"], env={"MLX_SERVER_PROT": "1"})
     assert "MLX_SERVER_PROT is no setting" in result.output
