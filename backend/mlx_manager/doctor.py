@@ -46,6 +46,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
         open_files_finding(),
         *setting_findings(settings),
         *owner_findings(settings),
+        *model_findings(settings),
         port_finding(settings.host, settings.port),
     ]
 
@@ -179,6 +180,33 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
             yield Finding("models", ", ".join(names) or f"nothing in {settings.models_file}")
         except InvalidSettings as error:
             yield Finding("models", error.message, False)
+
+
+def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
+    """Whether the default model can be served, as far as its files tell."""
+    from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
+    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.settings import ModelSettings, read_models_file
+
+    try:
+        from mlx_manager.mlx_server.models.loading import explained
+        from mlx_manager.mlx_server.models.pool import way_of
+
+        owners = read_models_file(settings.models_file)
+    except (ImportError, InvalidSettings):
+        return  # Others' findings, which say so.
+    source = Catalog(settings.catalog, owners).find(settings.model)
+    if source.path is None:
+        yield Finding("model", f"{source.id} is not here yet: `serve` downloads it first")
+        return
+    recipe = owners.models.get(source.id, ModelSettings()).recipe
+    try:
+        with explained(source.id):
+            way_of(source).check(source, settings.pool, recipe)
+    except MLXManagerError as error:
+        yield Finding("model", f"{settings.model} can't be served: {error.message}", False)
+    else:
+        yield Finding("model", f"{source.id}, in {source.path}")
 
 
 def port_finding(host: str, port: int) -> Finding:

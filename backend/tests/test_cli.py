@@ -234,6 +234,20 @@ def test_doctor_says_which_files_can_not_be_kept(variable: str, tmp_path: Path) 
     assert not (tmp_path / "new").exists()
 
 
+def test_doctor_says_that_the_default_model_can_not_be_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "phlogiston"}')
+    for folder, words in ((tmp_path, "'phlogiston'"), (tmp_path / "nowhere", "is not a folder")):
+        told = {"MLX_SERVER_MODEL": str(folder)}
+        result = run.invoke(app, ["doctor", "--port", "0"], env=told)
+        assert result.exit_code == 1
+        assert f"{folder} can't be served" in result.output
+        assert words in result.output
+    told = {"MLX_SERVER_MODEL": "nobody/has-it", "HF_HUB_CACHE": str(tmp_path)}
+    result = run.invoke(app, ["doctor", "--port", "0"], env=told)
+    assert result.exit_code == 0
+    assert "nobody/has-it is not here yet" in result.output
+
+
 def test_doctor_names_variables_that_are_no_settings() -> None:
     result = run.invoke(app, ["doctor", "--port", "0"], env={"MLX_SERVER_PROT": "1"})
     assert "MLX_SERVER_PROT is no setting" in result.output

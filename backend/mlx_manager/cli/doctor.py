@@ -21,7 +21,7 @@ def doctor(
     """Say what is in the way of serving here, or slows it.
 
     Looks at MLX, the device, memory, BLAS, the GPU's kernels, the disk, the files that are kept,
-    settings, keys, the port.
+    settings, keys, the default model, the port.
 
     The exit code is 0 when `serve` can start, 1 when something is in its way.
 
