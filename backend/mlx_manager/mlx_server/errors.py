@@ -16,6 +16,7 @@
     ├── ModelNotFound                 404 model_not_found
     ├── InvalidSettings               422 invalid_settings         a file of the owner's
     ├── ResponseNotFound              404 response_not_found
+    ├── ItemNotFound                  404 item_not_found           of a response that was kept
     ├── RequestNotFound               404 request_not_found        it has ended, or never was
     ├── RequestCancelled              403 request_cancelled        by the server's owner
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
@@ -131,6 +132,12 @@ class InvalidSettings(MLXManagerError):
 class ResponseNotFound(MLXManagerError):
     status = 404
     code = "response_not_found"
+    type = "invalid_request_error"
+
+
+class ItemNotFound(MLXManagerError):
+    status = 404
+    code = "item_not_found"
     type = "invalid_request_error"
 
 

@@ -126,6 +126,26 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
         gpt.responses.retrieve(going_on.id)
 
 
+def test_openais_sdk_refers_to_what_was_said_instead_of_sending_it(gpt: openai.OpenAI):
+    asked: Any = {"model": "gpt-9", "tools": [OPENAI_TOOL], "temperature": 0}
+    first = gpt.responses.create(input=QUESTION, **asked)
+    call: Any = first.output[0]
+    [question] = gpt.responses.input_items.list(first.id).data
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    refers: Any = [{"type": "item_reference", "id": question.id}, {"id": call.id}, output]
+    by_reference = gpt.responses.create(input=refers, **asked)
+    going_on = gpt.responses.create(input=[output], previous_response_id=first.id, **asked)
+    assert by_reference.output_text == going_on.output_text
+    assert "21" in by_reference.output_text
+    listed = gpt.responses.input_items.list(by_reference.id, order="asc").data
+    assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]
+    assert [item.id for item in listed[:2]] == [question.id, call.id]
+    gpt.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=r"`input\[0\]`.*`store: false`") as caught:
+        gpt.responses.create(input=refers, **asked)
+    assert caught.value.param == "input[0]"
+
+
 def test_openais_sdk_gets_json_and_is_told_of_a_cut(gpt: openai.OpenAI):
     # A model of this size may fill a string without end.
     city = {"type": "string", "maxLength": 30}

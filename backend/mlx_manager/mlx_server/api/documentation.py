@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
 from mlx_manager.mlx_server.schemas.openai import ErrorBody
 
 REFERENCE = "#/components/schemas/{model}"
+RESPONSES_PATH = "/v1/responses"
 
 ANY = (errors.MLXManagerError, errors.ServerNotReady)
 CLOSED = (errors.AuthenticationFailed, errors.PermissionDenied)
@@ -38,12 +39,15 @@ OWNERS = (
 )
 """Of the admin API."""
 
+KEPT = (errors.ResponseNotFound, errors.ItemNotFound)
+"""Of bodies that go on from what was kept."""
+
 BODY = tuple(
     kind
     for kind in vars(errors).values()
     if isinstance(kind, type)
     and issubclass(kind, MLXManagerError)
-    and kind not in (*ANY, *CLOSED, *OWNERS, errors.ResponseNotFound)
+    and kind not in (*ANY, *CLOSED, *OWNERS, *KEPT)
 )
 """Of what is asked of a model: that may fail in every other way there is."""
 
@@ -122,6 +126,8 @@ def _failures(path: str, operation: dict[str, Any]) -> Iterator[type[MLXManagerE
         yield from CLOSED
     if "requestBody" in operation:
         yield from BODY
+        if path.startswith(RESPONSES_PATH):
+            yield from KEPT
     if "parameters" in operation:
         yield from FOUND
 

@@ -79,6 +79,15 @@ likely to so many digits.
 They are the model's own, before temperature, penalties and masks; one that JSON has no number for
 is -9999. With `echo` the prompt's tokens
 have them too, the first null, and so has the token that ended the text.
+
+## Responses that are kept
+
+A response is kept unless `store` is false, and with it the items of its request and of its answer,
+for the key that asked. `previous_response_id` goes on from all of them, and those before;
+`{"type": "item_reference", "id": ...}` in `input` stands for one. It counts, and is listed
+afterwards, as if it had been sent. What is not kept, or no longer (`DELETE`,
+`MLX_SERVER_RESPONSE_STORE_DAYS`, `MLX_SERVER_RESPONSE_STORE_MB`), is a 404 that names it. An item
+that is sent again with its id remains that of the response where it was first.
 """
 
 

@@ -41,6 +41,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
+    ItemNotFound,
     MLXManagerError,
     Overloaded,
     UnsupportedParameter,
@@ -55,6 +56,7 @@ from mlx_manager.mlx_server.schemas.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
+    ItemReference,
     Items,
     MessageItem,
     OtherItem,
@@ -138,9 +140,12 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
-def request(head: ResponseHead, history: Sequence[Item]) -> GenerationRequest:
+def request(
+    head: ResponseHead, history: Sequence[Item], items: Sequence[Item]
+) -> GenerationRequest:
     """
-    history: the items of the conversation before this request.
+    history: the items of the conversation before this request. items: its own, as `input_items`
+    has them.
 
     Raises:
         InvalidParameter: a value that contradicts another.
@@ -151,7 +156,7 @@ def request(head: ResponseHead, history: Sequence[Item]) -> GenerationRequest:
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
     return GenerationRequest(
         model=head.model,
-        prompt=_conversation(body, history),
+        prompt=_conversation(body, history, items),
         sampling=head.sampling(),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
@@ -165,10 +170,37 @@ def kept_items(history: Sequence[JsonItem]) -> list[Item]:
     return Items.validate_python(history)
 
 
-def input_items(body: ResponsesRequest) -> list[Item]:
+def references(body: ResponsesRequest) -> list[str]:
+    """The ids of the kept items that the request refers to."""
+    given = [] if isinstance(body.input, str) else body.input
+    return [item.id for item in given if isinstance(item, ItemReference)]
+
+
+def input_items(body: ResponsesRequest, kept: Mapping[str, JsonItem]) -> list[Item]:
+    """The request's items.
+
+    kept: those that it refers to, by their ids, as `listed` or streamed.
+
+    Raises:
+        ItemNotFound: one of them is not there.
+    """
     if isinstance(body.input, str):
         return [MessageItem(role="user", content=body.input)]
-    return body.input
+    found = {name: Items.validate_python([item])[0] for name, item in kept.items()}
+    return [
+        _referred(item.id, found, f"input[{index}]") if isinstance(item, ItemReference) else item
+        for index, item in enumerate(body.input)
+    ]
+
+
+def _referred(name: str, found: Mapping[str, Item], path: str) -> Item:
+    if name not in found:
+        raise ItemNotFound(
+            f"`{path}` refers to an item {name!r} that is not kept here: it never was, or is gone, "
+            "or its response was made with `store: false`. Send the item itself.",
+            param=path,
+        )
+    return found[name]
 
 
 class Shortened:
@@ -227,8 +259,10 @@ def _constraint(text: TextOptions | None) -> Constraint | None:
             return JsonSchema(json.dumps(wanted.schema_), wanted.strict or False, "text.format")
 
 
-def _conversation(body: ResponsesRequest, history: Sequence[Item]) -> Conversation:
-    said = [*_system(body), *_messages(history, input_items(body))]
+def _conversation(
+    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
+) -> Conversation:
+    said = [*_system(body), *_messages(history, items)]
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
     tools = list(_tools(body.tools or (), "tools"))

@@ -8,6 +8,7 @@ Source: OpenAI's API description and the types of its Python SDK.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
@@ -142,6 +143,16 @@ class ReasoningItem(Wire):
     status: str | None = None
 
 
+class ItemReference(Wire):
+    """An item of a response that was kept, the request's or the answer's, by its id.
+
+    Of an item without a type, the id alone tells that it is one.
+    """
+
+    type: Literal["item_reference"] | None = "item_reference"
+    id: str
+
+
 class OtherItem(Wire):
     """Hosted tools' calls and whatever else nobody here can read."""
 
@@ -151,16 +162,28 @@ class OtherItem(Wire):
 
 
 _ITEMS = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+_INPUT_ITEMS = _ITEMS | {"item_reference"}
 
 
-def _item_kind(value: object) -> str:
+def _item_kind(value: object, kinds: Container[str] = _ITEMS) -> str:
     match value:
         case {"type": str(kind)}:
-            return f"<{kind}>" if kind in _ITEMS else "<other>"
+            return f"<{kind}>" if kind in kinds else "<other>"
         case BaseModel():
             kind = value.type  # type: ignore[attr-defined]
             return "<message>" if kind is None else f"<{kind}>"
     return "<message>"
+
+
+def _input_kind(value: object) -> str:
+    match value:
+        case ItemReference():
+            return "<item_reference>"
+        case {"type": str()} | {"role": _} | {"content": _}:
+            return _item_kind(value, _INPUT_ITEMS)
+        case {"id": _}:
+            return "<item_reference>"
+    return _item_kind(value, _INPUT_ITEMS)
 
 
 Item = Annotated[
@@ -173,6 +196,15 @@ Item = Annotated[
 ]
 Items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 """What the store keeps, read again."""
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")]
+    | Annotated[OtherItem, Tag("<other>")],
+    Discriminator(_input_kind),
+]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,7 +269,7 @@ class TextOptions(Wire):
 
 
 Input = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Many[Item], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Many[InputItem], Tag("<list>")],
     choose(text_or_list, "a string or a list of items"),
 ]
 

@@ -2,7 +2,8 @@
 
 Each response is kept with its own input and the id of the one before it, so that a conversation
 takes room once. What nobody has used for long goes, and so does the least recently used when
-there is no room; using a response uses all those before it.
+there is no room; using a response uses all those before it. Each item of a response, asked or
+answered, is found by its id as well, which uses the response.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,48 @@ TOTAL = (
 )
 """Bytes of all responses, kept by the file itself: to add them up takes a tenth of a second where
 there are many, and more than one server may write."""
+ITEMS_OF = """
+SELECT
+    substr({row}.id, 1, length({row}.id) - length(json_extract({row}.response, '$.id')))
+        || json_extract(each.value, '$.id'),
+    {row}.id
+FROM {rows} json_each({items}) AS each
+WHERE CASE each.type WHEN 'object' THEN json_type(each.value, '$.id') END = 'text'
+"""
+
+
+def items_of(row: str, rows: str = "") -> str:
+    """What finds the items of a row of `responses`: what each is kept under, and in which row."""
+    answered = ITEMS_OF.format(row=row, rows=rows, items=f"{row}.response, '$.output'")
+    asked = ITEMS_OF.format(row=row, rows=rows, items=f"{row}.input")
+    return f"{answered} UNION ALL {asked}"
+
+
+# What SQLite can't read, such as JSON with an Infinity, is kept all the same, without its items.
+ITEMS = (
+    """
+    CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT NOT NULL) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
+    f"""
+    WITH readable AS (
+        SELECT * FROM responses WHERE json_valid(response) AND json_valid(input)
+        AND NOT EXISTS (SELECT * FROM items)
+    )
+    INSERT OR IGNORE INTO items {items_of("kept", "readable AS kept,")}
+    """,  # nosec B608  # constants
+    f"""
+    CREATE TRIGGER IF NOT EXISTS items_of_more AFTER INSERT ON responses
+    WHEN json_valid(NEW.response) AND json_valid(NEW.input)
+    BEGIN INSERT OR IGNORE INTO items {items_of("NEW")}; END
+    """,
+    """
+    CREATE TRIGGER IF NOT EXISTS items_of_less AFTER DELETE ON responses
+    BEGIN DELETE FROM items WHERE response = OLD.id; END
+    """,
+)
+"""Which response has an item, kept by the file itself: other servers may write, elder ones, too. An
+item that has been sent again, with its id, is still that of the response where it was first."""
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM responses WHERE id = ?
@@ -97,7 +140,9 @@ class ResponseStore:
     def __init__(self, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
         self._limits = limits
         self._clock = clock
-        self._database = Database(limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL))
+        self._database = Database(
+            limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL, *ITEMS)
+        )
 
     async def save(self, stored: StoredResponse, owner: str = "") -> None:
         """Keep it, at the cost of others if need be.
@@ -125,6 +170,13 @@ class ResponseStore:
         items = await self._database.call(self._history, response_id, owner)
         await self._if_it_can_be(self._use, response_id, owner)
         return items
+
+    async def items(self, ids: Sequence[str], owner: str = "") -> dict[str, JsonItem]:
+        """The items with these ids, as they were listed or streamed: those that are there."""
+        await self._if_it_can_be(self._forget)
+        found = await self._database.call(self._items, ids, owner)
+        await self._if_it_can_be(self._use_items, list(found), owner)
+        return found
 
     async def delete(self, response_id: str, owner: str = "") -> None:
         """
@@ -189,6 +241,27 @@ class ResponseStore:
             for response, asked, _ in rows
             for item in json.loads(asked) + json.loads(response)["output"]
         ]
+
+    def _items(self, ids: Sequence[str], owner: str) -> dict[str, JsonItem]:
+        holders: dict[str, set[str]] = {}
+        for item_id in ids:
+            query = "SELECT response FROM items WHERE id = ?"
+            for (holder,) in self._database.execute(query, (place(item_id, owner),)):
+                holders.setdefault(holder, set()).add(item_id)
+        found: dict[str, JsonItem] = {}
+        for holder, wanted in holders.items():
+            query = "SELECT response, input FROM responses WHERE id = ?"
+            for response, asked in self._database.execute(query, (holder,)):
+                items = json.loads(asked) + json.loads(response)["output"]
+                found |= {item["id"]: item for item in items if item["id"] in wanted}
+        return found
+
+    def _use_items(self, ids: Sequence[str], owner: str) -> None:
+        use = """
+        UPDATE responses SET used = ? WHERE id = (SELECT response FROM items WHERE id = ?)
+        """
+        now = self._clock()
+        self._database.execute_all(use, [(now, place(item_id, owner)) for item_id in ids])
 
     def _use(self, response_id: str, owner: str) -> None:
         use = CHAIN + "UPDATE responses SET used = ? WHERE id IN (SELECT id FROM chain)"  # nosec B608

@@ -118,14 +118,18 @@ async def test_a_stored_response_is_its_keys_own(serve: Any, tmp_path: Path):
         made = await client.post("/v1/responses", json={"input": "hi"}, headers=alice)
         path = f"/v1/responses/{made.json()['id']}"
         again = {"input": "and?", "previous_response_id": made.json()["id"]}
+        [item] = made.json()["output"]
+        referring = {"input": [{"type": "item_reference", "id": item["id"]}]}
         for request in (
             client.get(path, headers=bob),
             client.get(f"{path}/input_items", headers=bob),
             client.delete(path, headers=bob),
             client.post("/v1/responses", json=again, headers=bob),
+            client.post("/v1/responses", json=referring, headers=bob),
         ):
             assert (await request).status_code == 404
-        assert (await client.post("/v1/responses", json=again, headers=alice)).status_code == 200
+        for body in (again, referring):
+            assert (await client.post("/v1/responses", json=body, headers=alice)).status_code == 200
         assert (await client.delete(path, headers=alice)).status_code == 200
 
 

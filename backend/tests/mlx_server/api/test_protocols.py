@@ -24,9 +24,12 @@ from mlx_manager.mlx_server.core import (
     Admitted,
     Event,
     Finished,
+    Message,
+    ReasoningDelta,
     Started,
     TextDelta,
     TokenLogprob,
+    ToolCall,
     ToolCallDelta,
     ToolCallStarted,
     Usage,
@@ -472,6 +475,71 @@ async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
     check("ErrorResponse", lost.json())
     [item] = listed["data"]
     assert item["content"] == [{"type": "input_text", "text": "hi"}]
+
+
+def reference(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+async def test_a_request_refers_to_items_that_were_kept_instead_of_sending_them(serve):
+    def script(request: Any) -> list[list[Event]]:
+        call = [ToolCallStarted(0, "c", "add"), ToolCallDelta(0, "{}")]
+        first = [ReasoningDelta("Hm"), TextDelta("So"), *call]
+        done = [TextDelta("Done"), Finished("stop", Usage(1, 2))]
+        begun = len(request.prompt.messages) == 1
+        ending = [*first, Finished("tool_calls", Usage(1, 2))] if begun else done
+        return [[Started(1)], ending]
+
+    backend = ScriptedBackend(script)
+    result = {"type": "function_call_output", "call_id": "c", "output": "42"}
+    async with serve(pool=ScriptedPool(backend)) as client:
+        first = await answered(client, RESPONSES, True, input=SAID)
+        path = f"/v1/responses/{first['id']}/input_items"
+        [asked] = (await client.get(path)).json()["data"]
+        said = [*map(reference, [asked, *first["output"]]), result]
+        second = await answered(client, RESPONSES, False, input=said)
+        path = f"/v1/responses/{second['id']}/input_items"
+        listed = (await client.get(path, params={"order": "asc"})).json()["data"]
+        going_on = [reference(second["output"][0]), SAID[0]]
+        await answered(client, RESPONSES, False, input=going_on, previous_response_id=first["id"])
+    by_reference, together = (request.prompt.messages for request in backend.requests[1:])
+    call = ToolCall("c", "add", "{}")
+    thought = Message("assistant", "So", reasoning="Hm", tool_calls=(call,))
+    hello = Message("user", "hi")
+    assert by_reference == (hello, thought, Message("tool", "42", tool_call_id="c"))
+    assert [message.content for message in together] == ["hi", "So\nDone", "hi"]
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item["type"] for item in listed] == kinds
+    assert listed[1]["content"] == first["output"][0]["content"]
+
+
+async def test_an_item_that_is_not_kept_is_a_404_that_names_it(serve):
+    async with serve() as client:
+        unkept = await answered(client, RESPONSES, False, store=False)
+        kept = await answered(client, RESPONSES, False)
+        await client.delete(f"/v1/responses/{kept['id']}")
+        for item in (unkept["output"][0], kept["output"][0], {"id": "msg_\0x"}):
+            asked = {"input": [*SAID, reference(item)]}
+            response = await client.post("/v1/responses", json=asked)
+            assert response.status_code == 404
+            check("ErrorResponse", response.json())
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == ("item_not_found", "input[1]")
+            assert repr(item["id"]) in error["message"]
+            assert "`store: false`" in error["message"]
+
+
+async def test_what_is_referred_to_counts_as_if_it_had_been_sent(serve):
+    content = [{"type": "input_text", "text": "hi"}] * 2
+    async with serve(max_parts=3) as client:
+        first = await answered(
+            client, RESPONSES, False, input=[{"role": "user", "content": content}]
+        )
+        path = f"/v1/responses/{first['id']}/input_items"
+        [item] = (await client.get(path)).json()["data"]
+        again = await client.post("/v1/responses", json={"input": [reference(item)] * 2})
+    assert again.status_code == 413
+    assert again.json()["error"]["message"].startswith("`input` has 4 content parts")
 
 
 @pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": "message"}])

@@ -36,6 +36,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
     InvalidParameter,
+    ItemNotFound,
     MLXManagerError,
     Overloaded,
     UnsupportedParameter,
@@ -59,7 +60,9 @@ def head(**fields: Any) -> ResponseHead:
 
 
 def ask(*history: dict[str, Any], **fields: Any) -> GenerationRequest:
-    return responses.request(head(**fields), responses.kept_items(history))
+    asked = head(**fields)
+    items = responses.input_items(asked.body, {})
+    return responses.request(asked, responses.kept_items(history), items)
 
 
 def conversation(*history: dict[str, Any], **fields: Any) -> Conversation:
@@ -150,7 +153,7 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
     given: dict[str, Any] = dict.fromkeys(NO_EFFECT - {"max_tool_calls"}, "x")
     body = ResponsesRequest.model_validate({"input": "hi", "max_tool_calls": 1, "later": 1} | given)
     assert body.unknown_fields() == ["later"]
-    assert responses.request(ResponseHead("m", body), [])
+    assert responses.request(ResponseHead("m", body), [], responses.input_items(body, {}))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,6 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
@@ -397,6 +399,31 @@ def test_items_are_numbered_as_the_request_has_them():
     assert caught.value.param == "input[1].type"
 
 
+@pytest.mark.parametrize(
+    "reference",
+    [
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": None, "id": "msg_1"},
+        {"id": "msg_1"},
+    ],
+)
+def test_an_item_that_was_kept_stands_where_it_is_referred_to(reference: dict[str, Any]):
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "So"}]}  # fmt: skip
+    body = head(input=[USER, reference, USER]).body
+    assert responses.references(body) == ["msg_1"]
+    items = responses.input_items(body, {"msg_1": said})
+    assert items == responses.kept_items([USER, said, USER])
+    with pytest.raises(ItemNotFound, match=r"`input\[1\]` .*'msg_1'.*`store: false`") as caught:
+        responses.input_items(body, {})
+    assert caught.value.param == "input[1]"
+
+
+def test_an_item_with_an_id_and_a_role_is_a_message():
+    body = head(input=[USER | {"id": "msg_1"}]).body
+    assert not responses.references(body)
+    assert responses.input_items(body, {}) == responses.kept_items([USER | {"id": "msg_1"}])
+
+
 def test_listed_items_have_ids_of_their_own():
     given = [{"type": "message", "role": "user", "content": text, "id": "x"} for text in "abc"]
     shown = responses.listed(Items.validate_python(given))
@@ -464,4 +491,5 @@ def test_a_response_shows_how_its_model_draws_where_the_request_is_silent():
     head = ResponseHead("m", body, lambda: {"temperature": 0.2, "top_p": 0.9})
     shown = responses.ResponseStream(head).response()
     assert (shown["temperature"], shown["top_p"]) == (0.2, 0.5)
-    assert responses.request(head, []).sampling == Sampling(temperature=0.2, top_p=0.5)
+    asked = responses.request(head, [], responses.input_items(body, {}))
+    assert asked.sampling == Sampling(temperature=0.2, top_p=0.5)

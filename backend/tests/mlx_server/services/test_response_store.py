@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import closing, suppress
@@ -140,6 +141,100 @@ async def test_in_a_file_without_a_total_the_oldest_make_place_too(tmp_path: Pat
             query = "SELECT COUNT(*) FROM responses WHERE id = ?"
             with closing(sqlite3.connect(path)) as reader:
                 assert reader.execute(query, (name,)).fetchone() == (there,)
+
+
+def answer(name: str, asked: list[Any], answered: list[Any]) -> StoredResponse:
+    response = {"id": name, "previous_response_id": None, "output": answered}
+    return StoredResponse(response, asked)
+
+
+QUESTION = {"id": "q", "text": "?"}
+ANSWER = {"id": "a", "text": "!"}
+
+
+async def test_an_item_is_found_by_its_id_for_as_long_as_its_response_is_kept():
+    clock = Clock()
+    store = ResponseStore(ResponseLimits(max_age=100), clock)
+    await store.save(answer("one", [QUESTION], [ANSWER]))
+    await store.save(answer("two", [{"id": "r"}], [{"id": "b"}]))
+    assert await store.items(["a", "q", "a", "x"]) == {"a": ANSWER, "q": QUESTION}
+    clock.now += 60
+    assert await store.items(["a"])
+    clock.now += 60
+    # It was used, and the other one was not.
+    assert await store.items(["a", "b", "r"]) == {"a": ANSWER}
+    await store.delete("one")
+    assert await store.items(["a", "q"]) == {}
+    assert store._database.number("SELECT COUNT(*) FROM items") == 0
+    store.close()
+
+
+async def test_an_item_goes_with_the_response_that_makes_place():
+    store = ResponseStore(ResponseLimits(max_bytes=3500), Clock())
+    for name in "abcd":
+        await store.save(answer(name, [], [{"id": f"of {name}", "text": "x" * 1000}]))
+    assert list(await store.items([f"of {name}" for name in "dcba"])) == ["of d", "of c", "of b"]
+    store.close()
+
+
+async def test_an_item_that_is_sent_again_stays_the_one_of_its_own_response():
+    store = ResponseStore(ResponseLimits(), Clock())
+    await store.save(answer("one", [QUESTION], [ANSWER]))
+    await store.save(answer("two", [ANSWER | {"text": "edited"}], [{"id": "b"}]))
+    assert await store.items(["a"]) == {"a": ANSWER}
+    await store.delete("two")
+    assert await store.items(["a", "b"]) == {"a": ANSWER}
+    store.close()
+
+
+async def test_a_key_finds_the_items_of_its_own_responses_alone():
+    store = ResponseStore(ResponseLimits(), Clock())
+    mine, yours = {"id": "a", "text": "alice's"}, {"id": "a", "text": "bob's"}
+    await store.save(answer("one", [], [mine]), "alice")
+    await store.save(answer("two", [], [yours]), "bob")
+    assert await store.items(["a"], "alice") == {"a": mine}
+    assert await store.items(["a"], "bob") == {"a": yours}
+    assert await store.items(["a"], "carol") == await store.items(["a"]) == {}
+    store.close()
+
+
+async def test_items_are_read_also_where_their_use_can_not_be_written():
+    store = ResponseStore(ResponseLimits(), Clock())
+    await store.save(answer("one", [QUESTION], [ANSWER]))
+    # As on a disk that is full.
+    store._database._connection.execute("PRAGMA query_only = ON")
+    assert await store.items(["a"]) == {"a": ANSWER}
+    store.close()
+
+
+async def test_in_a_file_of_an_elder_server_items_are_found_too(tmp_path: Path):
+    path = tmp_path / "responses.db"
+
+    def row(name: str, owner: str, output: str) -> tuple[object, ...]:
+        response = f'{{"id": "{name}", "previous_response_id": null, "output": {output}}}'
+        return f"{owner}{name}", None, 1000.0, 100, response, json.dumps([QUESTION | {"of": name}])
+
+    with closing(sqlite3.connect(path)) as elder, elder:
+        elder.execute(TABLE)
+        keep = "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)"
+        elder.execute(keep, row("one", "bob/", json.dumps([ANSWER])))
+        elder.execute(keep, row("two", "", '[{"id": "n", "value": nan}]'))
+        elder.execute(keep, row("three", "", json.dumps([{"id": "c"}])))
+    with closing(ResponseStore(ResponseLimits(path), Clock())) as store:
+        assert await store.items(["a", "q"], "bob") == {"a": ANSWER, "q": QUESTION | {"of": "one"}}
+        # What is no JSON to SQLite can be deleted, at least.
+        assert await store.items(["n", "c", "q"]) == {
+            "c": {"id": "c"},
+            "q": QUESTION | {"of": "three"},
+        }
+        await store.delete("two")
+        # The elder one, which knows nothing of items, keeps another beside this one.
+        with closing(sqlite3.connect(path)) as elder, elder:
+            elder.execute(keep, row("four", "bob/", json.dumps([{"id": "d"}])))
+            elder.execute("DELETE FROM responses WHERE id = 'bob/one'")
+        assert await store.items(["a", "d"], "bob") == {"d": {"id": "d"}}
+    with closing(ResponseStore(ResponseLimits(path), Clock())) as again:
+        assert await again.items(["a", "d"], "bob") == {"d": {"id": "d"}}
 
 
 async def test_to_keep_one_more_takes_no_longer_the_more_there_are():

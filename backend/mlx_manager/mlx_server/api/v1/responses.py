@@ -38,14 +38,8 @@ async def create_response(request: Request) -> Response:
     body = await read(request, ResponsesRequest, server.settings.api)
     model = server.pool.resolve(body.model)
     head = responses.ResponseHead(model, body, partial(server.pool.sampling, model))
-    earlier, owner = body.previous_response_id, caller_of(request)
-    history: list[Item] = []
-    if earlier is not None:
-        kept = await server.responses.history(earlier, owner)
-        said = [*kept, *(item.model_dump() for item in responses.input_items(body))]
-        check_counts("input", said, server.settings.api, earlier="previous_response_id")
-        history = responses.kept_items(kept)
-    asked = responses.request(head, history)
+    history, said = await _conversation(request, body)
+    asked = responses.request(head, history, said)
     stream = responses.ResponseStream(head)
     inference = server.inference(request, body)
     if body.truncation == "auto":
@@ -53,7 +47,7 @@ async def create_response(request: Request) -> Response:
     else:
         progress = inference.generate([asked])
     if body.store is not False:
-        items = responses.listed(responses.input_items(body))
+        items, owner = responses.listed(said), caller_of(request)
 
         async def save() -> None:
             try:
@@ -65,6 +59,26 @@ async def create_response(request: Request) -> Response:
 
         progress = saving(progress, save)
     return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
+
+
+async def _conversation(request: Request, body: ResponsesRequest) -> tuple[list[Item], list[Item]]:
+    """The items before a request, and its own, with what it refers to in its place.
+
+    Raises:
+        ResponseNotFound: what it goes on from is not there.
+        ItemNotFound: what it refers to is not there.
+        RequestTooLarge: more messages, content parts or images than may be.
+    """
+    server, owner = server_of(request), caller_of(request)
+    earlier, wanted = body.previous_response_id, responses.references(body)
+    kept = [] if earlier is None else await server.responses.history(earlier, owner)
+    found = await server.responses.items(wanted, owner) if wanted else {}
+    said = responses.input_items(body, found)
+    if earlier is not None or wanted:
+        every = [*kept, *(item.model_dump() for item in said)]
+        beside = "previous_response_id" if earlier is not None else ""
+        check_counts("input", every, server.settings.api, earlier=beside)
+    return responses.kept_items(kept), said
 
 
 @router.get("/responses/{response_id}")
