@@ -55,7 +55,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     PromptRequest,
     TokenizeRequest,
 )
-from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
+from mlx_manager.mlx_server.schemas.responses import InputTokensRequest, ResponsesRequest
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
@@ -83,6 +83,7 @@ BODIES: list[type[BaseModel]] = [
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    InputTokensRequest,
     MessagesRequest,
     PromptRequest,
     RerankRequest,

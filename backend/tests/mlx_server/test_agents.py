@@ -119,6 +119,13 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
     assert by_hand.usage
     assert going_on.usage
     assert by_hand.usage.input_tokens == going_on.usage.input_tokens
+    counted = gpt.responses.input_tokens.count(
+        input=[output], previous_response_id=streamed.id, model=MODEL, tools=[OPENAI_TOOL]
+    )
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == going_on.usage.input_tokens
+    with pytest.raises(openai.UnprocessableEntityError, match="compact` is not supported"):
+        gpt.responses.compact(model=MODEL, input=QUESTION)
     assert gpt.responses.retrieve(going_on.id).output_text == going_on.output_text
     assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
     gpt.responses.delete(going_on.id)

@@ -118,6 +118,11 @@ ROUTES = (
         responses.UNSUPPORTED,
         responses_schemas.NO_EFFECT,
     ),
+    Route(
+        "/v1/responses/input_tokens",
+        responses_schemas.InputTokensRequest,
+        responses.UNSUPPORTED,
+    ),
     Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
     Route(
         "/v1/messages/count_tokens",

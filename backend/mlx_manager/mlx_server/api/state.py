@@ -38,6 +38,7 @@ PROTOCOLS = {
     "/messages/count_tokens": "messages",
     "/rerank": "rerank",
     "/responses": "responses",
+    "/responses/input_tokens": "responses",
     "/tokenize": "tokens",
     "/tokenizer_info": "tokens",
 }

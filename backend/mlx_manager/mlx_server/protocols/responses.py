@@ -55,6 +55,7 @@ from mlx_manager.mlx_server.schemas.responses import (
     Content,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputTokensRequest,
     Item,
     ItemReference,
     Items,
@@ -152,7 +153,8 @@ def request(
         UnsupportedParameter: a field or a kind of item that can't be honoured.
     """
     body = head.body
-    _refuse(body)
+    refuse_unsupported(body, UNSUPPORTED)
+    _check_include(body.include or ())
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
     return GenerationRequest(
         model=head.model,
@@ -170,13 +172,27 @@ def kept_items(history: Sequence[JsonItem]) -> list[Item]:
     return Items.validate_python(history)
 
 
-def references(body: ResponsesRequest) -> list[str]:
+def counted(
+    model: str, body: InputTokensRequest, history: Sequence[Item], items: Sequence[Item]
+) -> GenerationRequest:
+    """What a response to the same would begin with, of which nothing is to be generated.
+
+    Raises:
+        InvalidParameter: as `request`.
+        UnsupportedParameter: as `request`.
+    """
+    refuse_unsupported(body, UNSUPPORTED)
+    prompt = _conversation(body, history, items)
+    return GenerationRequest(model, prompt, constraint=_constraint(body.text))
+
+
+def references(body: InputTokensRequest) -> list[str]:
     """The ids of the kept items that the request refers to."""
-    given = [] if isinstance(body.input, str) else body.input
+    given = body.input if isinstance(body.input, list) else []
     return [item.id for item in given if isinstance(item, ItemReference)]
 
 
-def input_items(body: ResponsesRequest, kept: Mapping[str, JsonItem]) -> list[Item]:
+def input_items(body: InputTokensRequest, kept: Mapping[str, JsonItem]) -> list[Item]:
     """The request's items.
 
     kept: those that it refers to, by their ids, as `listed` or streamed.
@@ -189,7 +205,7 @@ def input_items(body: ResponsesRequest, kept: Mapping[str, JsonItem]) -> list[It
     found = {name: Items.validate_python([item])[0] for name, item in kept.items()}
     return [
         _referred(item.id, found, f"input[{index}]") if isinstance(item, ItemReference) else item
-        for index, item in enumerate(body.input)
+        for index, item in enumerate(body.input or ())
     ]
 
 
@@ -226,13 +242,8 @@ class Shortened:
         return replace(self._request, prompt=shorter)
 
 
-def _refuse(body: ResponsesRequest) -> None:
-    refuse_unsupported(body, UNSUPPORTED)
-    if body.reasoning is not None:
-        refuse_unsupported(body.reasoning, UNSUPPORTED_OF_REASONING, "reasoning.")
-    if body.text is not None:
-        refuse_unsupported(body.text, UNSUPPORTED_OF_TEXT, "text.")
-    for index, name in enumerate(body.include or ()):
+def _check_include(names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
         if name not in INCLUDABLE:
             raise InvalidParameter(
                 f"`include[{index}]` {name!r} is unknown; possible are {_listing(INCLUDABLE)}.",
@@ -260,8 +271,12 @@ def _constraint(text: TextOptions | None) -> Constraint | None:
 
 
 def _conversation(
-    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
+    body: InputTokensRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> Conversation:
+    if body.reasoning is not None:
+        refuse_unsupported(body.reasoning, UNSUPPORTED_OF_REASONING, "reasoning.")
+    if body.text is not None:
+        refuse_unsupported(body.text, UNSUPPORTED_OF_TEXT, "text.")
     said = [*_system(body), *_messages(history, items)]
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
@@ -362,7 +377,7 @@ def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 # -- Items → messages -------------------------------------------------------------------------
 
 
-def _system(body: ResponsesRequest) -> Iterator[Message]:
+def _system(body: InputTokensRequest) -> Iterator[Message]:
     if body.instructions:
         yield Message("system", body.instructions)
 

@@ -274,22 +274,13 @@ Input = Annotated[
 ]
 
 
-class ResponsesRequest(Timed):
-    """`POST /v1/responses`."""
+class InputTokensRequest(Timed):
+    """`POST /v1/responses/input_tokens`, and what a response's prompt is made of."""
 
     model: ModelName | None = Field(None, description="Model id; the server's default when absent")
-    input: Input = Field(description="Text, or a list of items")
+    input: Input | None = Field(None, description="Text, or a list of items")
     instructions: str | None = Field(None, description="System text, for this answer only")
     previous_response_id: str | None = Field(None, description="What the conversation goes on from")
-    store: bool | None = Field(None, description="Keep the answer to go on from; default true")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events")
-    max_output_tokens: MaxTokens | None = Field(
-        None, description="Most tokens generated, reasoning included; default: the context"
-    )
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     tools: Many[ResponsesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, a function by name, or allowed_tools"
@@ -300,6 +291,22 @@ class ResponsesRequest(Timed):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto leaves the oldest turns out of a conversation that is too long"
     )
+    conversation: Any = Field(None, description="Conversation kept by the server")
+
+
+class ResponsesRequest(InputTokensRequest):
+    """`POST /v1/responses`."""
+
+    input: Input = Field(description="Text, or a list of items")
+    store: bool | None = Field(None, description="Keep the answer to go on from; default true")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events")
+    max_output_tokens: MaxTokens | None = Field(
+        None, description="Most tokens generated, reasoning included; default: the context"
+    )
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy; default: the model's, or 1"
+    )
+    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     include: Many[str] | None = Field(
         None,
         description="message.output_text.logprobs, reasoning.encrypted_content; what hosted tools "
@@ -317,7 +324,6 @@ class ResponsesRequest(Timed):
     stream_options: Any = Field(None, description="No effect: events are never padded")
 
     background: bool | None = Field(None, description="Answer later")
-    conversation: Any = Field(None, description="Conversation kept by the server")
     context_management: list[Any] | None = Field(None, description="Compaction")
     moderation: Any = Field(None, description="Moderate input and output")
     prompt: Any = Field(None, description="Template kept by the server")
@@ -342,6 +348,11 @@ class ResponsesResponse(Wire):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     usage: dict[str, Any] | None
+
+
+class InputTokens(Wire):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DeletedResponse(Wire):

@@ -9,7 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
@@ -316,6 +321,25 @@ class Inference:
             RequestTimedOut: one of the limits has been reached.
             MLXManagerError: there is no such model, or it has no answer.
         """
+        async with self._asking(model, kind) as (call, backend):
+            return await call.wait(self.calls.questions.run(partial(question, backend)))
+
+    async def count(self, requests: EverShorter) -> int:
+        """The tokens of the prompt that `generate_fitting` would read.
+
+        Raises:
+            MLXManagerError: as `ask`.
+        """
+        async with self._asking(requests[0].model, "text") as (call, backend):
+            fitting = await call.wait(first_fitting(backend, requests))
+            tokenize = partial(backend.tokenize, fitting.prompt)
+            return len((await call.wait(self.calls.questions.run(tokenize))).ids)
+
+    @asynccontextmanager
+    async def _asking(
+        self, model: str, kind: Literal["text"] | None
+    ) -> AsyncGenerator[tuple[Call, TokenBackend], None]:
+        """A model's tokenizer, and the call that waits for it."""
         shown = self.reading(model, self.caller.request_id)
         leasing = self.pool.lease(model, kind)
         with self.calls.enter([shown], self.limits) as call:
@@ -323,7 +347,7 @@ class Inference:
                 call.enter("load")
                 lease = await call.wait(held.enter_async_context(leasing))
                 call.enter("prompt")
-                return await call.wait(self.calls.questions.run(partial(question, lease.backend)))
+                yield call, lease.backend
 
     def reading(self, model: str, request_id: str) -> GenerationRequest:
         """What those who watch the calls see of one that generates nothing."""

@@ -23,6 +23,7 @@ def test_the_docs_describe_every_body_and_refer_to_nothing_that_is_missing():
         ("/v1/completions", "CompletionRequest"),
         ("/v1/messages", "MessagesRequest"),
         ("/v1/responses", "ResponsesRequest"),
+        ("/v1/responses/input_tokens", "InputTokensRequest"),
         ("/v1/messages/count_tokens", "CountTokensRequest"),
     ):
         content = described["paths"][path]["post"]["requestBody"]["content"]

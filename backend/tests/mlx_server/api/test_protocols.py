@@ -443,6 +443,45 @@ async def test_tokens_are_counted_without_generating(serve):
     assert not backend.requests
 
 
+async def test_the_tokens_of_what_a_response_goes_on_from_and_refers_to_are_counted(serve):
+    backend = ScriptedBackend(lambda _: says("one two three"))
+    async with serve(pool=ScriptedPool(backend)) as client:
+        first = await answered(client, RESPONSES, False, input="a b c d")
+        generated = len(backend.requests)
+        [item] = first["output"]
+
+        async def count(**fields: Any) -> Any:
+            answer = await client.post("/v1/responses/input_tokens", json=fields)
+            check("TokenCountsResource", answer.json())
+            return answer.json()["input_tokens"], answer.headers.get("x-unknown-fields")
+
+        assert await count(input="hi", instructions="Be brief.", personality="x") == (
+            3,
+            "personality",
+        )
+        assert await count(previous_response_id=first["id"]) == (7, None)
+        assert await count(input=[reference(item), *SAID]) == (4, None)
+        long = [{"role": "user", "content": "word " * 3000} for _ in range(5)]
+        assert await count(input=long) == (15000, None)
+        assert await count(input=long, truncation="auto") == (6000, None)
+        lost = await client.post(
+            "/v1/responses/input_tokens", json={"input": [{"id": "x"}], "model": None}
+        )
+        nothing = await client.post("/v1/responses/input_tokens", json={})
+    assert lost.status_code == 404
+    assert nothing.json()["error"]["message"] == "`input` is empty."
+    assert len(backend.requests) == generated
+
+
+async def test_a_compaction_is_refused_by_name(serve):
+    async with serve() as client:
+        response = await client.post("/v1/responses/compact", json={"input": "hi"})
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"].startswith("`/v1/responses/compact` is not supported by this server.")
+
+
 async def test_a_conversation_has_no_more_messages_for_having_been_sent_piece_by_piece(serve):
     async with serve(max_messages=4) as client:
         first = await answered(client, RESPONSES, False, input=[SAID[0]] * 2)

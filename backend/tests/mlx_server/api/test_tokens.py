@@ -124,6 +124,27 @@ async def test_what_no_message_may_ask_for_is_not_counted_either(client: httpx.A
     assert counted.json()["error"] == sent.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tools"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]"),
+        ({"input": []}, "input"),
+    ],
+)
+async def test_what_no_response_may_ask_for_is_not_counted_either(
+    client: httpx.AsyncClient, fields: dict[str, object], param: str
+):
+    counted = await client.post("/v1/responses/input_tokens", json={"input": HELLO} | fields)
+    sent = await client.post("/v1/responses", json={"input": HELLO} | fields)
+    assert counted.status_code == sent.status_code == 422
+    assert counted.json()["error"] == sent.json()["error"]
+    assert param in counted.json()["error"]["message"]
+
+
 async def test_another_model_is_unknown(client: httpx.AsyncClient):
     answer = await client.post("/v1/tokenize", json={"prompt": "a", "model": "gpt-9"})
     assert answer.status_code == 404
@@ -137,6 +158,7 @@ async def test_another_model_is_unknown(client: httpx.AsyncClient):
         ("/v1/detokenize", {"tokens": [1]}),
         ("/v1/apply-template", {"messages": HELLO}),
         ("/v1/messages/count_tokens", {"messages": HELLO}),
+        ("/v1/responses/input_tokens", {"input": HELLO}),
     ],
 )
 async def test_a_model_that_takes_long_to_load_is_waited_for_within_the_limits(

@@ -1,4 +1,4 @@
-"""`/v1/responses`: create one, and look at those that were kept."""
+"""`/v1/responses`: create one, count what it would read, and look at those that were kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from mlx_manager.mlx_server.api.connection import check_counts, read
+from mlx_manager.mlx_server.api.connection import (
+    UntilHangup,
+    check_counts,
+    read,
+    unknown_header,
+)
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
@@ -16,6 +21,8 @@ from mlx_manager.mlx_server.errors import InvalidParameter, StorageFailed, Unsup
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.schemas.responses import (
     DeletedResponse,
+    InputTokens,
+    InputTokensRequest,
     Item,
     ItemList,
     ResponsesRequest,
@@ -61,7 +68,32 @@ async def create_response(request: Request) -> Response:
     return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
 
 
-async def _conversation(request: Request, body: ResponsesRequest) -> tuple[list[Item], list[Item]]:
+@router.post("/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
+async def count_input_tokens(request: Request, response: Response) -> InputTokens:
+    """The tokens that a response's prompt takes."""
+    server = server_of(request)
+    body = await read(request, InputTokensRequest, server.settings.api)
+    response.headers.update(unknown_header(body))
+    model = server.pool.resolve(body.model)
+    asked = responses.counted(model, body, *await _conversation(request, body))
+    inference = server.inference(request, body)
+    async with UntilHangup(request.receive):
+        fitting = responses.Shortened(asked) if body.truncation == "auto" else [asked]
+        return InputTokens(input_tokens=await inference.count(fitting))
+
+
+@router.post("/responses/compact", include_in_schema=False)
+async def compact_response() -> None:
+    """Refused: what it makes of a conversation is nothing that a model here can read."""
+    raise UnsupportedParameter(
+        "`/v1/responses/compact` is not supported by this server. Ask for a summary in a message, "
+        "or send `truncation: auto`, which leaves out the oldest turns."
+    )
+
+
+async def _conversation(
+    request: Request, body: InputTokensRequest
+) -> tuple[list[Item], list[Item]]:
     """The items before a request, and its own, with what it refers to in its place.
 
     Raises:
