@@ -128,6 +128,11 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
         gpt.responses.compact(model=MODEL, input=QUESTION)
     assert gpt.responses.retrieve(going_on.id).output_text == going_on.output_text
     assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
+    logprobs: Any = ["message.output_text.logprobs"]
+    assert gpt.responses.input_items.list(streamed.id, include=logprobs).data
+    with pytest.raises(openai.UnprocessableEntityError, match="logprobs") as caught:
+        gpt.responses.retrieve(going_on.id, include=logprobs)
+    assert caught.value.param == "include[0]"
     gpt.responses.delete(going_on.id)
     with pytest.raises(openai.NotFoundError):
         gpt.responses.retrieve(going_on.id)

@@ -88,6 +88,10 @@ for the key that asked. `previous_response_id` goes on from all of them, and tho
 afterwards, as if it had been sent. What is not kept, or no longer (`DELETE`,
 `MLX_SERVER_RESPONSE_STORE_DAYS`, `MLX_SERVER_RESPONSE_STORE_MB`), is a 404 that names it. An item
 that is sent again with its id remains that of the response where it was first.
+
+`include` of `GET /v1/responses/{id}` and its `/input_items` takes what the request's own does.
+`reasoning.encrypted_content` is made for whatever was thought;
+`message.output_text.logprobs` of a text that was kept without them is refused.
 """
 
 

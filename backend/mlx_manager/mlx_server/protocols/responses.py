@@ -449,6 +449,42 @@ def _opened(kept: str) -> str | None:
         return None
 
 
+# -- Kept items → items with what is to be included --------------------------------------------
+
+
+def including(items: Sequence[JsonItem], include: Sequence[str]) -> list[JsonItem]:
+    """
+    items: as `listed` or streamed.
+
+    Raises:
+        InvalidParameter: there is nothing of such a name.
+        UnsupportedParameter: log probabilities of a text that was kept without.
+    """
+    _check_include(include)
+    if LOGPROBS in include and any(map(_lacks_logprobs, items)):
+        param = f"include[{include.index(LOGPROBS)}]"
+        raise UnsupportedParameter(
+            f"`{param}` {LOGPROBS!r} is not supported here: a text's are kept with the answer that "
+            "it is, if its request included them.",
+            param=param,
+        )
+    return [_with_thinking(item) for item in items] if ENCRYPTED in include else list(items)
+
+
+def _lacks_logprobs(item: JsonItem) -> bool:
+    match item:
+        case {"type": "message", "role": "assistant", "content": list(parts)}:
+            return any(part["text"] and not part["logprobs"] for part in parts)
+    return False
+
+
+def _with_thinking(item: JsonItem) -> JsonItem:
+    if item["type"] != "reasoning" or item.get("encrypted_content") is not None:
+        return item
+    thinking = _thinking(ReasoningItem.model_validate(item))
+    return item if thinking is None else item | {"encrypted_content": _closed(thinking)}
+
+
 # -- Items → items that can be listed ----------------------------------------------------------
 
 

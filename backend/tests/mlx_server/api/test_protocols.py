@@ -593,6 +593,36 @@ async def test_an_item_that_names_no_type_is_a_message(serve, kind: dict[str, An
     assert listed["data"][0]["type"] == "message"
 
 
+@pytest.mark.parametrize("name", ["include", "include[]"])
+async def test_what_is_to_be_included_of_a_kept_response_is_or_is_refused_by_name(serve, name: str):
+    script: Script = lambda _: [[ReasoningDelta("Hm"), TextDelta("So"), Finished("stop", Usage(1, 2))]]  # noqa: E731  # fmt: skip
+    encrypted, logprobs = "reasoning.encrypted_content", "message.output_text.logprobs"
+    async with serve(script) as client:
+        plain = await answered(client, RESPONSES, False)
+        whole = await answered(client, RESPONSES, False, include=[encrypted])
+        again = await answered(client, RESPONSES, False, input=plain["output"])
+        path = f"/v1/responses/{plain['id']}"
+        listing = f"/v1/responses/{again['id']}/input_items"
+        told = (await client.get(path, params={name: encrypted})).json()
+        # What hosted tools find is never there, as in a request.
+        nothing = await client.get(path, params={name: "file_search_call.results"})
+        listed = (await client.get(listing, params={name: [encrypted]})).json()["data"]
+        for place in (path, listing):
+            unknown = await client.get(place, params={name: [encrypted, "everything"]})
+            unkept = await client.get(place, params={name: [encrypted, logprobs]})
+            assert (unknown.status_code, unkept.status_code) == (422, 422)
+            assert (
+                unknown.json()["error"]["param"] == unkept.json()["error"]["param"] == "include[1]"
+            )
+            assert "'everything' is unknown" in unknown.json()["error"]["message"]
+            assert logprobs in unkept.json()["error"]["message"]
+    assert nothing.json() == plain
+    thinking = whole["output"][0]["encrypted_content"]
+    assert told["output"][0]["encrypted_content"] == thinking
+    assert told["output"][1] == plain["output"][1]
+    assert [item.get("encrypted_content") for item in listed] == [None, thinking]
+
+
 async def test_input_items_come_in_pages(serve):
     said = [{"role": "user", "content": str(number)} for number in range(5)]
     async with serve() as client:

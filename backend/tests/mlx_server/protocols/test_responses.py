@@ -424,6 +424,40 @@ def test_an_item_with_an_id_and_a_role_is_a_message():
     assert responses.input_items(body, {}) == responses.kept_items([USER | {"id": "msg_1"}])
 
 
+def test_what_is_included_of_thinking_that_was_kept_can_be_read_again():
+    happened = [Started(1), ReasoningDelta("Hm"), TextDelta("So"), Finished("stop", Usage(1, 2))]
+    kept = collected(happened)["output"]
+    assert responses.including(kept, []) == kept
+    told = responses.including(kept, ["reasoning.encrypted_content"])
+    at_once = collected(happened, include=["reasoning.encrypted_content"])["output"]
+    assert told[0]["encrypted_content"] == at_once[0]["encrypted_content"]
+    assert "encrypted_content" not in kept[0]
+    assert told[1] == kept[1]
+    closed = {"type": "reasoning", "summary": [], "encrypted_content": told[0]["encrypted_content"]}
+    foreign = closed | {"encrypted_content": "of another server"}
+    unread = {"type": "reasoning", "summary": []}
+    shown = responses.listed(Items.validate_python([closed, foreign, unread, USER]))
+    assert responses.including(shown, ["reasoning.encrypted_content"]) == shown
+
+
+def test_log_probabilities_that_nobody_asked_for_can_not_be_included_later():
+    scored = TextDelta("a", (TokenLogprob(1, b"a", -0.5, ()),))
+    happened = [Started(1), ReasoningDelta("Hm"), scored, Finished("stop", Usage(1, 2))]
+    wanted = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    [_, told] = responses.including(collected(happened, top_logprobs=2)["output"], wanted)
+    assert told["content"][0]["logprobs"][0]["logprob"] == -0.5
+    said = [{"role": "assistant", "content": "So"}]
+    for kept in (
+        collected([TextDelta("a"), Finished("stop", Usage(1, 2))])["output"],
+        responses.listed(Items.validate_python(said)),
+    ):
+        with pytest.raises(UnsupportedParameter, match="logprobs") as caught:
+            responses.including(kept, wanted)
+        assert caught.value.param == "include[1]"
+    users = responses.listed(Items.validate_python([USER]))
+    assert responses.including(users, wanted) == users
+
+
 def test_listed_items_have_ids_of_their_own():
     given = [{"type": "message", "role": "user", "content": text, "id": "x"} for text in "abc"]
     shown = responses.listed(Items.validate_python(given))

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
@@ -113,16 +113,28 @@ async def _conversation(
     return responses.kept_items(kept), said
 
 
+def included(
+    include: Annotated[list[str], Query(default_factory=list)],
+    bracketed: Annotated[list[str], Query(default_factory=list, alias="include[]")],
+) -> list[str]:
+    """What is to be included. OpenAI's packages write a list's name with brackets."""
+    return include + bracketed
+
+
+Include = Annotated[list[str], Depends(included)]
+
+
 @router.get("/responses/{response_id}")
 async def retrieve_response(
-    request: Request, response_id: str, stream: bool = False
+    request: Request, response_id: str, include: Include, stream: bool = False
 ) -> dict[str, Any]:
     """A response that was kept."""
     if stream:
         raise UnsupportedParameter(
             "`stream` is not supported for a response that is complete.", param="stream"
         )
-    return (await server_of(request).responses.find(response_id, caller_of(request))).response
+    kept = (await server_of(request).responses.find(response_id, caller_of(request))).response
+    return kept | {"output": responses.including(kept["output"], include)}
 
 
 @router.delete("/responses/{response_id}")
@@ -136,6 +148,8 @@ async def delete_response(request: Request, response_id: str) -> DeletedResponse
 async def list_input_items(
     request: Request,
     response_id: str,
+    *,
+    include: Include,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
@@ -149,7 +163,7 @@ async def list_input_items(
         if after not in ids:
             raise InvalidParameter(f"`after`: there is no item {after!r}.", param="after")
         items = items[ids.index(after) + 1 :]
-    page = items[:limit]
+    page = responses.including(items[:limit], include)
     return ItemList(
         data=page,
         first_id=page[0]["id"] if page else None,
