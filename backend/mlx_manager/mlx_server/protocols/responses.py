@@ -526,7 +526,10 @@ def _listed(item: Item) -> JsonItem:
                 "status": "completed",
             }
         case _:
-            return item.model_dump(exclude_none=True) | {"id": _id_of(item)}
+            # Reasoning: all else has been refused.
+            thought = item.model_dump(exclude_none=True)
+            finite: JsonItem = to_jsonable_python(thought, inf_nan_mode="null")
+            return {"summary": []} | finite | {"id": _id_of(item)}
 
 
 def _id_of(item: Item) -> str:

@@ -472,12 +472,20 @@ def test_items_of_a_request_are_listed_in_the_sdks_shape_and_mean_the_same():
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "1"},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So"}]},
+        {"type": "reasoning", "summary": None, "encrypted_content": "mlx-manager:SG0="},
     ]
     shown = responses.listed(Items.validate_python(given))
     for item in shown:
         strictly(ResponseItem, item)
     assert len({item["id"] for item in shown}) == len(shown)
     assert conversation(input=shown) == conversation(input=given)
+
+
+def test_what_no_json_number_can_be_is_listed_as_null():
+    given = json.loads('[{"type": "reasoning", "summary": [], "score": 1e999}]')
+    [shown] = responses.listed(Items.validate_python(given))
+    assert shown["score"] is None
 
 
 def test_functions_of_a_namespace_are_called_by_their_full_names_and_told_by_their_own():
