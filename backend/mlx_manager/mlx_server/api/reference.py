@@ -66,6 +66,13 @@ are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Py
 that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of types
 ("dict", "float", "tuple", "any") are understood in parameters.
 
+## Anthropic's messages
+
+With `thinking.display` "omitted" the answer's thinking blocks have no text, and their signature
+carries the thinking (it is no secret): a block that is sent back is read by the model again. With
+"summarized", and without it, thinking is given as the model wrote it; there are no summaries. A
+block without text that another server signed is left out of the conversation.
+
 ## Seeds
 
 A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a

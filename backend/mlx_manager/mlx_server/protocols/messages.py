@@ -47,6 +47,7 @@ from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
 from mlx_manager.mlx_server.protocols.pieces import whole
+from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.anthropic import (
     Block,
     CountTokensRequest,
@@ -90,12 +91,23 @@ NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """What is known of an answer before it begins. `request_id` is named in its errors."""
+    """What is known of an answer before it begins. `request_id` is named in its errors, and
+    `omits_thinking` says that the thinking is kept by the client, and not shown."""
 
     model: str
     request_id: str
     max_tokens: int
+    omits_thinking: bool = False
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+
+def head(body: MessagesRequest, model: str, request_id: str) -> MessageHead:
+    return MessageHead(
+        model=model,
+        request_id=request_id,
+        max_tokens=body.max_tokens,
+        omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+    )
 
 
 def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
@@ -175,12 +187,6 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
     thinking = body.thinking
     if thinking is None:
         return MappingProxyType(args)
-    if thinking.display == "omitted":
-        raise UnsupportedParameter(
-            "`thinking.display` 'omitted' is not supported: nobody but the client keeps the "
-            "thinking for the next turn.",
-            param="thinking.display",
-        )
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise InvalidParameter(
             "`thinking.budget_tokens` goes with type 'enabled', and only with it.",
@@ -283,8 +289,8 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
         match block:
             case TextBlock(text=text):
                 texts.append(text)
-            case ThinkingBlock(thinking=thinking):
-                thoughts.append(thinking)
+            case ThinkingBlock(thinking=thinking, signature=signature):
+                thoughts.append(thinking or opened(signature) or "")
             case RedactedThinkingBlock():
                 pass
             case ToolUseBlock():
@@ -296,7 +302,7 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
     return Message(
         "assistant",
         "\n".join(texts),
-        reasoning="\n".join(thoughts) or None,
+        reasoning="\n".join(filter(None, thoughts)) or None,
         tool_calls=tuple(calls),
     )
 
@@ -357,9 +363,13 @@ def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
 # ---------------------------------------------------------------------------------------------
 
 
-def _signature(thinking: str) -> str:
-    """What stands for Anthropic's proof of origin. Clients hand it back and look no further."""
-    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
+def _thinking(head: MessageHead, thinking: str) -> ThinkingBlock:
+    """The signature stands for Anthropic's proof of origin: clients hand it back and look no
+    further. Where the thinking is omitted, it is what carries it."""
+    if head.omits_thinking:
+        return ThinkingBlock(type="thinking", thinking="", signature=closed(thinking))
+    signature = base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
+    return ThinkingBlock(type="thinking", thinking=thinking, signature=signature)
 
 
 def _start(head: MessageHead, started: Started) -> MessagesResponse:
@@ -450,9 +460,11 @@ class MessageStream:
                 return self._enter({"type": "text", "text": ""}) + self._delta(delta)
             case ReasoningDelta(text):
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                opened = self._enter(block)
+                begun = self._enter(block)
                 self._thinking.append(text)
-                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+                if self.head.omits_thinking:
+                    return begun
+                return begun + self._delta({"type": "thinking_delta", "thinking": text})
             case ToolCallStarted(_, call_id, name):
                 return self._enter({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case ToolCallDelta(_, arguments):
@@ -483,7 +495,7 @@ class MessageStream:
             return ""
         signed = ""
         if self._block == "thinking":
-            signature = _signature("".join(self._thinking))
+            signature = _thinking(self.head, "".join(self._thinking)).signature
             signed = self._delta({"type": "signature_delta", "signature": signature})
             self._thinking.clear()
         self._block = ""
@@ -510,7 +522,7 @@ class _Open:
     call: ToolCallStarted | None = None
     pieces: list[str] = field(default_factory=list)
 
-    def block(self, *, cut: bool) -> TextBlock | ThinkingBlock | ToolUseBlock:
+    def block(self, head: MessageHead, *, cut: bool) -> TextBlock | ThinkingBlock | ToolUseBlock:
         """
         cut: whether the token limit came within it.
 
@@ -522,7 +534,7 @@ class _Open:
             given = _input(self.call.name, text, cut=cut)
             return ToolUseBlock(type="tool_use", id=self.call.id, name=self.call.name, input=given)
         if self.kind == "thinking":
-            return ThinkingBlock(type="thinking", thinking=text, signature=_signature(text))
+            return _thinking(head, text)
         return TextBlock(type="text", text=text)
 
 
@@ -593,7 +605,8 @@ class MessageAnswer:
                 self._blocks[-1].pieces.append(arguments)
             case Finished():
                 last = len(self._blocks) - 1 if event.reason == "length" else None
-                self._content = [b.block(cut=i == last) for i, b in enumerate(self._blocks)]
+                blocks = enumerate(self._blocks)
+                self._content = [block.block(self.head, cut=i == last) for i, block in blocks]
                 self._finished = event
 
     def _grow(self, kind: str, text: str) -> None:

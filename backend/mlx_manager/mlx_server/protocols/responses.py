@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import secrets
 import time
@@ -51,6 +50,7 @@ from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whole
+from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.responses import (
     Content,
     FunctionCallItem,
@@ -105,9 +105,6 @@ INCLUDABLE = frozenset(
     }
 )
 """All that may be asked for; beyond the first two there is never anything to include."""
-
-OURS = "mlx-manager:"
-"""What the thinking that this server can read again begins with."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -432,21 +429,7 @@ def _thinking(item: ReasoningItem) -> str | None:
     parts = item.content or item.summary
     if parts:
         return "\n".join(part.text for part in parts)
-    return _opened(item.encrypted_content or "")
-
-
-def _closed(thinking: str) -> str:
-    """Thinking for a client to keep and not to look at. It is no secret."""
-    return OURS + base64.b64encode(thinking.encode("utf-8", "surrogatepass")).decode()
-
-
-def _opened(kept: str) -> str | None:
-    if not kept.startswith(OURS):
-        return None
-    try:
-        return base64.b64decode(kept.removeprefix(OURS)).decode("utf-8", "surrogatepass")
-    except ValueError:
-        return None
+    return opened(item.encrypted_content or "")
 
 
 # -- Kept items → items with what is to be included --------------------------------------------
@@ -482,7 +465,7 @@ def _with_thinking(item: JsonItem) -> JsonItem:
     if item["type"] != "reasoning" or item.get("encrypted_content") is not None:
         return item
     thinking = _thinking(ReasoningItem.model_validate(item))
-    return item if thinking is None else item | {"encrypted_content": _closed(thinking)}
+    return item if thinking is None else item | {"encrypted_content": closed(thinking)}
 
 
 # -- Items → items that can be listed ----------------------------------------------------------
@@ -671,7 +654,7 @@ class _OpenItem:
                 content = [] if begun else [self.part()]
                 thought: JsonItem = {"summary": [], "content": content}
                 if encrypted and not begun:
-                    thought["encrypted_content"] = _closed(self.text)
+                    thought["encrypted_content"] = closed(self.text)
                 return {"id": self.id, "type": "reasoning", "status": status, **thought}
             case "function_call":
                 assert self.call is not None

@@ -43,7 +43,8 @@ class TextBlock(Wire):
 
 
 class ThinkingBlock(Wire):
-    """`signature` is a digest of the thinking when given, and not looked at when taken."""
+    """`signature` is a digest of the thinking when given. Where that is omitted, it is the thinking
+    itself, which is read again when taken; any other signature is not looked at."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -167,7 +168,11 @@ class MessagesToolChoice(Wire):
 
 
 class Thinking(Wire):
-    """`budget_tokens` goes with type "enabled" only. Anthropic's least budget is not ours."""
+    """`budget_tokens` goes with type "enabled" only. Anthropic's least budget is not ours.
+
+    With `display` "omitted" the answer's thinking is in the signature alone, and comes back to the
+    model with it. It is given as it is otherwise, with "summarized", too: there are no summaries.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)

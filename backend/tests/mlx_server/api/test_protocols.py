@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.core import (
     Admitted,
     Event,
     Finished,
+    GenerationRequest,
     Message,
     ReasoningDelta,
     Started,
@@ -579,6 +580,33 @@ async def test_what_is_referred_to_counts_as_if_it_had_been_sent(serve):
         again = await client.post("/v1/responses", json={"input": [reference(item)] * 2})
     assert again.status_code == 413
     assert again.json()["error"]["message"].startswith("`input` has 4 content parts")
+
+
+@both
+async def test_thinking_that_is_omitted_is_not_sent_and_comes_back_to_the_model(
+    serve, stream: bool
+):
+    def thinks(request: GenerationRequest) -> list[Any]:
+        ending = [[TextDelta("So.")], [Finished("stop", Usage(3, 4))]]
+        return [[Started(3)], [ReasoningDelta("secret")], [ReasoningDelta(" plan")], *ending]
+
+    backend = ScriptedBackend(thinks)
+    pool = ScriptedPool(backend)
+    omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    async with serve(pool=pool) as client:
+        body = asked(MESSAGES, stream, **omitted)
+        response = await client.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        assert "secret" not in response.text
+        if stream:
+            deltas = [each["delta"] for each in parts(response) if "delta" in each]
+            [signature] = [each["signature"] for each in deltas if "signature" in each]
+            block = {"type": "thinking", "thinking": "", "signature": signature}
+        else:
+            block = response.json()["content"][0]
+        turns = [*SAID, {"role": "assistant", "content": [block]}, *SAID]
+        await client.post("/v1/messages", json=body | {"messages": turns})
+    assert backend.requests[1].prompt.messages[1].reasoning == "secret plan"
 
 
 @pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": "message"}])

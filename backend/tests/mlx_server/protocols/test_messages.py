@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,7 +236,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"container": "abc"}, "container"),
         ({"thread": {"type": "continue", "previous_message_id": "msg_0"}}, "thread"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
     ],
 )
 def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
@@ -293,8 +293,8 @@ def end(reason: Any = "stop", stop: str | None = None, tokens: int = 9) -> Finis
     return Finished(reason, Usage(7, tokens, cached_tokens=4, reasoning_tokens=2), stop)
 
 
-def streamed(happened: list[Event]) -> list[dict[str, Any]]:
-    stream = MessageStream(HEAD)
+def streamed(happened: list[Event], head: MessageHead = HEAD) -> list[dict[str, Any]]:
+    stream = MessageStream(head)
     wire = b"".join(stream.write([(0, [event])]) for event in happened) + stream.end()
     found = events(wire.decode())
     for name, data in found:
@@ -303,8 +303,8 @@ def streamed(happened: list[Event]) -> list[dict[str, Any]]:
     return [data for _, data in found]
 
 
-def collected(happened: list[Event]) -> dict[str, Any]:
-    answer = MessageAnswer(HEAD)
+def collected(happened: list[Event], head: MessageHead = HEAD) -> dict[str, Any]:
+    answer = MessageAnswer(head)
     answer.add([(0, happened)])
     body: dict[str, Any] = json.loads("".join(answer.body()))
     strictly(SdkMessage, body)
@@ -383,6 +383,50 @@ def test_a_thinking_block_is_taken_back_as_it_was_given():
     thinking = collected(FULL)["content"][0]
     prompt = conversation(HI, {"role": "assistant", "content": [thinking, text("So.")]}, HI)
     assert prompt.messages[1].reasoning == "Hm."
+
+
+def asking(**thinking: Any) -> MessageHead:
+    given = {"max_tokens": 50, "messages": [HI], "thinking": thinking}
+    return messages.head(MessagesRequest.model_validate(given), "m", "req-1")
+
+
+OMITTED = asking(type="adaptive", display="omitted")
+
+
+def test_thinking_that_is_omitted_is_signed_and_not_shown():
+    data = streamed(FULL, OMITTED)
+    assert kinds(data)[:4] == [
+        "message_start",
+        *["content_block_start", "signature_delta", "content_block_stop"],
+    ]
+    assert kinds(data)[4:] == kinds(streamed(FULL))[5:]
+    whole = collected(FULL, OMITTED)
+    assert whole["content"][0]["thinking"] == ""
+    assert whole["usage"] == collected(FULL)["usage"]
+    assert accumulated(data)["content"] == SdkMessage.model_validate(whole).model_dump()["content"]
+
+
+@pytest.mark.parametrize("thinking", ["Hm.", "Köln \U0001f600\n"])
+def test_thinking_that_is_omitted_comes_back_to_the_model(thinking: str):
+    block = collected([STARTED, ReasoningDelta(thinking), end()], OMITTED)["content"][0]
+    prompt = conversation(HI, {"role": "assistant", "content": [block, text("So.")]}, HI)
+    assert prompt.messages[1] == Message("assistant", "So.", reasoning=thinking)
+
+
+@pytest.mark.parametrize("signature", ["", "EqQBCkYIBxgC", "mlx-manager:%", "mlx-manager:gICA"])
+def test_a_signature_from_elsewhere_breaks_no_conversation(signature: str):
+    block = {"type": "thinking", "thinking": "", "signature": signature}
+    seen = block | {"thinking": "Hm."}
+    answers = [{"role": "assistant", "content": [each, text("So.")]} for each in (block, seen)]
+    unseen, shown = (conversation(HI, answer, HI).messages[1] for answer in answers)
+    assert (unseen.reasoning, shown.reasoning) == (None, "Hm.")
+
+
+@pytest.mark.parametrize("display", [{}, {"display": None}, {"display": "summarized"}])
+def test_thinking_is_given_as_it_is_unless_it_is_to_be_omitted(display: dict[str, Any]):
+    head = asking(type="enabled", budget_tokens=9, **display)
+    assert collected(FULL, head)["content"] == collected(FULL)["content"]
+    assert collected(FULL)["content"][0]["thinking"] == "Hm."
 
 
 @pytest.mark.parametrize(
@@ -497,10 +541,10 @@ def answers(draw: st.DrawFn) -> list[Event]:
 
 
 @settings(max_examples=50)
-@given(answers())
-def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event]):
-    whole = SdkMessage.model_validate(collected(happened)).model_dump()
-    assert accumulated(streamed(happened)) == whole
+@given(answers(), st.sampled_from([HEAD, replace(HEAD, omits_thinking=True)]))
+def test_what_the_sdk_accumulates_is_the_whole_answer(happened: list[Event], head: MessageHead):
+    whole = SdkMessage.model_validate(collected(happened, head)).model_dump()
+    assert accumulated(streamed(happened, head)) == whole
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
     server = server_of(request)
     body = await read(request, MessagesRequest, server.settings.api)
-    head = messages.MessageHead(
-        model=server.pool.resolve(body.model),
-        request_id=request.state.request_id,
-        max_tokens=body.max_tokens,
-    )
+    head = messages.head(body, server.pool.resolve(body.model), request.state.request_id)
     progress = server.inference(request, body).generate([messages.request(body, head)])
     return await respond(
         request, body, progress, messages.MessageStream(head), messages.MessageAnswer(head)
