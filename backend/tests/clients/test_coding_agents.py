@@ -1,6 +1,6 @@
 """Coding agents from npm take a turn with the embedded model: `make clients` gets them.
 
-With everything they say by default their first prompt is 25 000 tokens (Claude Code) or 11 000
+With everything they say by default their first prompt is 14 000 tokens (Claude Code) or 11 000
 (Codex) here, and the model's context is 8 192: they are told to say less, by their own options.
 """
 

@@ -101,6 +101,30 @@ def test_anthropics_sdk_forces_a_tool_stops_and_goes_on(claude: anthropic.Anthro
     assert text[:5] + more.content[0].text == text
 
 
+def test_anthropics_sdk_is_offered_a_deferred_tool_once_it_has_been_found(
+    claude: anthropic.Anthropic,
+):
+    search: Any = {"name": "find_tools", "input_schema": {"type": "object"}}
+    tools: Any = [CLAUDE_TOOL | {"defer_loading": True}, search]
+    asked: Any = [{"role": "user", "content": QUESTION}]
+    forced: Any = {"model": MODEL, "max_tokens": 60, "tools": tools, "tool_choice": {"type": "any"}}
+    [call] = claude.messages.create(messages=asked, **forced).content
+    assert call.type == "tool_use"
+    assert call.name == "find_tools"
+    found = {"type": "tool_reference", "tool_name": "get_weather"}
+    asked += [
+        {"role": "assistant", "content": [call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": [found]}],
+        },
+    ]
+    named: Any = {"tool_choice": {"type": "tool", "name": "get_weather"}}
+    [call] = claude.messages.create(messages=asked, **forced | named).content
+    assert call.type == "tool_use"
+    assert call.name == "get_weather"
+
+
 def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
     asked: Any = {"model": "gpt-9", "tools": [OPENAI_TOOL], "temperature": 0}
     whole = gpt.responses.create(input=QUESTION, **asked)

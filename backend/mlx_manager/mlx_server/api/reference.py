@@ -73,6 +73,11 @@ carries the thinking (it is no secret): a block that is sent back is read by the
 "summarized", and without it, thinking is given as the model wrote it; there are no summaries. A
 block without text that another server signed is left out of the conversation.
 
+A tool with `defer_loading` is offered as soon as a `tool_reference` in a tool's result names it,
+which the model reads as a line of text; until then it is no part of the prompt. What searches for
+tools is a tool of the client's own: the ones that Anthropic runs (`tool_search_tool_regex`,
+`tool_search_tool_bm25`) are refused by name.
+
 ## Seeds
 
 A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from pydantic_core import from_json, to_json
 
@@ -59,13 +59,17 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     OtherBlock,
     OutputTokensDetails,
     RedactedThinkingBlock,
+    ResultBlock,
     StopReason,
     TextBlock,
     TextOnly,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+
+T = TypeVar("T")
 
 UNSUPPORTED: dict[str, Refusal] = {
     "container": Refusal(),
@@ -75,7 +79,6 @@ UNSUPPORTED: dict[str, Refusal] = {
 }
 UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
     "allowed_callers": Refusal((["direct"],)),
-    "defer_loading": Refusal((False,)),
     "input_examples": Refusal(([],), "Put them in the description."),
 }
 """What is refused by name. To support a field, honour it and delete its line."""
@@ -153,7 +156,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
     choice, parallel = _tool_choice(body)
     return Conversation(
         messages=tuple(messages),
-        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())),
+        tools=tuple(_offered(body)),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         add_generation_prompt=not go_on,
@@ -210,6 +213,37 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
     if choice.name is not None:
         return NamedTool(choice.name), parallel
     return ("required" if choice.type == "any" else choice.type), parallel  # type: ignore[return-value]
+
+
+def _offered(body: CountTokensRequest) -> Iterator[Tool]:
+    """The tools but for those that are deferred, and that no result has referred to yet."""
+    tools = [(tool, _tool(tool, f"tools[{i}]")) for i, tool in enumerate(body.tools or ())]
+    names = {tool.name for _, tool in tools}
+    loaded = set()
+    for path, reference in _references(body.messages):
+        if reference.tool_name not in names:
+            raise InvalidParameter(
+                f"`{path}.tool_name` {reference.tool_name!r} is none of `tools`.",
+                param=f"{path}.tool_name",
+            )
+        loaded.add(reference.tool_name)
+    for asked, tool in tools:
+        if not asked.defer_loading or tool.name in loaded:
+            yield tool
+
+
+def _references(messages: Sequence[InputMessage]) -> Iterator[tuple[str, ToolReferenceBlock]]:
+    """What results refer to, and where."""
+    for m, message in enumerate(messages):
+        for b, block in _numbered(message.content):
+            if isinstance(block, ToolResultBlock):
+                for p, part in _numbered(block.content or ""):
+                    if isinstance(part, ToolReferenceBlock):
+                        yield f"messages[{m}].content[{b}].content[{p}]", part
+
+
+def _numbered(content: str | list[T]) -> Iterator[tuple[int, T]]:
+    return enumerate(() if isinstance(content, str) else content)
 
 
 def _tool(tool: MessagesTool, path: str) -> Tool:
@@ -333,9 +367,15 @@ def _result(block: ToolResultBlock, path: str) -> str:
         case str(text):
             pass
         case parts:
-            text = "\n".join(_text(part, f"{path}[{i}]") for i, part in enumerate(parts))
+            text = "\n".join(_found(part, f"{path}[{i}]") for i, part in enumerate(parts))
     # Chat templates know no failed calls, so it is said in words.
     return f"Error: {text}" if block.is_error else text
+
+
+def _found(part: ResultBlock, path: str) -> str:
+    if isinstance(part, ToolReferenceBlock):
+        return f"The tool {part.tool_name} can be called now."
+    return _text(part, path)
 
 
 def _text(block: Block | TextOnly, path: str) -> str:

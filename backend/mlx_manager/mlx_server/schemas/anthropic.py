@@ -69,6 +69,14 @@ class ToolUseBlock(Wire):
     cache_control: Any = Field(None, description="No effect")
 
 
+class ToolReferenceBlock(Wire):
+    """What a search for tools has found: a tool of this request, which is offered from then on."""
+
+    type: Literal["tool_reference"]
+    tool_name: NonEmpty
+    cache_control: Any = Field(None, description="No effect")
+
+
 class OtherBlock(Wire):
     """A kind of content that text models don't read."""
 
@@ -78,6 +86,7 @@ class OtherBlock(Wire):
 
 
 _TEXT = frozenset({"text"})
+_RESULT = frozenset({"text", "tool_reference"})
 _ALL = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
 
 
@@ -92,6 +101,10 @@ def _text_kind(value: object) -> str:
     return _kind(value, _TEXT)
 
 
+def _result_kind(value: object) -> str:
+    return _kind(value, _RESULT)
+
+
 def _any_kind(value: object) -> str:
     return _kind(value, _ALL)
 
@@ -104,12 +117,22 @@ TextContent = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[TextOnly], Tag("<list>")],
     choose(text_or_list, "a string or a list of text blocks"),
 ]
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_result_kind),
+]
+ResultContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Many[ResultBlock], Tag("<list>")],
+    choose(text_or_list, "a string or a list of content blocks"),
+]
 
 
 class ToolResultBlock(Wire):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextContent | None = None
+    content: ResultContent | None = None
     is_error: bool | None = None
     cache_control: Any = Field(None, description="No effect")
 
@@ -142,7 +165,8 @@ class InputMessage(Wire):
 class MessagesTool(Wire):
     """A function the model may call, which needs a name and an `input_schema`.
 
-    `eager_input_streaming` has no effect: inputs are always streamed as they are written.
+    `eager_input_streaming` has no effect: inputs are always streamed as they are written. A tool
+    with `defer_loading` is offered once a `tool_reference` in a tool's result names it.
     """
 
     types_read = ("custom", None)

@@ -177,6 +177,39 @@ def test_tools_and_their_choice(choice: dict[str, Any], expected: object, parall
     assert (prompt.tool_choice, prompt.parallel_tool_calls) == (expected, parallel)
 
 
+SEARCH = {"name": "search", "input_schema": {"type": "object"}}
+DEFERRED = WEATHER | {"defer_loading": True}
+
+
+def searched(*found: dict[str, Any] | str) -> list[dict[str, Any]]:
+    """A turn in which a search for tools found these."""
+    content = [
+        {"type": "tool_reference", "tool_name": each} if isinstance(each, str) else each
+        for each in found
+    ]
+    call = {"type": "tool_use", "id": "a", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    return [HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+def test_a_deferred_tool_is_offered_once_a_result_has_referred_to_it():
+    tools = [DEFERRED, SEARCH, DEFERRED | {"name": "time"}]
+    assert [tool.name for tool in conversation(tools=tools).tools] == ["search"]
+    prompt = conversation(*searched(text("Found:"), "weather"), HI, tools=tools)
+    assert [(tool.name, tool.param) for tool in prompt.tools] == [
+        ("weather", "tools[0]"),
+        ("search", "tools[1]"),
+    ]
+    assert prompt.messages[2].content == "Found:\nThe tool weather can be called now."
+
+
+@pytest.mark.parametrize("deferred", [False, None])
+def test_a_tool_that_is_not_deferred_is_offered_and_may_be_referred_to(deferred: bool | None):
+    tools = [WEATHER | {"defer_loading": deferred}]
+    assert [tool.name for tool in conversation(tools=tools).tools] == ["weather"]
+    assert len(conversation(*searched("weather"), tools=tools).tools) == 1
+
+
 def test_thinking_and_effort_reach_the_template_and_the_budget_the_engine():
     request = ask(thinking={"type": "enabled", "budget_tokens": 9}, output_config={"effort": "low"})
     assert isinstance(request.prompt, Conversation)
@@ -230,7 +263,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools[0].type"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        (
+            {
+                "tools": [
+                    {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+                ]
+            },
+            "tools[0].type",
+        ),
         ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "abc"}, "container"),
@@ -264,6 +304,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"output_format": JSON, "output_config": {"format": JSON}}, "output_format"),
+        (
+            {"tools": [DEFERRED], "messages": searched("time")},
+            "messages[2].content[0].content[0].tool_name",
+        ),
+        ({"tools": [{"defer_loading": True, "input_schema": {}}]}, "tools[0].name"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], param: str):
