@@ -78,6 +78,10 @@ which the model reads as a line of text; until then it is no part of the prompt.
 tools is a tool of the client's own: the ones that Anthropic runs (`tool_search_tool_regex`,
 `tool_search_tool_bm25`) are refused by name.
 
+Of documents those that are plain text, or a list of texts, and search results are read as text,
+each after its title and its context or source; images, PDFs, files and addresses are refused by
+name, and so are citations where they are enabled.
+
 ## Seeds
 
 A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a

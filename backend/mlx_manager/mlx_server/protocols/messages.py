@@ -50,19 +50,25 @@ from mlx_manager.mlx_server.protocols.pieces import whole
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.anthropic import (
     Block,
+    ContentSource,
     CountTokensRequest,
+    DocumentBlock,
     InputMessage,
     MessagesRequest,
     MessagesResponse,
     MessagesTool,
     MessageUsage,
     OtherBlock,
+    OtherSource,
     OutputTokensDetails,
     RedactedThinkingBlock,
     ResultBlock,
+    SearchResultBlock,
+    Source,
     StopReason,
     TextBlock,
     TextOnly,
+    TextSource,
     ThinkingBlock,
     ToolReferenceBlock,
     ToolResultBlock,
@@ -301,8 +307,7 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
         elif message.role == "user":
             yield from _turn(blocks, path)
         else:
-            texts = [_text(block, f"{path}[{i}]") for i, block in enumerate(blocks)]
-            yield Message("system", "\n".join(texts))
+            yield Message("system", _texts(blocks, path))
 
 
 def _expect_direct(block: ToolUseBlock, path: str) -> None:
@@ -346,8 +351,8 @@ def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
     texts: list[str] = []
     for index, block in enumerate(blocks):
         match block:
-            case TextBlock(text=text):
-                texts.append(text)
+            case TextBlock() | DocumentBlock() | SearchResultBlock():
+                texts.append(_read(block, f"{path}[{index}]"))
             case ToolResultBlock():
                 if texts:
                     yield Message("user", "\n".join(texts))
@@ -373,9 +378,50 @@ def _result(block: ToolResultBlock, path: str) -> str:
 
 
 def _found(part: ResultBlock, path: str) -> str:
-    if isinstance(part, ToolReferenceBlock):
-        return f"The tool {part.tool_name} can be called now."
-    return _text(part, path)
+    match part:
+        case ToolReferenceBlock(tool_name=name):
+            return f"The tool {name} can be called now."
+        case OtherBlock():
+            return _text(part, path)
+    return _read(part, path)
+
+
+def _read(block: TextBlock | DocumentBlock | SearchResultBlock, path: str) -> str:
+    """What is only text as text: what it is called and where it is from, and then what it says."""
+    match block:
+        case TextBlock(text=text):
+            return text
+        case DocumentBlock():
+            about = {"Title": block.title, "Context": block.context}
+            content = _source(block.source, f"{path}.source")
+        case SearchResultBlock():
+            about = {"Title": block.title, "Source": block.source}
+            content = _texts(block.content, f"{path}.content")
+    if block.citations is not None and block.citations.enabled:
+        raise UnsupportedParameter(
+            f"`{path}.citations` can't be enabled: answers have none here. Ask for quotations in "
+            "the text.",
+            param=f"{path}.citations",
+        )
+    return "\n".join([*(f"{name}: {said}" for name, said in about.items() if said), content])
+
+
+def _source(source: Source, path: str) -> str:
+    match source:
+        case TextSource(data=text):
+            return text
+        case ContentSource(content=content):
+            return _texts(content, f"{path}.content")
+        case OtherSource(type=kind):
+            raise UnsupportedParameter(
+                f"`{path}` is of type {kind!r}; only text is possible there.", param=f"{path}.type"
+            )
+
+
+def _texts(content: str | Sequence[Block | TextOnly], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def _text(block: Block | TextOnly, path: str) -> str:

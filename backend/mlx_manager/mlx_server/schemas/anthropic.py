@@ -86,8 +86,10 @@ class OtherBlock(Wire):
 
 
 _TEXT = frozenset({"text"})
-_RESULT = frozenset({"text", "tool_reference"})
-_ALL = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+_SOURCES = frozenset({"text", "content"})
+_READ = frozenset({"text", "document", "search_result"})
+_RESULT = _READ | {"tool_reference"}
+_ALL = _READ | {"thinking", "redacted_thinking", "tool_use", "tool_result"}
 
 
 def _kind(value: object, known: frozenset[str]) -> str:
@@ -99,6 +101,10 @@ def _kind(value: object, known: frozenset[str]) -> str:
 
 def _text_kind(value: object) -> str:
     return _kind(value, _TEXT)
+
+
+def _source_kind(value: object) -> str:
+    return _kind(value, _SOURCES)
 
 
 def _result_kind(value: object) -> str:
@@ -117,8 +123,65 @@ TextContent = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[TextOnly], Tag("<list>")],
     choose(text_or_list, "a string or a list of text blocks"),
 ]
+
+
+class TextSource(Wire):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class ContentSource(Wire):
+    type: Literal["content"]
+    content: TextContent
+
+
+class OtherSource(Wire):
+    """What is no text: a PDF, a file, or an address to look at."""
+
+    types_read = ()
+
+    type: str
+
+
+Source = Annotated[
+    Annotated[TextSource, Tag("<text>")]
+    | Annotated[ContentSource, Tag("<content>")]
+    | Annotated[OtherSource, Tag("<other>")],
+    Discriminator(_source_kind),
+]
+
+
+class Citations(Wire):
+    enabled: bool | None = None
+
+
+class DocumentBlock(Wire):
+    """A text, which is read with its title and its context before it."""
+
+    type: Literal["document"]
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+    cache_control: Any = Field(None, description="No effect")
+
+
+class SearchResultBlock(Wire):
+    """A text, which is read with its title and its source before it."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Many[TextOnly]
+    citations: Citations | None = None
+    cache_control: Any = Field(None, description="No effect")
+
+
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
     | Annotated[OtherBlock, Tag("<other>")],
     Discriminator(_result_kind),
@@ -139,6 +202,8 @@ class ToolResultBlock(Wire):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]

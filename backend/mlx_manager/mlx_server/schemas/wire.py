@@ -57,11 +57,14 @@ def conversation(kind: type[Wire], body: object) -> tuple[str, list[Any]]:
 
 def parts(message: object, fields: Sequence[str] = CONTENTS) -> Iterator[Any]:
     """The parts of a message's content, if it has any, and those that they have: what tools give
-    may have parts of its own. Calls are parts, too. message: JSON."""
+    may have parts of its own, and so may a document's source. Calls are parts, too. message: JSON.
+    """
     for _, content in _lists(message, fields):
         for part in content:
             yield part
             yield from parts(part)
+            if isinstance(part, dict):
+                yield from parts(part.get("source"))
 
 
 def tools(body: object) -> tuple[str, list[Any]]:

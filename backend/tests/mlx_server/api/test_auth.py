@@ -318,6 +318,7 @@ async def test_tools_of_a_namespace_are_counted(serve: Any):
 
 
 TEXTS = [{"type": "text", "text": "x"}] * 3
+DOCUMENT = {"type": "document", "source": {"type": "content", "content": TEXTS}}
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
@@ -344,8 +345,9 @@ async def test_calls_count_as_parts(serve: Any):
                 },
             ]
         },
+        {"messages": [{"role": "user", "content": [DOCUMENT, TEXTS[0]]}]},
     ],
-    ids=["system", "tool_result"],
+    ids=["system", "tool_result", "document"],
 )
 async def test_parts_are_counted_wherever_they_stand(serve: Any, fields: dict[str, Any]):
     said = {"messages": [{"role": "user", "content": TEXTS[:2]}], "max_tokens": 5}

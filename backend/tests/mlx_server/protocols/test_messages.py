@@ -210,6 +210,34 @@ def test_a_tool_that_is_not_deferred_is_offered_and_may_be_referred_to(deferred:
     assert len(conversation(*searched("weather"), tools=tools).tools) == 1
 
 
+def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **more}
+
+
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "Rome is hot."}
+FOUND = {"type": "search_result", "source": "https://x.org", "title": "Rome", "content": [text("21 degrees."), text("Dry.")]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("block", "read"),
+    [
+        (document(PLAIN), "Rome is hot."),
+        (
+            document(PLAIN, title="Rome", context="From June.", citations={"enabled": False}),
+            "Title: Rome\nContext: From June.\nRome is hot.",
+        ),
+        (document({"type": "content", "content": "Hot."}, title="Rome"), "Title: Rome\nHot."),
+        (document({"type": "content", "content": [text("Hot."), text("Dry.")]}), "Hot.\nDry."),
+        (FOUND | {"citations": {}}, "Title: Rome\nSource: https://x.org\n21 degrees.\nDry."),
+    ],
+)
+def test_documents_and_search_results_are_read_as_text(block: dict[str, Any], read: str):
+    asked = {"role": "user", "content": [text("Look:"), block, text("So?")]}
+    assert conversation(asked).messages == (Message("user", f"Look:\n{read}\nSo?"),)
+    prompt = conversation(*searched(text("Found:"), block), tools=[SEARCH])
+    assert prompt.messages[2].content == f"Found:\n{read}"
+
+
 def test_thinking_and_effort_reach_the_template_and_the_budget_the_engine():
     request = ask(thinking={"type": "enabled", "budget_tokens": 9}, output_config={"effort": "low"})
     assert isinstance(request.prompt, Conversation)
@@ -253,7 +281,11 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
     assert messages.request(body, HEAD)
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "url", "url": "x"}}
+
+
+def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
 @pytest.mark.parametrize(
@@ -261,6 +293,26 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"system": [IMAGE]}, "system[0].type"),
+        ({"system": [FOUND]}, "system[0].type"),
+        (of_user(document(IMAGE["source"])), "messages[0].content[0].source.type"),
+        (
+            of_user(text("hi"), document({"type": "base64", "data": "x"})),
+            "messages[0].content[1].source.type",
+        ),
+        (
+            of_user(document({"type": "content", "content": [text("hi"), IMAGE]})),
+            "messages[0].content[0].source.content[1].type",
+        ),
+        (of_user(FOUND | {"content": [IMAGE]}), "messages[0].content[0].content[0].type"),
+        (
+            of_user(document(PLAIN, citations={"enabled": True})),
+            "messages[0].content[0].citations",
+        ),
+        (
+            {"messages": searched(FOUND | {"citations": {"enabled": True}})},
+            "messages[2].content[0].content[0].citations",
+        ),
+        ({"messages": searched(IMAGE)}, "messages[2].content[0].content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools[0].type"),
         (
@@ -296,6 +348,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
         ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages[0].content[0].type"),
         (
             {"messages": [HI, {"role": "assistant", "content": [RESULT]}]},
+            "messages[1].content[0].type",
+        ),
+        (
+            {"messages": [HI, {"role": "assistant", "content": [document(PLAIN)]}]},
             "messages[1].content[0].type",
         ),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
