@@ -82,6 +82,10 @@ Of documents those that are plain text, or a list of texts, and search results a
 each after its title and its context or source; images, PDFs, files and addresses are refused by
 name, and so are citations where they are enabled.
 
+Where `messages` ends with the assistant's, the answer goes on from there, and can't be held to a
+format. Blanks at its end, which Anthropic refuses, are no error; the model sees them if its
+template does not trim messages, as many do.
+
 ## Seeds
 
 A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a

@@ -126,13 +126,22 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
         UnsupportedParameter: a field or a kind of content that can't be honoured.
     """
     refuse_unsupported(body, UNSUPPORTED)
+    prompt, constraint = conversation(body), _constraint(body)
+    if constraint is not None and prompt.continue_final_message:
+        # As at Anthropic, whose documentation of structured outputs has it.
+        raise InvalidParameter(
+            f"`{constraint.param}` can't hold an answer whose beginning is in `messages`: with it, "
+            "what is answered is no JSON. Let `messages` end with the user's, or leave the format "
+            "out.",
+            param=constraint.param,
+        )
     return GenerationRequest(
         model=head.model,
-        prompt=conversation(body),
+        prompt=prompt,
         sampling=Sampling.asked(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         stop=StopRules(strings=tuple(body.stop_sequences or ())),
         max_tokens=body.max_tokens,
-        constraint=_constraint(body),
+        constraint=constraint,
         thinking_budget=body.thinking.budget_tokens if body.thinking else None,
         request_id=head.id,
     )

@@ -273,6 +273,13 @@ def test_a_format_has_its_elder_name_too():
     assert [each.param for each in (elder, newer)] == ["output_format", "output_config.format"]
 
 
+def test_an_answer_that_has_not_begun_is_held_to_its_format():
+    empty = {"role": "assistant", "content": ""}
+    for said in ([HI], [HI, empty], [HI, BEGUN, HI]):
+        assert ask(*said, output_config={"format": JSON}).constraint is not None
+    assert ask(HI, BEGUN, output_config={"effort": "low"}).constraint is None
+
+
 def test_hints_are_accepted_and_unknown_fields_are_told():
     hints: dict[str, Any] = {name: {"type": "ephemeral"} for name in NO_EFFECT}
     given = {"max_tokens": 5, "messages": [HI], "later": 1} | hints
@@ -338,6 +345,7 @@ def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param:
 
 
 TOOL_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+BEGUN = {"role": "assistant", "content": '{"city": '}
 JSON = {"type": "json_schema", "schema": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
 
@@ -360,6 +368,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"output_format": JSON, "output_config": {"format": JSON}}, "output_format"),
+        ({"messages": [HI, BEGUN], "output_format": JSON}, "output_format"),
+        ({"messages": [HI, BEGUN], "output_config": {"format": JSON}}, "output_config.format"),
         (
             {"tools": [DEFERRED], "messages": searched("time")},
             "messages[2].content[0].content[0].tool_name",
