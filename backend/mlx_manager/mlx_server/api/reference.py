@@ -74,7 +74,9 @@ carries the thinking (it is no secret): a block that is sent back is read by the
 block without text that another server signed is left out of the conversation.
 
 A tool with `defer_loading` is offered as soon as a `tool_reference` in a tool's result names it,
-which the model reads as a line of text; until then it is no part of the prompt. What searches for
+or a `tool_addition` in a message of role system; until then it is no part of the prompt. A
+`tool_removal` takes any tool back. The model reads each of these as a line of text, and has the
+tools that are offered at the end with its first message, as templates have it. What searches for
 tools is a tool of the client's own: the ones that Anthropic runs (`tool_search_tool_regex`,
 `tool_search_tool_bm25`) are refused by name.
 

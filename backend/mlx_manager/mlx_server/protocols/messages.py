@@ -70,7 +70,11 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     TextOnly,
     TextSource,
     ThinkingBlock,
+    ToolAdditionBlock,
+    ToolDefinition,
+    ToolName,
     ToolReferenceBlock,
+    ToolRemovalBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -91,6 +95,9 @@ UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
 
 NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 """A line that Claude Code puts before its system text, another one in every request."""
+
+CALLABLE = "The tool {} can be called now."
+"""Of a tool that is offered, though it was not at the conversation's beginning."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -230,31 +237,52 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
     return ("required" if choice.type == "any" else choice.type), parallel  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A tool that may be called from here on, or not any more. `param` is where it is named."""
+
+    name: str
+    param: str
+    offered: bool = True
+    definition: Tool | None = None
+
+
 def _offered(body: CountTokensRequest) -> Iterator[Tool]:
-    """The tools but for those that are deferred, and that no result has referred to yet."""
-    tools = [(tool, _tool(tool, f"tools[{i}]")) for i, tool in enumerate(body.tools or ())]
-    names = {tool.name for _, tool in tools}
-    loaded = set()
-    for path, reference in _references(body.messages):
-        if reference.tool_name not in names:
+    """The tools that may be called by the end of `messages`: those that are deferred only if
+    something has referred to them."""
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    offered = {tool.name: not tool.defer_loading for tool in body.tools or ()}
+    defined: dict[str, Tool] = {}
+    for change in _changes(body.messages):
+        if change.definition is not None:
+            defined[change.name] = change.definition
+        elif change.name not in offered:
             raise InvalidParameter(
-                f"`{path}.tool_name` {reference.tool_name!r} is none of `tools`.",
-                param=f"{path}.tool_name",
+                f"`{change.param}` {change.name!r} is none of `tools`.", param=change.param
             )
-        loaded.add(reference.tool_name)
-    for asked, tool in tools:
-        if not asked.defer_loading or tool.name in loaded:
+        offered[change.name] = change.offered
+    for tool in (*(tool for tool in tools if tool.name not in defined), *defined.values()):
+        if offered[tool.name]:
             yield tool
 
 
-def _references(messages: Sequence[InputMessage]) -> Iterator[tuple[str, ToolReferenceBlock]]:
-    """What results refer to, and where."""
+def _changes(messages: Sequence[InputMessage]) -> Iterator[_Change]:
+    """What results and system messages say of tools, in turn."""
     for m, message in enumerate(messages):
         for b, block in _numbered(message.content):
-            if isinstance(block, ToolResultBlock):
-                for p, part in _numbered(block.content or ""):
-                    if isinstance(part, ToolReferenceBlock):
-                        yield f"messages[{m}].content[{b}].content[{p}]", part
+            path = f"messages[{m}].content[{b}]"
+            match block:
+                case ToolResultBlock(content=content):
+                    for p, part in _numbered(content or ""):
+                        if isinstance(part, ToolReferenceBlock):
+                            yield _Change(part.tool_name, f"{path}.content[{p}].tool_name")
+                case ToolAdditionBlock(tool=ToolDefinition(definition=definition)):
+                    tool = _tool(definition, f"{path}.tool.definition")
+                    yield _Change(tool.name, tool.param, definition=tool)
+                case ToolAdditionBlock(tool=ToolName(name=name)):
+                    yield _Change(name, f"{path}.tool.name")
+                case ToolRemovalBlock(tool=ToolName(name=name)):
+                    yield _Change(name, f"{path}.tool.name", offered=False)
 
 
 def _numbered(content: str | list[T]) -> Iterator[tuple[int, T]]:
@@ -316,7 +344,8 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
         elif message.role == "user":
             yield from _turn(blocks, path)
         else:
-            yield Message("system", _texts(blocks, path))
+            told = [_told(block, f"{path}[{i}]") for i, block in enumerate(blocks)]
+            yield Message("system", "\n".join(told))
 
 
 def _expect_direct(block: ToolUseBlock, path: str) -> None:
@@ -386,10 +415,26 @@ def _result(block: ToolResultBlock, path: str) -> str:
     return f"Error: {text}" if block.is_error else text
 
 
+def _told(block: Block, path: str) -> str:
+    match block:
+        case ToolAdditionBlock(tool=ToolName(name=name)):
+            return CALLABLE.format(name)
+        case ToolAdditionBlock(tool=ToolDefinition(definition=definition)):
+            return CALLABLE.format(definition.name)
+        case ToolRemovalBlock(tool=ToolName(name=name)):
+            return f"The tool {name} can't be called any more."
+        case ToolAdditionBlock(tool=tool) | ToolRemovalBlock(tool=tool):
+            raise UnsupportedParameter(
+                f"`{path}.tool` is of type {tool.type!r}, which is not possible there.",
+                param=f"{path}.tool.type",
+            )
+    return _text(block, path)
+
+
 def _found(part: ResultBlock, path: str) -> str:
     match part:
         case ToolReferenceBlock(tool_name=name):
-            return f"The tool {name} can be called now."
+            return CALLABLE.format(name)
         case OtherBlock():
             return _text(part, path)
     return _read(part, path)
@@ -427,7 +472,7 @@ def _source(source: Source, path: str) -> str:
             )
 
 
-def _texts(content: str | Sequence[Block | TextOnly], path: str) -> str:
+def _texts(content: str | Sequence[TextOnly], path: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(_text(part, f"{path}[{i}]") for i, part in enumerate(content))

@@ -31,6 +31,53 @@ NO_EFFECT = frozenset({"metadata", "service_tier", "inference_geo", "speed", "ca
 
 
 # ---------------------------------------------------------------------------------------------
+# Tools
+# ---------------------------------------------------------------------------------------------
+
+
+class MessagesTool(Wire):
+    """A function the model may call, which needs a name and an `input_schema`.
+
+    `eager_input_streaming` has no effect: inputs are always streamed as they are written. A tool
+    with `defer_loading` is offered once a `tool_reference` in a tool's result names it, or a
+    `tool_addition`.
+    """
+
+    types_read = ("custom", None)
+
+    type: str | None = None
+    name: NonEmpty | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = Field(None, description="No effect")
+    eager_input_streaming: bool | None = Field(None, description="No effect")
+    input_examples: Any = None
+    allowed_callers: Many[str] | None = None
+    defer_loading: bool | None = None
+
+
+class ToolName(Wire):
+    """A tool of the request, or one that was defined in a message before."""
+
+    type: Literal["tool_reference"]
+    name: NonEmpty
+
+
+class ToolDefinition(Wire):
+    type: Literal["tool_definition"]
+    definition: MessagesTool
+
+
+class OtherTool(Wire):
+    """A tool of an MCP server that Anthropic would call."""
+
+    types_read = ()
+
+    type: str
+
+
+# ---------------------------------------------------------------------------------------------
 # Blocks
 # ---------------------------------------------------------------------------------------------
 
@@ -86,10 +133,12 @@ class OtherBlock(Wire):
 
 
 _TEXT = frozenset({"text"})
+_TOOLS = frozenset({"tool_reference", "tool_definition"})
 _SOURCES = frozenset({"text", "content"})
 _READ = frozenset({"text", "document", "search_result"})
 _RESULT = _READ | {"tool_reference"}
-_ALL = _READ | {"thinking", "redacted_thinking", "tool_use", "tool_result"}
+_CHANGES = frozenset({"tool_addition", "tool_removal"})
+_ALL = _READ | _CHANGES | {"thinking", "redacted_thinking", "tool_use", "tool_result"}
 
 
 def _kind(value: object, known: frozenset[str]) -> str:
@@ -101,6 +150,10 @@ def _kind(value: object, known: frozenset[str]) -> str:
 
 def _text_kind(value: object) -> str:
     return _kind(value, _TEXT)
+
+
+def _tool_kind(value: object) -> str:
+    return _kind(value, _TOOLS)
 
 
 def _source_kind(value: object) -> str:
@@ -200,10 +253,36 @@ class ToolResultBlock(Wire):
     cache_control: Any = Field(None, description="No effect")
 
 
+SomeTool = Annotated[
+    Annotated[ToolName, Tag("<tool_reference>")]
+    | Annotated[ToolDefinition, Tag("<tool_definition>")]
+    | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(_tool_kind),
+]
+
+
+class ToolAdditionBlock(Wire):
+    """In a message of role system: the tool is offered from here on."""
+
+    type: Literal["tool_addition"]
+    tool: SomeTool
+    cache_control: Any = Field(None, description="No effect")
+
+
+class ToolRemovalBlock(Wire):
+    """In a message of role system: the tool is not offered any more."""
+
+    type: Literal["tool_removal"]
+    tool: SomeTool
+    cache_control: Any = Field(None, description="No effect")
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolAdditionBlock, Tag("<tool_addition>")]
+    | Annotated[ToolRemovalBlock, Tag("<tool_removal>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
@@ -225,27 +304,6 @@ class InputMessage(Wire):
 # ---------------------------------------------------------------------------------------------
 # Requests
 # ---------------------------------------------------------------------------------------------
-
-
-class MessagesTool(Wire):
-    """A function the model may call, which needs a name and an `input_schema`.
-
-    `eager_input_streaming` has no effect: inputs are always streamed as they are written. A tool
-    with `defer_loading` is offered once a `tool_reference` in a tool's result names it.
-    """
-
-    types_read = ("custom", None)
-
-    type: str | None = None
-    name: NonEmpty | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    cache_control: Any = Field(None, description="No effect")
-    eager_input_streaming: bool | None = Field(None, description="No effect")
-    input_examples: Any = None
-    allowed_callers: Many[str] | None = None
-    defer_loading: bool | None = None
 
 
 class MessagesToolChoice(Wire):

@@ -210,6 +210,43 @@ def test_a_tool_that_is_not_deferred_is_offered_and_may_be_referred_to(deferred:
     assert len(conversation(*searched("weather"), tools=tools).tools) == 1
 
 
+def changed(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": f"tool_{kind}", "tool": tool}]}
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    return changed(kind, type="tool_reference", name=name)
+
+
+def test_a_system_message_adds_tools_and_takes_them_back():
+    added, removed = named("addition", "weather"), named("removal", "weather")
+    prompts = [
+        conversation(HI, *said, HI, tools=[DEFERRED, SEARCH])
+        for said in ([added], [added, removed], [removed, added], [named("removal", "search")])
+    ]
+    assert [[tool.name for tool in prompt.tools] for prompt in prompts] == [
+        ["weather", "search"],
+        ["search"],
+        ["weather", "search"],
+        [],
+    ]
+    assert prompts[1].messages[1] == Message(
+        "system",
+        "The tool weather can be called now.\nThe tool weather can't be called any more.",
+    )
+
+
+def test_a_tool_that_a_message_defines_is_offered_in_place_of_one_of_its_name():
+    changes = [
+        changed("addition", type="tool_definition", definition=tool)
+        for tool in (SEARCH | {"description": "Newer"}, WEATHER)
+    ]
+    offered = conversation(HI, *changes, named("removal", "weather"), tools=[SEARCH]).tools
+    assert [(tool.name, tool.description, tool.param) for tool in offered] == [
+        ("search", "Newer", "messages[1].content[0].tool.definition")
+    ]
+
+
 def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "document", "source": source, **more}
 
@@ -291,6 +328,9 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
 IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "url", "url": "x"}}
 
 
+WEB = {"type": "web_search_20250305", "name": "web_search"}
+
+
 def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
@@ -320,7 +360,7 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
             "messages[2].content[0].content[0].citations",
         ),
         ({"messages": searched(IMAGE)}, "messages[2].content[0].content[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEB]}, "tools[0].type"),
         ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools[0].type"),
         (
             {
@@ -331,6 +371,14 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
             "tools[0].type",
         ),
         ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
+        (
+            {"messages": [HI, changed("addition", type="mcp_toolset_reference", server_name="x")]},
+            "messages[1].content[0].tool.type",
+        ),
+        (
+            {"messages": [HI, changed("addition", type="tool_definition", definition=WEB)]},
+            "messages[1].content[0].tool.definition.type",
+        ),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "abc"}, "container"),
         ({"thread": {"type": "continue", "previous_message_id": "msg_0"}}, "thread"),
@@ -375,6 +423,14 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
             "messages[2].content[0].content[0].tool_name",
         ),
         ({"tools": [{"defer_loading": True, "input_schema": {}}]}, "tools[0].name"),
+        (
+            {"tools": [DEFERRED], "messages": [HI, named("addition", "time")]},
+            "messages[1].content[0].tool.name",
+        ),
+        (
+            of_user(named("addition", "weather")["content"][0]) | {"tools": [DEFERRED]},
+            "messages[0].content[0].type",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(fields: dict[str, Any], param: str):
