@@ -7,9 +7,11 @@ With everything they say by default their first prompt is 14 000 tokens (Claude 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from live import LiveServer
 
@@ -37,19 +39,35 @@ def turn(agent: str, *arguments: str, home: Path, **environment: str) -> str:
     return ended.stdout.strip()
 
 
-@pytest.mark.parametrize("options", [["--bare"], ["--tools", "Read"]], ids=["bare", "one tool"])
-def test_claude_code_takes_a_turn(options: list[str], server: LiveServer, tmp_path: Path):
-    said = turn(
+def refusals(server: LiveServer) -> list[str]:
+    told = httpx.get(f"{server.url}/metrics").text
+    return re.findall(r'http_requests_total{handler="/v1/.*status="4.*', told)
+
+
+def claude(*options: str, server: LiveServer, home: Path) -> str:
+    return turn(
         "claude",
         "--print",
         QUESTION,
         *options,
-        home=tmp_path,
+        home=home,
         ANTHROPIC_BASE_URL=server.url,
         ANTHROPIC_API_KEY="none",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
-    assert said == ANSWER
+
+
+def test_claude_code_takes_a_turn(server: LiveServer, tmp_path: Path):
+    assert claude("--bare", server=server, home=tmp_path) == ANSWER
+
+
+@pytest.mark.parametrize("options", [["--bare"], ["--tools", "Read"]], ids=["bare", "one tool"])
+def test_claude_code_is_refused_nothing(options: list[str], server: LiveServer, tmp_path: Path):
+    before = refusals(server)
+    # With tools it tells of its environment after the question, and the model answers to that.
+    assert claude(*options, server=server, home=tmp_path)
+    # It asks again without what is refused.
+    assert refusals(server) == before
 
 
 def test_codex_takes_a_turn(server: LiveServer, tmp_path: Path):
