@@ -59,12 +59,12 @@ none at all, and integers of 18 digits at most. Texts and lists are as long as t
 be: a model that does not end one runs into `max_tokens`, which comes back as `finish_reason`
 "length".
 
-Where arguments stand one by one (Qwen3-Coder, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi K3,
-MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no form
-for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text. So
-are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2) names
-that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of types
-("dict", "float", "tuple", "any") are understood in parameters.
+Where arguments stand one by one (Qwen3-Coder, Seed-OSS, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi
+K3, MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no
+form for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text.
+So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2)
+names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of
+types ("dict", "float", "tuple", "any") are understood in parameters.
 
 ## Anthropic's messages
 

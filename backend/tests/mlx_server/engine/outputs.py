@@ -226,6 +226,11 @@ def _coder(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
 
 
+def _seed(name: str, **values: str) -> str:
+    pairs = "".join(f"<parameter={k}>{v}</parameter>\n" for k, v in values.items())
+    return f"<seed:tool_call>\n<function={name}>\n{pairs}</function>\n</seed:tool_call>"
+
+
 _DSML = "｜DSML｜"
 
 
@@ -395,6 +400,20 @@ SAMPLES = (
         "So:\n" + _coder("get_weather", city="Paris", days="2") + "\n" + _coder("note", text=NASTY),
         "So:\n",
         (WEATHER, NOTE),
+    ),
+    Sample(
+        "seed-oss",
+        of_syntax(tool_syntax.SEED),
+        f"So:\n\n{_seed('get_weather', city='Paris', days='2')}\n{_seed('note', text=NASTY)}",
+        "So:\n\n",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "seed-oss, a text's own line feeds",
+        of_syntax(tool_syntax.SEED),
+        _seed("note", text="\na\n"),
+        "",
+        (("note", {"text": "\na\n"}),),
     ),
     Sample(
         "minimax",

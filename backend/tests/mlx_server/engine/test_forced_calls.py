@@ -34,7 +34,7 @@ from mlx_manager.mlx_server.models.adapters.messages import template_tools
 
 MARKERS = (
     r"<\|[\w/]+\|?>|<\w+\|>|<｜[^｜]+｜>|｜DSML｜|\[[A-Z_]+\]|</?(?:longcat_)?(?:tool_call|arg_\w+)>"
-    r"|</?minimax:tool_call>|</?(?:start|end)_function_call>|<escape>"
+    r"|</?(?:minimax|seed):tool_call>|</?(?:start|end)_function_call>|<escape>"
 )
 
 PLACE = {
@@ -105,7 +105,7 @@ CASES = (
         for name in (
             *("HERMES", "GRANITE", "MISTRAL", "MISTRAL_ARGS", "KIMI_K2", "DEEPSEEK", "DEEPSEEK_31"),
             *("LLAMA", "QWEN_CODER", "GLM", "GLM_47", "LONGCAT", "MINIMAX", "DEEPSEEK_32"),
-            *("DEEPSEEK_4", "MINICPM", "KIMI_K3"),
+            *("DEEPSEEK_4", "MINICPM", "KIMI_K3", "SEED"),
         )
     ),
     Case("muse_spark", tool_syntax.MUSE_SPARK, "header"),

@@ -60,12 +60,16 @@ def answer_edges(
 def opens_thinking(
     tokenizer: Any, conversation: Conversation, marks: Marks, prompt_ids: Sequence[int]
 ) -> bool:
-    """Whether the answer begins inside thinking: the prompt opened it and did not close it."""
+    """Whether the answer begins inside thinking: the prompt opened it and did not close it.
+
+    Another tag may follow, as the one with which Seed-OSS says that its budget is spent.
+    """
     start, end = marks
     if conversation.continue_final_message:
         begun = conversation.messages[-1].content
         return begun.rfind(start) > begun.rfind(end)
-    return prompt_tail(tokenizer, prompt_ids).rstrip().endswith(start)
+    tail = prompt_tail(tokenizer, prompt_ids).rstrip()
+    return re.search(rf"{re.escape(start)}(?:<[\w:]+>)?\Z", tail) is not None
 
 
 def prompt_tail(tokenizer: Any, prompt_ids: Sequence[int]) -> str:

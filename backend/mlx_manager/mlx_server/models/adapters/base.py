@@ -113,8 +113,8 @@ class DefaultAdapter:
 
     family: ClassVar[str] = "default"
     turn_ends: ClassVar[tuple[str, ...]] = ()
-    thinking: ClassVar[tuple[Marks, ...]] = ()
-    """Tokens around thinking that mlx-lm does not know of."""
+    thinking: ClassVar[tuple[Marks, ...]] = (("<seed:think>", "</seed:think>"),)
+    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's."""
 
     def __init__(
         self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None
@@ -188,7 +188,11 @@ class DefaultAdapter:
         """Those of the template. Thinking is switched by the one that this template reads."""
         args = _template_args(conversation)
         if "enable_thinking" in args:
-            args.setdefault(self._traits.thinking, args["enable_thinking"])
+            thinks = args["enable_thinking"]
+            if self._traits.thinking != "thinking_budget":
+                args.setdefault(self._traits.thinking, thinks)
+            elif not thinks:
+                args.setdefault("thinking_budget", 0)
         return args
 
     def _tool_options(self, conversation: Conversation) -> dict[str, Any]:

@@ -39,6 +39,9 @@ _SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qan
 _ID = "abcdefghi"
 
 
+ThinkingSwitch = Literal["enable_thinking", "thinking", "thinking_budget"]
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
     """What conversations a template renders in full.
@@ -51,7 +54,8 @@ class TemplateTraits:
     must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
     history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
-    the variable that switches thinking on and off, if it has one. opens_thinking: it begins
+    the variable that switches thinking on and off (a budget does so by 0), if it has one.
+    opens_thinking: it begins
     answers with `<think>` itself, if only where it is told to.
     """
 
@@ -65,7 +69,7 @@ class TemplateTraits:
     empty_tools: bool = False
     history_wants_tools: bool = False
     turn_end: str = ""
-    thinking: Literal["enable_thinking", "thinking"] = "enable_thinking"
+    thinking: ThinkingSwitch = "enable_thinking"
     opens_thinking: bool = False
 
 
@@ -159,21 +163,23 @@ def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:
     return rest.partition(_LATER)[0] if answered else ""
 
 
-def _thinking(
-    render: Render, user: Mapping[str, Any], tools: Tools | None
-) -> Literal["enable_thinking", "thinking"]:
-    def heeds(name: str) -> bool:
+def _thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> ThinkingSwitch:
+    def heeds(name: str, off: bool | int = False, on: bool | int = True) -> bool:
         try:
-            off, on = (
+            without, thinking = (
                 render([user], tools, add_generation_prompt=True, **{name: switch})
-                for switch in (False, True)
+                for switch in (off, on)
             )
         except RENDER_ERRORS:
             return False
-        return off != on
+        return without != thinking
 
-    own = heeds("thinking") and not heeds("enable_thinking")
-    return "thinking" if own else "enable_thinking"
+    if heeds("enable_thinking"):
+        return "enable_thinking"
+    if heeds("thinking"):
+        return "thinking"
+    # As Seed-OSS's, which has no other; -1 is its own default.
+    return "thinking_budget" if heeds("thinking_budget", 0, -1) else "enable_thinking"
 
 
 def _opens_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> bool:

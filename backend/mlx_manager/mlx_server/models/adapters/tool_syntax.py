@@ -296,24 +296,37 @@ def _parameters(
     return ToolSyntax(openers, lambda _: form)
 
 
-QWEN_CODER = _parameters(
-    ("<tool_call>", "<function="),
-    rf"\s*(?:(?P<close></tool_call>)|<function=\s*{NAME}\s*>(?P<params>))",
-    Parameters(
-        r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
-        end="</parameter>",
-        call_end="</function>",
-        line=True,
-    ),
-    CallShape(
-        head=("<tool_call>\n<function=",),
-        middle=(">\n",),
-        tail=("</function>\n</tool_call>",),
-        between=("\n",),
-        arguments=OneByOne("<parameter=", ">\n", "\n</parameter>", "\n"),
-    ),
-)
+def _coder(prefix: str, *, lines: bool) -> ToolSyntax:
+    """Qwen3-Coder's format, whose outer marker Seed begins with a prefix of its own.
+
+    lines: whether values stand on lines of their own.
+    """
+    call, line = f"{prefix}tool_call", "\n" if lines else ""
+    return _parameters(
+        (f"<{call}>", "<function="),
+        rf"\s*(?:(?P<close></{call}>)|<function=\s*{NAME}\s*>(?P<params>))",
+        Parameters(
+            r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
+            end="</parameter>",
+            call_end="</function>",
+            line=lines,
+        ),
+        CallShape(
+            head=(f"<{call}>\n<function=",),
+            middle=(">\n",),
+            tail=(f"</function>\n</{call}>",),
+            between=("\n",),
+            arguments=OneByOne("<parameter=", f">{line}", f"{line}</parameter>", "\n"),
+        ),
+    )
+
+
+QWEN_CODER = _coder("", lines=True)
 """Qwen3-Coder and its kin, which leave the marker before a call out now and then."""
+
+SEED = _coder("seed:", lines=False)
+"""Seed-OSS: ByteDance-Seed-OSS.jinja in llama.cpp's models/templates, and vLLM's
+seed_oss_tool_parser.py, which reads calls without the marker before them, too."""
 
 
 def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
@@ -590,6 +603,7 @@ _BY_TEMPLATE = (
     (_DSML, DEEPSEEK_32),
     ("<｜tool▁calls▁begin｜>", DEEPSEEK),
     ("<|tool_call|>", GRANITE),
+    ("<seed:tool_call>", SEED),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|channel|>commentary", HARMONY),

@@ -1,6 +1,7 @@
-"""Published chat templates, each with a byte-level tokenizer that has the tokens it writes.
+"""Chat templates, each with a byte-level tokenizer that has the tokens it writes.
 
-The templates are read from a folder beside the repository and are not part of it.
+The published ones are read from a folder beside the repository and are not part of it. Those in
+`reduced/` are our own, modelled on published ones, which each names.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from mlx_manager.mlx_server.core import Conversation
 from mlx_manager.mlx_server.models.adapters import ModelAdapter
 
 TEMPLATES = Path(__file__).parents[5].parent / "shared" / "templates"
+REDUCED_TEMPLATES = Path(__file__).parent / "reduced"
 
 _TOKEN = re.compile(
     r"<\|[\w ]+\|>|<｜[^｜]+｜>|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|SYSTEM_PROMPT|"
-    r"ARGS|CALL_ID|TOOL_CONTENT|IMG)\]|<(?:start|end)_of_turn>|\[gMASK\]|<sop>"
+    r"ARGS|CALL_ID|TOOL_CONTENT|IMG)\]|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|</?seed:\w+>"
 )
 _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens that are added but not special: they have text."""
@@ -82,16 +84,28 @@ PUBLISHED = (
     Published("mistralai-Mistral-Nemo-Instruct-2407", "mistral", "<s>", "</s>"),
     Published("openai-gpt-oss-120b", "gpt_oss", "<|startoftext|>", "<|return|>", adds_bos=False),
 )
+REDUCED = (
+    Published(
+        "seed-oss",
+        "seed_oss",
+        "<seed:bos>",
+        "<seed:eos>",
+        ("</seed:cot_budget_reflect>",),
+        adds_bos=False,
+    ),
+)
 NAMES = [published.name for published in PUBLISHED]
+REDUCED_NAMES = [reduced.name for reduced in REDUCED]
 
 
 @cache
 def loaded(name: str) -> tuple[dict[str, Any], TokenizerWrapper]:
     """The model's config.json, and its tokenizer as mlx-lm loads it."""
-    if not TEMPLATES.is_dir():
+    folder_of_templates = TEMPLATES if name in NAMES else REDUCED_TEMPLATES
+    if not folder_of_templates.is_dir():
         pytest.skip("the published templates are not here")
-    published = next(found for found in PUBLISHED if found.name == name)
-    template = (TEMPLATES / f"{name}.jinja").read_text()
+    published = next(found for found in (*PUBLISHED, *REDUCED) if found.name == name)
+    template = (folder_of_templates / f"{name}.jinja").read_text()
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), published, template)
         return {"model_type": published.model_type}, load(Path(folder))

@@ -1,4 +1,4 @@
-"""Published chat templates through the adapters: prompts, turn ends, tools, thinking."""
+"""Chat templates through the adapters: prompts, turn ends, tools, thinking."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from engine.outputs import Answer
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-from models.adapters.published import NAMES, Published, loaded, prompt_ids, write_tokenizer
+from models.adapters.published import (
+    NAMES,
+    REDUCED_NAMES,
+    Published,
+    loaded,
+    prompt_ids,
+    write_tokenizer,
+)
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
 from mlx_manager.mlx_server.core import (
@@ -32,8 +39,9 @@ from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
+(SEED,) = REDUCED_NAMES
 WITHOUT_TOOLS = (R1, GEMMA, PHI)
-WITH_TOOLS = tuple(name for name in NAMES if name not in WITHOUT_TOOLS)
+WITH_TOOLS = tuple(name for name in (*NAMES, *REDUCED_NAMES) if name not in WITHOUT_TOOLS)
 
 WEATHER = Tool(
     "get_weather",
@@ -55,7 +63,7 @@ RESULT = Message("tool", "It rains frogs.", tool_call_id=CALL.id)
 OTHER_RESULT = Message("tool", "It snows owls.", tool_call_id=OTHER.id)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, *REDUCED_NAMES])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -107,7 +115,7 @@ def test_a_prompt_holds_the_messages_and_at_most_one_bos(name: str) -> None:
     text = tokenizer.decode(ids)
     for message in conversation.messages:
         assert message.content in text
-    if tokenizer.bos_token_id is not None and name != GRANITE:
+    if tokenizer.bos_token_id is not None and name not in (GRANITE, SEED):
         assert ids.count(tokenizer.bos_token_id) == (0 if name == OSS else 1)
     assert ids[:1] != ids[1:2]
 
@@ -468,6 +476,8 @@ def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> 
             {"reasoning_effort": "high"},
             "<|channel|>analysis<|message|>So.\n<|end|><|start|>assistant<|channel|>final<|message|>Rain.",
         ),
+        (SEED, {}, "<seed:think>So.\n</seed:think>\nRain."),
+        (SEED, {"thinking_budget": 0}, "So.\n</seed:cot_budget_reflect></seed:think>\nRain."),
     ],
 )
 def test_thinking_is_split_from_content(name: str, arguments: dict[str, object], text: str) -> None:
@@ -512,6 +522,18 @@ def test_a_template_that_asks_for_thinking_by_another_name_is_heard(
     prompt = adapter.encode_text(text, tokenizer)
     output = adapter.output_format(tokenizer, conversation, prompt)
     assert output.initial == ("reasoning" if thinks else "content")
+
+
+def test_seed_oss_is_told_not_to_think_by_a_budget_of_nothing() -> None:
+    def told(**variables: object) -> bool:
+        text = rendered(SEED, chat(USER, template_args=variables))
+        return text.endswith("<seed:think><seed:cot_budget_reflect>")
+
+    assert told(thinking_budget=0)
+    assert told(enable_thinking=False)
+    assert not told()
+    assert not told(enable_thinking=True)
+    assert not told(enable_thinking=False, thinking_budget=512)
 
 
 @pytest.mark.parametrize("name", [QWQ, R1])
