@@ -175,7 +175,8 @@ class CallFormat:
         close   the end of the calls
     bare: calls may also begin an answer with no marker before them; such an object must hold
     arguments, so that an answer in JSON is not taken for a call. shape: how the model is made to
-    write calls; None if it can't be.
+    write calls; None if it can't be. name_key: what the name is called in a call that is a JSON
+    object.
     """
 
     item: str
@@ -183,6 +184,7 @@ class CallFormat:
     block: CallBlock | None = None
     bare: bool = False
     shape: CallShape | None = None
+    name_key: str = "name"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class CallReader:
         self._item_pattern = regex.compile(form.item)
         self._parameters = form.parameters
         self._block = form.block
+        self._name_key = form.name_key
         self._bare = form.bare and not opener
         self._log = log
         self._name = name
@@ -246,6 +247,8 @@ class CallReader:
 
     def _key(self, char: str) -> Reading:
         key = _loads_string((yield from self._string(char)))
+        if key == self._name_key:
+            key = "name"
         if self._bare and key not in _CALL_KEYS:
             raise _NotACallError
         if (yield from self._nonblank()) != ":":

@@ -321,8 +321,8 @@ class ChatCompletionRequest(GenerationParameters):
     )
     enable_thinking: bool | None = Field(
         None,
-        description="Handed to the chat template, as `thinking` where it reads that; false also "
-        "ends what it begins all the same",
+        description="Handed to the chat template, as `thinking` or `reasoning` where it reads that "
+        "(Seed-OSS's gets a budget of 0); false also ends what it begins all the same",
     )
     reasoning: Reasoning | None = Field(
         None, description="effort, max_tokens (the thinking budget) and enabled in one object"

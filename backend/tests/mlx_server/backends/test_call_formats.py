@@ -27,6 +27,7 @@ SAID_BY_TEMPLATES = {
     "hermes": "<tool_call> tool_call.name",
     "qwen3-coder": "<tool_call>\n<function=",
     "seed-oss": "<seed:tool_call>",
+    "command": "<|START_ACTION|>",
     "glm": "<arg_key>",
     "glm-4.7": "{function-name}<arg_key>",
     "minimax": "<minimax:tool_call>",
@@ -46,7 +47,7 @@ SAID_BY_TEMPLATES = {
 """What each template says that tells its format."""
 WRITTEN_ALIKE = {
     *("glm-4.7", "minimax", "longcat", "minicpm", "deepseek", "deepseek-3.1"),
-    *("mistral", "granite", "function-gemma", "seed-oss"),
+    *("mistral", "granite", "function-gemma", "seed-oss", "command"),
 }
 """Those that differ from others by their markers. `test_forced_calls` has what masks make of each."""
 
@@ -89,6 +90,7 @@ SYNTAXES: dict[str, ToolSyntax | str] = {
     "hermes": tool_syntax.HERMES,
     "qwen3-coder": tool_syntax.QWEN_CODER,
     "seed-oss": tool_syntax.SEED,
+    "command": tool_syntax.COMMAND,
     "glm": tool_syntax.GLM,
     "glm-4.7": tool_syntax.GLM_47,
     "minimax": tool_syntax.MINIMAX,

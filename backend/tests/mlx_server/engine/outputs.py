@@ -416,6 +416,28 @@ SAMPLES = (
         (("note", {"text": "\na\n"}),),
     ),
     Sample(
+        "command a",
+        replace(
+            of_syntax(tool_syntax.COMMAND),
+            edges={
+                "content": (
+                    ("<|START_RESPONSE|>", "content"),
+                    ("<|END_RESPONSE|>", "content"),
+                    ("<|START_THINKING|>", "reasoning"),
+                    ("<|START_ACTION|>", "calls"),
+                ),
+                "reasoning": (("<|END_THINKING|>", "content"), ("<|START_ACTION|>", "calls")),
+            },
+        ),
+        "<|START_THINKING|>I will look.<|END_THINKING|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {_J(PARIS)}}},\n'
+        f'    {{"tool_call_id": "1", "tool_name": "note", "parameters": {_J({"text": NASTY})}}}\n'
+        "]<|END_ACTION|>",
+        "",
+        (WEATHER, NOTE),
+        "I will look.",
+    ),
+    Sample(
         "minimax",
         of_mlx("minimax_m2"),
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'

@@ -113,8 +113,13 @@ class DefaultAdapter:
 
     family: ClassVar[str] = "default"
     turn_ends: ClassVar[tuple[str, ...]] = ()
-    thinking: ClassVar[tuple[Marks, ...]] = (("<seed:think>", "</seed:think>"),)
-    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's."""
+    thinking: ClassVar[tuple[Marks, ...]] = (
+        ("<seed:think>", "</seed:think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+    )
+    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's, Cohere's."""
+    around_content: ClassVar[tuple[Marks, ...]] = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
+    """Tokens around what the caller reads: Cohere's."""
 
     def __init__(
         self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None
@@ -283,8 +288,8 @@ class DefaultAdapter:
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
         """Texts in an answer that are neither content nor the beginning of anything else."""
-        marks: Sequence[str] = tokenizer.structural_markers
-        return marks
+        around = (pair for pair in self.around_content if token_id(tokenizer, pair[0]) is not None)
+        return (*tokenizer.structural_markers, *next(around, ()))
 
 
 def _template_args(conversation: Conversation) -> dict[str, Any]:

@@ -203,6 +203,9 @@ def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> d
         entry["name"] = name
     if message.reasoning is not None:
         entry["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            # What Cohere's templates call it.
+            entry["tool_plan"] = message.reasoning
     if message.tool_calls:
         entry["tool_calls"] = [_call(call, traits) for call in message.tool_calls]
     return entry

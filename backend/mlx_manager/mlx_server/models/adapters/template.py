@@ -39,7 +39,7 @@ _SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qan
 _ID = "abcdefghi"
 
 
-ThinkingSwitch = Literal["enable_thinking", "thinking", "thinking_budget"]
+ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_budget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,10 @@ def _thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> T
             return False
         return without != thinking
 
-    if heeds("enable_thinking"):
-        return "enable_thinking"
-    if heeds("thinking"):
-        return "thinking"
+    names: tuple[ThinkingSwitch, ...] = ("enable_thinking", "thinking", "reasoning")
+    for name in names:
+        if heeds(name):
+            return name
     # As Seed-OSS's, which has no other; -1 is its own default.
     return "thinking_budget" if heeds("thinking_budget", 0, -1) else "enable_thinking"
 

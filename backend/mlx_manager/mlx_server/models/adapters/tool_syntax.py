@@ -70,9 +70,14 @@ class ToolSyntax:
 
 
 def _json(
-    openers: tuple[str, ...], item: str, shape: CallShape, write: WriteCalls | None = None
+    openers: tuple[str, ...],
+    item: str,
+    shape: CallShape,
+    write: WriteCalls | None = None,
+    *,
+    name_key: str = "name",
 ) -> ToolSyntax:
-    form = CallFormat(item, shape=shape)
+    form = CallFormat(item, shape=shape, name_key=name_key)
     return ToolSyntax(openers, lambda _: form, write)
 
 
@@ -238,6 +243,22 @@ DEEPSEEK_31 = _json(
     _write_deepseek,
 )
 """V3.1: the name, then JSON. Both are read either way."""
+
+COMMAND = _json(
+    ("<|START_ACTION|>",),
+    _LIST_OF_OBJECTS + r"|(?P<close><\|END_ACTION\|>))",
+    CallShape(
+        head=('{"tool_call_id": "', Pattern("[0-9]{1,3}"), '", "tool_name": "'),
+        middle=('", "parameters": ',),
+        tail=("}",),
+        opening=("<|START_ACTION|>[\n    ",),
+        between=(",\n    ",),
+        closing=("\n]<|END_ACTION|>",),
+    ),
+    name_key="tool_name",
+)
+"""Cohere's Command R7B and A: CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja in llama.cpp's
+models/templates, and vLLM's cohere_command_reasoning_parser.py."""
 
 HARMONY = _json(
     (),
@@ -604,6 +625,7 @@ _BY_TEMPLATE = (
     ("<｜tool▁calls▁begin｜>", DEEPSEEK),
     ("<|tool_call|>", GRANITE),
     ("<seed:tool_call>", SEED),
+    ("<|START_ACTION|>", COMMAND),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|channel|>commentary", HARMONY),

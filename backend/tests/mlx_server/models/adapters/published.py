@@ -93,6 +93,7 @@ REDUCED = (
         ("</seed:cot_budget_reflect>",),
         adds_bos=False,
     ),
+    Published("command-a", "cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
 )
 NAMES = [published.name for published in PUBLISHED]
 REDUCED_NAMES = [reduced.name for reduced in REDUCED]

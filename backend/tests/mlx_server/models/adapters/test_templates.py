@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
-(SEED,) = REDUCED_NAMES
+SEED, COMMAND = REDUCED_NAMES
 WITHOUT_TOOLS = (R1, GEMMA, PHI)
 WITH_TOOLS = tuple(name for name in (*NAMES, *REDUCED_NAMES) if name not in WITHOUT_TOOLS)
 
@@ -347,10 +347,10 @@ def test_a_call_as_the_template_writes_it_is_what_a_demanded_call_looks_like(
     after = prompt_ids(adapter, history, tokenizer)
     pairs = enumerate(zip(prompt, after, strict=False))
     common = next((n for n, (a, b) in pairs if a != b), len(prompt))
-    text = tokenizer.decode(after[common:]).rpartition("</think>")[2].strip()
+    output = adapter.output_format(tokenizer, asked, prompt)
+    text = tokenizer.decode(after[common:]).rpartition(output.thinking_end or "</think>")[2].strip()
     if name == OSS:
         text = " " + text
-    output = adapter.output_format(tokenizer, asked, prompt)
     stops = adapter.get_stop_tokens(tokenizer)
     _, guide = Guidance(tokenizer, stops).of(GenerationRequest("m", asked), output)
     assert guide is not None
@@ -477,6 +477,17 @@ def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> 
             "<|channel|>analysis<|message|>So.\n<|end|><|start|>assistant<|channel|>final<|message|>Rain.",
         ),
         (SEED, {}, "<seed:think>So.\n</seed:think>\nRain."),
+        (
+            COMMAND,
+            {},
+            "<|START_THINKING|>So.\n<|END_THINKING|><|START_RESPONSE|>Rain.<|END_RESPONSE|>",
+        ),
+        (
+            COMMAND,
+            {"enable_thinking": True},
+            "So.\n<|END_THINKING|><|START_RESPONSE|>Rain.<|END_RESPONSE|>",
+        ),
+        (COMMAND, {}, "<|START_THINKING|>So.\n<|END_THINKING|>Rain."),
         (SEED, {"thinking_budget": 0}, "So.\n</seed:cot_budget_reflect></seed:think>\nRain."),
     ],
 )
@@ -485,10 +496,13 @@ def test_thinking_is_split_from_content(name: str, arguments: dict[str, object],
     assert (answer.reasoning, answer.content) == ("So.\n", "Rain.")
 
 
-@pytest.mark.parametrize("name", [QWEN3, GLM])
-def test_thinking_can_be_switched_off(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [(QWEN3, "</think>"), (GLM, "</think>"), (COMMAND, "<|START_THINKING|><|END_THINKING|>")],
+)
+def test_thinking_can_be_switched_off(name: str, end: str) -> None:
     conversation = chat(USER, template_args={"enable_thinking": False})
-    assert "</think>" in rendered(name, conversation)
+    assert end in rendered(name, conversation)
     answer = said(name, conversation, "Rain.")
     assert (answer.reasoning, answer.content) == ("", "Rain.")
 
@@ -603,7 +617,7 @@ def test_thinking_that_is_continued_goes_on() -> None:
     assert (answer.reasoning, answer.content) == (" see.", "Rain.")
 
 
-@pytest.mark.parametrize("name", [QWEN3, GLM, OSS])
+@pytest.mark.parametrize("name", [QWEN3, GLM, OSS, SEED, COMMAND])
 def test_thinking_before_a_call_is_in_the_history(name: str) -> None:
     called = Message("assistant", "", reasoning="Better ask.", tool_calls=(CALL,))
     text = rendered(name, chat(USER, called, RESULT, tools=(WEATHER,)))
