@@ -28,6 +28,7 @@ SAID_BY_TEMPLATES = {
     "qwen3-coder": "<tool_call>\n<function=",
     "seed-oss": "<seed:tool_call>",
     "command": "<|START_ACTION|>",
+    "nemotron": "<TOOLCALL>",
     "glm": "<arg_key>",
     "glm-4.7": "{function-name}<arg_key>",
     "minimax": "<minimax:tool_call>",
@@ -48,6 +49,7 @@ SAID_BY_TEMPLATES = {
 WRITTEN_ALIKE = {
     *("glm-4.7", "minimax", "longcat", "minicpm", "deepseek", "deepseek-3.1"),
     *("mistral", "granite", "function-gemma", "seed-oss", "command"),
+    *("nemotron",),
 }
 """Those that differ from others by their markers. `test_forced_calls` has what masks make of each."""
 
@@ -91,6 +93,7 @@ SYNTAXES: dict[str, ToolSyntax | str] = {
     "qwen3-coder": tool_syntax.QWEN_CODER,
     "seed-oss": tool_syntax.SEED,
     "command": tool_syntax.COMMAND,
+    "nemotron": tool_syntax.NEMOTRON,
     "glm": tool_syntax.GLM,
     "glm-4.7": tool_syntax.GLM_47,
     "minimax": tool_syntax.MINIMAX,

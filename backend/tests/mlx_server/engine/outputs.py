@@ -438,6 +438,20 @@ SAMPLES = (
         "I will look.",
     ),
     Sample(
+        "nemotron",
+        of_syntax(tool_syntax.NEMOTRON),
+        f"Let me see.<TOOLCALL>[{_CALL}, {_NOTE}]</TOOLCALL>\n",
+        "Let me see.",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "nemotron, arguments as text",
+        of_syntax(tool_syntax.NEMOTRON),
+        f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_J(_J(PARIS))}}}]</TOOLCALL>',
+        "",
+        (WEATHER,),
+    ),
+    Sample(
         "minimax",
         of_mlx("minimax_m2"),
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'

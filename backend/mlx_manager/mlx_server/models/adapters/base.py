@@ -282,9 +282,9 @@ class DefaultAdapter:
         if tokenizer.has_thinking:
             return tokenizer.think_start, tokenizer.think_end
         known = (pair for pair in self.thinking if token_id(tokenizer, pair[0]) is not None)
-        # As of OLMo 3, which has no token for it.
-        opened = ("<think>", "</think>") if self._traits.opens_thinking else None
-        return next(known, opened)
+        # As of OLMo 3 and Llama-Nemotron, which have no token for it.
+        thinks = self._traits.opens_thinking or self._traits.drops_thinking
+        return next(known, ("<think>", "</think>") if thinks else None)
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
         """Texts in an answer that are neither content nor the beginning of anything else."""

@@ -55,8 +55,8 @@ class TemplateTraits:
     history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
     the variable that switches thinking on and off (a budget does so by 0), if it has one.
-    opens_thinking: it begins
-    answers with `<think>` itself, if only where it is told to.
+    opens_thinking: it begins answers with `<think>` itself, if only where it is told to.
+    drops_thinking: it leaves out of past answers what stands before `</think>`.
     """
 
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
@@ -71,6 +71,7 @@ class TemplateTraits:
     turn_end: str = ""
     thinking: ThinkingSwitch = "enable_thinking"
     opens_thinking: bool = False
+    drops_thinking: bool = False
 
 
 def probe(render: Render) -> TemplateTraits:
@@ -102,6 +103,7 @@ def probe(render: Render) -> TemplateTraits:
         turn_end=_turn_end(render, [user, answer, _message("user", _LATER)], nothing),
         thinking=_thinking(render, user, nothing),
         opens_thinking=_opens_thinking(render, user, nothing),
+        drops_thinking=_drops_thinking(render, user, nothing),
     )
 
 
@@ -192,6 +194,13 @@ def _opens_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None
         if text.rstrip().endswith("<think>"):
             return True
     return False
+
+
+def _drops_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> bool:
+    thought = _message("assistant", f"<think>\nqthoughtq\n</think>\n\n{_ANSWER}")
+    messages = [user, thought, _message("user", _LATER)]
+    shown = _shows(render, messages, tools, _USER, _ANSWER, _LATER)
+    return shown and not _shows(render, messages, tools, "qthoughtq")
 
 
 def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:

@@ -260,6 +260,15 @@ COMMAND = _json(
 """Cohere's Command R7B and A: CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja in llama.cpp's
 models/templates, and vLLM's cohere_command_reasoning_parser.py."""
 
+NEMOTRON = _json(
+    ("<TOOLCALL>",),
+    _LIST_OF_OBJECTS + r"|(?P<close></TOOLCALL>))",
+    _objects("arguments", "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+)
+"""Llama-Nemotron and Nemotron Nano 2: NVIDIA-Nemotron-Nano-v2.jinja and
+nvidia-Llama-3_3-Nemotron-Super-49B-v1_5.jinja in llama.cpp's models/templates, and vLLM's
+nemotron_json_tool_parser.py. Nemotron 3 writes Qwen3-Coder's format."""
+
 HARMONY = _json(
     (),
     r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))",
@@ -626,6 +635,7 @@ _BY_TEMPLATE = (
     ("<|tool_call|>", GRANITE),
     ("<seed:tool_call>", SEED),
     ("<|START_ACTION|>", COMMAND),
+    ("<TOOLCALL>", NEMOTRON),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|channel|>commentary", HARMONY),

@@ -94,6 +94,7 @@ REDUCED = (
         adds_bos=False,
     ),
     Published("command-a", "cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    Published("nemotron", "nemotron-nas", "<|begin_of_text|>", "<|eot_id|>"),
 )
 NAMES = [published.name for published in PUBLISHED]
 REDUCED_NAMES = [reduced.name for reduced in REDUCED]
