@@ -215,7 +215,8 @@ class CallReader:
             text += yield
 
     def _object(self) -> Reading:
-        """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order.
+        """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order, or all of it
+        as another object's `function`.
 
         Returns a character that was read too far, if any: models forget the last brace.
         """
@@ -230,6 +231,13 @@ class CallReader:
                 if ahead:
                     return ahead
                 self._tail = streamed = True
+                char = yield from self._nonblank()
+            elif key == "function" and char == "{" and not streamed:
+                ahead = yield from self._object()
+                self._undecided[:] = [ahead]
+                self._tail = streamed = True
+                if ahead:
+                    return ahead
                 char = yield from self._nonblank()
             else:
                 fields[key], char = yield from self._value(char)

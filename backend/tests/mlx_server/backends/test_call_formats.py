@@ -41,6 +41,7 @@ SAID_BY_TEMPLATES = {
     "mistral": "[TOOL_CALLS]",
     "mistral-3.2": "[TOOL_CALLS] [ARGS]",
     "granite": "<|tool_call|>",
+    "phi-4": "<|tool|> <|/tool|>",
     "gemma-4": "<|tool_call> <tool_call|>",
     "function-gemma": "<start_function_call>",
     "lfm2": "<|tool_call_start|>",
@@ -49,7 +50,7 @@ SAID_BY_TEMPLATES = {
 WRITTEN_ALIKE = {
     *("glm-4.7", "minimax", "longcat", "minicpm", "deepseek", "deepseek-3.1"),
     *("mistral", "granite", "function-gemma", "seed-oss", "command"),
-    *("nemotron",),
+    *("nemotron", "phi-4"),
 }
 """Those that differ from others by their markers. `test_forced_calls` has what masks make of each."""
 
@@ -106,6 +107,7 @@ SYNTAXES: dict[str, ToolSyntax | str] = {
     "mistral": tool_syntax.MISTRAL,
     "mistral-3.2": tool_syntax.MISTRAL_ARGS,
     "granite": tool_syntax.GRANITE,
+    "phi-4": tool_syntax.PHI_4,
     "gemma-4": "<|tool_call>",
     "function-gemma": "<start_function_call>",
     "lfm2": "<|tool_call_start|>",

@@ -302,10 +302,25 @@ SAMPLES = (
     ),
     Sample(
         "phi-4-mini",
-        of_syntax(tool_syntax.GRANITE),
+        of_syntax(tool_syntax.PHI_4),
         f"<|tool_call|>[{_CALL}]<|/tool_call|>",
         "",
         (WEATHER,),
+    ),
+    Sample(
+        "phi-4-mini, one by one",
+        of_syntax(tool_syntax.PHI_4),
+        f"<|tool_call|>{_CALL}<|/tool_call|><|tool_call|>{_NOTE}<|/tool_call|>",
+        "",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "phi-4-mini, in OpenAI's form",
+        of_syntax(tool_syntax.PHI_4),
+        f'<|tool_call|>[ {{"type": "function", "function": {_CALL}}}, '
+        f'{{"type": "function", "function": {{"name": "now"}}, "id": "1"}} ]<|/tool_call|>',
+        "",
+        (WEATHER, ("now", {})),
     ),
     Sample(
         "mistral, a list", of_mlx("mistral"), f"[TOOL_CALLS][{_CALL}, {_NOTE}]", "", (WEATHER, NOTE)

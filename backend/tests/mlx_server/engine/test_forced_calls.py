@@ -106,7 +106,7 @@ CASES = (
             *("HERMES", "GRANITE", "MISTRAL", "MISTRAL_ARGS", "KIMI_K2", "DEEPSEEK", "DEEPSEEK_31"),
             *("LLAMA", "QWEN_CODER", "GLM", "GLM_47", "LONGCAT", "MINIMAX", "DEEPSEEK_32"),
             *("DEEPSEEK_4", "MINICPM", "KIMI_K3", "SEED", "COMMAND"),
-            *("NEMOTRON",),
+            *("NEMOTRON", "PHI_4"),
         )
     ),
     Case("muse_spark", tool_syntax.MUSE_SPARK, "header"),

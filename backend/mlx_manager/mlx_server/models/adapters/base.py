@@ -41,6 +41,8 @@ from mlx_manager.mlx_server.models.adapters.template import (
     Render,
     TemplateTraits,
     Tools,
+    functions_of,
+    functions_text,
     probe,
 )
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
@@ -170,6 +172,8 @@ class DefaultAdapter:
             )
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
+        if self._traits.tools_as == "text" and _offers(conversation):
+            messages[0]["tools"] = functions_text(template_tools(conversation.tools))
         options = self.variables(conversation) | self._tool_options(conversation)
         if conversation.continue_final_message:
             options["continue_final_message"] = True
@@ -209,7 +213,13 @@ class DefaultAdapter:
             raise InvalidRequest(
                 "This model's chat template has no place for tools.", param="tools"
             )
-        return {"tools": template_tools(conversation.tools)}
+        match self._traits.tools_as:
+            case "tools":
+                return {"tools": template_tools(conversation.tools)}
+            case "functions":
+                return {"tools": functions_of(template_tools(conversation.tools))}
+            case "text":
+                return {}
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
         ids = token_ids(tokenizer, text)

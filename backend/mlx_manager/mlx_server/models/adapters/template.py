@@ -6,6 +6,7 @@ without a word. Trying is what llama.cpp does too; it holds for templates nobody
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -39,6 +40,8 @@ _SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qan
 _ID = "abcdefghi"
 
 
+ToolPlace = Literal["anywhere", "in system", "nowhere"]
+ToolForm = Literal["tools", "functions", "text"]
 ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_budget"]
 
 
@@ -46,12 +49,13 @@ ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_b
 class TemplateTraits:
     """What conversations a template renders in full.
 
-    system: where system messages may be. tools: whether it tells the model of tools, and
-    whether only in a system message. calls: how
-    many calls a message of the assistant may hold. object_arguments: their arguments are an
+    system: where system messages may be. tools: whether it tells the model of tools, and whether
+    only in a system message. tools_as: what it reads them from: its `tools`, in the form of
+    OpenAI's API or as their functions, or JSON text of these, a system message's `tools`. calls:
+    how many calls a message of the assistant may hold. object_arguments: their arguments are an
     object, not JSON text. results: whether it renders messages of role tool. answered: whether the
-    user's next message may come only after an answer to them. short_ids: call ids
-    must have 9 characters. empty_tools: it wants an empty list where no tools are offered.
+    user's next message may come only after an answer to them. short_ids: call ids must have 9
+    characters. empty_tools: it wants an empty list where no tools are offered.
     history_wants_tools: it leaves past calls or results out where it gets no list at all.
     turn_end: what it writes between an answer and the next user's message. thinking: its name of
     the variable that switches thinking on and off (a budget does so by 0), if it has one.
@@ -60,7 +64,8 @@ class TemplateTraits:
     """
 
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
-    tools: Literal["anywhere", "in system", "nowhere"] = "anywhere"
+    tools: ToolPlace = "anywhere"
+    tools_as: ToolForm = "tools"
     calls: Literal["many", "one", "none"] = "many"
     object_arguments: bool = True
     results: bool = True
@@ -77,6 +82,9 @@ class TemplateTraits:
 def probe(render: Render) -> TemplateTraits:
     """The traits of the template behind `render`."""
     user, answer = _message("user", _USER), _message("assistant", _ANSWER)
+    place, tools_as = _tools(render, user)
+    if tools_as == "functions":
+        render = _given_functions(render)
     empty_tools = not _shows(render, [user], None, _USER) and _shows(render, [user], [], _USER)
     nothing: Tools | None = [] if empty_tools else None
     called, object_arguments = _calls(render, user)
@@ -91,7 +99,8 @@ def probe(render: Render) -> TemplateTraits:
     past = (_RESULT,) if called == "none" else ("qcalledq", "qvalueq", _RESULT)
     return TemplateTraits(
         system=_system(render, user, answer, nothing),
-        tools=_tools(render, user),
+        tools=place,
+        tools_as=tools_as,
         calls=called,
         object_arguments=object_arguments,
         results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
@@ -119,13 +128,37 @@ def _system(
     return "anywhere"
 
 
-def _tools(render: Render, user: Mapping[str, Any]) -> Literal["anywhere", "in system", "nowhere"]:
-    tools = [_tool("qofferedq")]
-    if _shows(render, [user], tools, _USER, "qofferedq"):
-        return "anywhere"
-    if _shows(render, [_message("system", ""), user], tools, _USER, "qofferedq"):
-        return "in system"
-    return "nowhere"
+def _tools(render: Render, user: Mapping[str, Any]) -> tuple[ToolPlace, ToolForm]:
+    tool, system = _tool("qofferedq"), _message("system", "")
+    forms: tuple[tuple[ToolForm, Tools], ...] = (
+        ("tools", [tool]),
+        ("functions", functions_of([tool])),
+    )
+    for form, tools in forms:
+        if _shows(render, [user], tools, _USER, "qofferedq"):
+            return "anywhere", form
+        if _shows(render, [system, user], tools, _USER, "qofferedq"):
+            return "in system", form
+    told = {**system, "tools": functions_text([tool])}
+    if _shows(render, [told, user], None, _USER, "qofferedq"):
+        return "in system", "text"
+    return "nowhere", "tools"
+
+
+def functions_of(tools: Tools) -> list[Mapping[str, Any]]:
+    return [tool["function"] for tool in tools]
+
+
+def functions_text(tools: Tools) -> str:
+    """The functions as JSON text."""
+    return json.dumps(functions_of(tools), ensure_ascii=False)
+
+
+def _given_functions(render: Render) -> Render:
+    def given(messages: Messages, tools: Tools | None, **variables: Any) -> str:
+        return render(messages, tools and functions_of(tools), **variables)
+
+    return given
 
 
 def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:

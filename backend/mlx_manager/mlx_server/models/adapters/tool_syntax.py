@@ -147,18 +147,28 @@ HERMES = _json(
 )
 
 
-def _write_granite(calls: Sequence[ToolCall]) -> str:
+def _written_as_objects(calls: Sequence[ToolCall]) -> str:
     objects = [{"name": call.name, "arguments": call_object(call.arguments)} for call in calls]
-    return "<|tool_call|>" + json.dumps(objects, ensure_ascii=False)
+    return json.dumps(objects, ensure_ascii=False)
 
 
+_GRANITE_ITEM = _LIST_OF_OBJECTS + r"|(?P<close><\|/tool_call\|>))"
 GRANITE = _json(
     ("<|tool_call|>",),
-    _LIST_OF_OBJECTS + r"|(?P<close><\|/tool_call\|>))",
+    _GRANITE_ITEM,
     _objects("arguments", "<|tool_call|>[", ", ", "]"),
-    _write_granite,
+    lambda calls: f"<|tool_call|>{_written_as_objects(calls)}",
 )
-"""Also Phi-4-mini, which closes the list with `<|/tool_call|>`."""
+
+PHI_4 = _json(
+    ("<|tool_call|>",),
+    _GRANITE_ITEM,
+    _objects("arguments", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    lambda calls: f"<|tool_call|>{_written_as_objects(calls)}<|/tool_call|>",
+)
+"""Phi-4-mini, whose template has a place for tools and none for calls:
+llama-cpp-microsoft-Phi-4-mini-instruct.jinja in llama.cpp's models/templates has. Both are read
+either way, and what the model makes of OpenAI's form, with the call as a `function`, too."""
 
 _MISTRAL_ITEM = (
     r"(?:[\s,\[\]}]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
@@ -632,6 +642,7 @@ _BY_TEMPLATE = (
     (f"<{_DSML}tool_calls>", DEEPSEEK_4),
     (_DSML, DEEPSEEK_32),
     ("<｜tool▁calls▁begin｜>", DEEPSEEK),
+    ("<|/tool|>", PHI_4),
     ("<|tool_call|>", GRANITE),
     ("<seed:tool_call>", SEED),
     ("<|START_ACTION|>", COMMAND),

@@ -95,6 +95,16 @@ REDUCED = (
     ),
     Published("command-a", "cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     Published("nemotron", "nemotron-nas", "<|begin_of_text|>", "<|eot_id|>"),
+    Published(
+        "phi-4-mini",
+        "phi3",
+        None,
+        "<|endoftext|>",
+        (
+            *("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool|>", "<|/tool|>"),
+            *("<|tool_call|>", "<|/tool_call|>"),
+        ),
+    ),
 )
 NAMES = [published.name for published in PUBLISHED]
 REDUCED_NAMES = [reduced.name for reduced in REDUCED]

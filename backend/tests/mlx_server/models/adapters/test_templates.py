@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
-SEED, COMMAND, NEMOTRON = REDUCED_NAMES
+SEED, COMMAND, NEMOTRON, PHI4 = REDUCED_NAMES
 WITHOUT_TOOLS = (R1, GEMMA, PHI)
 WITH_TOOLS = tuple(name for name in (*NAMES, *REDUCED_NAMES) if name not in WITHOUT_TOOLS)
 
@@ -195,6 +195,19 @@ def test_tools_are_in_the_prompt_unless_they_may_not_be_called(name: str) -> Non
     assert "get_weather" in rendered(name, chat(USER, tools=(WEATHER, NOW)))
     silent = rendered(name, chat(USER, tools=(WEATHER, NOW), tool_choice="none"))
     assert "get_weather" not in silent
+
+
+@pytest.mark.parametrize("before", [(), (Message("system", "Be brief."),)])
+def test_tools_that_a_template_reads_from_the_system_message_are_there(
+    before: tuple[Message, ...],
+) -> None:
+    text = rendered(PHI4, chat(*before, USER, tools=(WEATHER, NOW)))
+    system, told, rest = text.partition("<|tool|>")
+    assert system == f"<|system|>{before[0].content if before else ''}"
+    tools = json.loads(rest[: rest.index("<|/tool|>")])
+    assert [tool["name"] for tool in tools] == ["get_weather", "now"]
+    assert tools[0]["parameters"] == WEATHER.parameters
+    assert "<|tool|>" not in rendered(PHI4, chat(*before, USER))
 
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)
