@@ -62,9 +62,9 @@ be: a model that does not end one runs into `max_tokens`, which comes back as `f
 Where arguments stand one by one (Qwen3-Coder, Seed-OSS, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi
 K3, MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no
 form for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text.
-So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2)
-names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's names of
-types ("dict", "float", "tuple", "any") are understood in parameters.
+So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2,
+OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's
+names of types ("dict", "float", "tuple", "any") are understood in parameters.
 
 ## Anthropic's messages
 

@@ -29,6 +29,11 @@ SAID_BY_TEMPLATES = {
     "seed-oss": "<seed:tool_call>",
     "command": "<|START_ACTION|>",
     "nemotron": "<TOOLCALL>",
+    "hunyuan": "<tool_calls><tool_call> ```json",
+    "jamba": "<tool_calls>",
+    "olmo-3": "<function_calls>",
+    "apertus": "<|tools_prefix|>",
+    "internlm": "<|action_start|>",
     "glm": "<arg_key>",
     "glm-4.7": "{function-name}<arg_key>",
     "minimax": "<minimax:tool_call>",
@@ -50,7 +55,7 @@ SAID_BY_TEMPLATES = {
 WRITTEN_ALIKE = {
     *("glm-4.7", "minimax", "longcat", "minicpm", "deepseek", "deepseek-3.1"),
     *("mistral", "granite", "function-gemma", "seed-oss", "command"),
-    *("nemotron", "phi-4"),
+    *("nemotron", "phi-4", "hunyuan", "jamba", "olmo-3", "apertus", "internlm"),
 }
 """Those that differ from others by their markers. `test_forced_calls` has what masks make of each."""
 
@@ -95,6 +100,11 @@ SYNTAXES: dict[str, ToolSyntax | str] = {
     "seed-oss": tool_syntax.SEED,
     "command": tool_syntax.COMMAND,
     "nemotron": tool_syntax.NEMOTRON,
+    "hunyuan": tool_syntax.HUNYUAN,
+    "jamba": tool_syntax.TOOL_CALLS,
+    "olmo-3": tool_syntax.OLMO_3,
+    "apertus": tool_syntax.APERTUS,
+    "internlm": tool_syntax.INTERNLM,
     "glm": tool_syntax.GLM,
     "glm-4.7": tool_syntax.GLM_47,
     "minimax": tool_syntax.MINIMAX,

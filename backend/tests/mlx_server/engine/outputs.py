@@ -467,6 +467,67 @@ SAMPLES = (
         (WEATHER,),
     ),
     Sample(
+        "jamba",
+        of_syntax(tool_syntax.TOOL_CALLS),
+        f" Sure!<tool_calls>[\n    {_CALL},\n    {_NOTE}\n]</tool_calls>",
+        " Sure!",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "hunyuan a13b",
+        of_syntax(tool_syntax.TOOL_CALLS),
+        f"<tool_calls>[{_CALL}, {_NOTE}]</tool_calls>",
+        "",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "hunyuan",
+        of_syntax(tool_syntax.HUNYUAN),
+        f"<tool_calls><tool_call>get_weather\n```json\n{_J(PARIS)}\n```</tool_call>"
+        f"<tool_call>note\n```json\n{_J({'text': NASTY})}\n```</tool_call></tool_calls>",
+        "",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "hunyuan, on lines",
+        of_syntax(tool_syntax.HUNYUAN),
+        f"So.<tool_calls>\n<tool_call>get_weather\n```json\n{_J(PARIS)}\n```</tool_call>\n"
+        "<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>\nDone.",
+        "So.\nDone.",
+        (WEATHER, ("now", {})),
+    ),
+    Sample(
+        "olmo 3",
+        of_syntax(tool_syntax.OLMO_3),
+        f'So.\n<function_calls>get_weather(city="Paris", days=2)\nnote(text={_J(NASTY)})\n'
+        "now(a=true, b=null, c=[1.5])</function_calls>",
+        "So.\n",
+        (WEATHER, NOTE, ("now", {"a": True, "b": None, "c": [1.5]})),
+    ),
+    Sample(
+        "olmo 3, on lines",
+        of_syntax(tool_syntax.OLMO_3),
+        "<function_calls>\n  get_weather(city='Paris', days=2)\n  now()\n</function_calls>",
+        "",
+        (WEATHER, ("now", {})),
+    ),
+    Sample(
+        "apertus",
+        of_syntax(tool_syntax.APERTUS),
+        f'I look.<|tools_prefix|>[{{"get_weather": {_J(PARIS)}}}, {{"note": {_J({"text": NASTY})}}}]'
+        "<|tools_suffix|>",
+        "I look.",
+        (WEATHER, NOTE),
+    ),
+    Sample(
+        "internlm",
+        of_syntax(tool_syntax.INTERNLM),
+        f"Sure.<|action_start|><|plugin|>\n{_CALL.replace('arguments', 'parameters')}<|action_end|>"
+        f"<|action_start|><|plugin|>{_NOTE}<|action_end|>",
+        "Sure.",
+        (WEATHER, NOTE),
+    ),
+    Sample(
         "minimax",
         of_mlx("minimax_m2"),
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'

@@ -106,7 +106,7 @@ CASES = (
             *("HERMES", "GRANITE", "MISTRAL", "MISTRAL_ARGS", "KIMI_K2", "DEEPSEEK", "DEEPSEEK_31"),
             *("LLAMA", "QWEN_CODER", "GLM", "GLM_47", "LONGCAT", "MINIMAX", "DEEPSEEK_32"),
             *("DEEPSEEK_4", "MINICPM", "KIMI_K3", "SEED", "COMMAND"),
-            *("NEMOTRON", "PHI_4"),
+            *("NEMOTRON", "PHI_4", "HUNYUAN", "TOOL_CALLS", "OLMO_3", "APERTUS", "INTERNLM"),
         )
     ),
     Case("muse_spark", tool_syntax.MUSE_SPARK, "header"),
@@ -121,7 +121,7 @@ CASES = (
 
 
 def tools_of(case: Case) -> tuple[Tool, ...]:
-    if case.name == "pythonic":
+    if case.name in ("pythonic", "olmo_3"):
         return (replace(EVERYTHING, name="every.thing"), CLOCK)
     return TOOLS
 
@@ -251,7 +251,7 @@ def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
         check(answer, tools)
 
 
-NAMED_AS_IN_PYTHON_OR_GEMMA = ("gemma4", "function_gemma", "pythonic")
+NAMED_AS_IN_PYTHON_OR_GEMMA = ("gemma4", "function_gemma", "pythonic", "olmo_3")
 
 
 @pytest.mark.parametrize("name", ["weather/now", "mcp:weather@2", "größe+1"])

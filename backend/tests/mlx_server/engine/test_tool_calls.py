@@ -35,6 +35,13 @@ CODER = of_mlx("qwen3_coder")
 GEMMA = of_mlx("gemma4")
 MISTRAL = of_mlx("mistral")
 DEEPSEEK = of_syntax(tool_syntax.DEEPSEEK)
+SEED, COMMAND, NEMOTRON, PHI_4, HUNYUAN, OLMO_3, APERTUS, INTERNLM = map(
+    of_syntax,
+    (
+        *(tool_syntax.SEED, tool_syntax.COMMAND, tool_syntax.NEMOTRON, tool_syntax.PHI_4),
+        *(tool_syntax.HUNYUAN, tool_syntax.OLMO_3, tool_syntax.APERTUS, tool_syntax.INTERNLM),
+    ),
+)
 CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
 
 
@@ -241,6 +248,22 @@ MALFORMED = (
     (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n"),
     (CODER, "<tool_call>\n<function=other>\n<parameter=days>\n2\n</parameter>\n</function>"),
     (CODER, "<tool_call>\n<function=get_weather>\n</tool_call>\nnothing"),
+    (COMMAND, '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "other", "parameters": {}}]'),
+    (COMMAND, '<|START_ACTION|>[{"name": "now", "parameters": 5}]<|END_ACTION|>'),
+    (SEED, "<seed:tool_call>\n<function=other>\n</function>\n</seed:tool_call>"),
+    (NEMOTRON, "Between <TOOLCALL> and </TOOLCALL> stand calls."),
+    (NEMOTRON, '<TOOLCALL>[{"name": "get_weather"'),
+    (PHI_4, '<|tool_call|>[{"type": "function", "function": {"name": "other"}}]<|/tool_call|>'),
+    (PHI_4, '<|tool_call|>{"function": {"name": "now"'),
+    (HUNYUAN, "<tool_calls><tool_call>other\n```json\n{}\n```</tool_call></tool_calls>"),
+    (HUNYUAN, "<tool_calls></tool_calls>"),
+    (OLMO_3, "<function_calls>other(a=1)</function_calls>"),
+    (OLMO_3, "<function_calls>now()\nand so on</function_calls>"),
+    (OLMO_3, "<function_calls>now(1)</function_calls>"),
+    (OLMO_3, '<function_calls>get_weather(city="Par'),
+    (APERTUS, '<|tools_prefix|>[{"other": {}}]<|tools_suffix|>'),
+    (APERTUS, '<|tools_prefix|>[{"now": 5}]<|tools_suffix|>'),
+    (INTERNLM, "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
     (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Par'),
     (GEMMA, "<|tool_call>call:note{text:{}<tool_call|>"),
 )
@@ -372,6 +395,15 @@ def test_half_a_character_in_an_argument_can_be_sent(output: OutputFormat, text:
     answer = parse(text, output)
     assert answer.calls[0].arguments.encode()
     assert answer.values == [("note", {"text": "\ufffd"})]
+
+
+@pytest.mark.parametrize("output", [LLAMA, OLMO_3], ids=["llama", "olmo 3"])
+def test_a_character_that_is_escaped_as_in_json_is_read_in_calls_as_in_python(
+    output: OutputFormat,
+) -> None:
+    call = r'note(text="\ud83c\udf89 \u00e9")'
+    text = f"[{call}]" if output is LLAMA else f"<function_calls>{call}</function_calls>"
+    assert parse(text, output).values == [("note", {"text": "🎉 é"})]
 
 
 def test_half_a_character_in_a_literal_of_python_can_be_sent() -> None:

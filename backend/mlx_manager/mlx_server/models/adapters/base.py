@@ -118,8 +118,9 @@ class DefaultAdapter:
     thinking: ClassVar[tuple[Marks, ...]] = (
         ("<seed:think>", "</seed:think>"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
     )
-    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's, Cohere's."""
+    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's, Cohere's, Apertus's."""
     around_content: ClassVar[tuple[Marks, ...]] = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
     """Tokens around what the caller reads: Cohere's."""
 

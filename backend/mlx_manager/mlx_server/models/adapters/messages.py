@@ -212,7 +212,9 @@ def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> d
 
 
 def _call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments = call_object(call.arguments) if traits.object_arguments else call.arguments
+    arguments = call_object(call.arguments)
+    if not (traits.object_arguments or isinstance(arguments, str)):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": _call_id(call.id, traits), "type": "function", "function": function}
 

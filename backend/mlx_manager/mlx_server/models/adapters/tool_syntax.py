@@ -279,6 +279,69 @@ NEMOTRON = _json(
 nvidia-Llama-3_3-Nemotron-Super-49B-v1_5.jinja in llama.cpp's models/templates, and vLLM's
 nemotron_json_tool_parser.py. Nemotron 3 writes Qwen3-Coder's format."""
 
+_TOOL_CALLS_ITEM = (
+    r"(?:[\s,\[\]}]|```|</tool_call>)*(?:(?P<close></tool_calls>)|(?P<object>\{)"
+    rf"|<tool_call>\s*(?:(?P<object>\{{)|{NAME}\s*```json\s*(?P<args>\{{)))"
+)
+HUNYUAN = _json(
+    ("<tool_calls>",),
+    _TOOL_CALLS_ITEM,
+    CallShape(
+        head=("<tool_call>",),
+        middle=("\n```json\n",),
+        tail=("\n```</tool_call>",),
+        opening=("<tool_calls>", Maybe(("\n",))),
+        between=(Maybe(("\n",)),),
+        closing=(Maybe(("\n",)), "</tool_calls>"),
+        name=_WORD,
+    ),
+)
+"""Hunyuan's dense models: HunyuanHermesAgentTemplate in ms-swift's agent_template/hermes.py."""
+
+TOOL_CALLS = _json(
+    ("<tool_calls>",),
+    _TOOL_CALLS_ITEM,
+    CallShape(
+        head=('{"name": "',),
+        middle=('", "arguments": ',),
+        tail=("}",),
+        opening=("<tool_calls>[", Maybe(("\n    ",))),
+        between=(",", Pattern(r" |\n    ")),
+        closing=(Maybe(("\n",)), "]</tool_calls>"),
+    ),
+)
+"""Jamba 1.5 and Hunyuan A13B: vLLM's jamba_tool_parser.py with its tests, and its
+tool_chat_template_hunyuan_a13b.jinja. Both are read either way, and so are the dense models'."""
+
+APERTUS = _json(
+    ("<|tools_prefix|>",),
+    r"[\s,\[\]}]*(?:\{\s*\"(?P<name>[^\"\\]{1,128})\"\s*:\s*(?P<args>\{)"
+    r"|(?P<close><\|tools_suffix\|>))",
+    CallShape(
+        head=('{"',),
+        middle=('": ',),
+        tail=("}",),
+        opening=("<|tools_prefix|>[",),
+        between=(", ",),
+        closing=("]<|tools_suffix|>",),
+        name=_WORD,
+    ),
+)
+"""Each call is an object whose one key is the name: chat_template.jinja in swiss-ai/apertus_format,
+and SGLang's apertus2509_detector.py."""
+
+INTERNLM = _json(
+    ("<|action_start|>",),
+    r"(?:[\s\]}]|<\|plugin\|>)*(?:(?P<object>\{)|(?P<close><\|action_end\|>))",
+    CallShape(
+        head=('<|action_start|><|plugin|>\n{"name": "',),
+        middle=('", "parameters": ',),
+        tail=("}<|action_end|>",),
+    ),
+)
+"""InternLM 2 and 3: vLLM's internlm2_tool_parser.py and tool_chat_template_internlm2_tool.jinja,
+and LMDeploy's tests of its prompts."""
+
 HARMONY = _json(
     (),
     r"\s*(?:(?P<args>\{)|(?P<close><\|(?:call|end|return)\|>))",
@@ -306,6 +369,13 @@ def _python_calls(text: str, tools: ToolDicts) -> Any:
         if isinstance(node, ast.Call) and node.args:
             raise ValueError("an argument without a name")
     return pythonic.parse_tool_call(text, tools)
+
+
+def _call_lines(text: str, tools: ToolDicts) -> Any:
+    """What mlx-lm finds in calls as Python has them, a line each."""
+    text = "\n".join(line.strip() for line in text.split("\n"))
+    lines = [ast.get_source_segment(text, node) for node in ast.parse(text).body]
+    return _python_calls(f"[{', '.join(filter(None, lines))}]", tools)
 
 
 def _llama_form(tools: ToolDicts) -> CallFormat:
@@ -556,6 +626,28 @@ def _block(
     return ToolSyntax((start,), form)
 
 
+_PYTHON_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+
+OLMO_3 = _block(
+    "<function_calls>",
+    "</function_calls>",
+    r"\s*[A-Za-z_][\w.]*\(",
+    _call_lines,
+    _PYTHON_QUOTES,
+    shape=CallShape(
+        head=(),
+        middle=("(",),
+        tail=(")",),
+        opening=("<function_calls>",),
+        between=("\n",),
+        closing=("</function_calls>",),
+        arguments=Keywords(),
+        name=_PYTHON_NAME,
+    ),
+)
+"""OLMo 3: vLLM's olmo3_tool_parser.py, and the template of lmstudio-community's
+Olmo-3.1-32B-Instruct-MLX-8bit as its users quote it."""
+
 _BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...], CallShape]] = {
     "function_gemma": (
         r"\s*call:",
@@ -590,7 +682,7 @@ _BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...], CallShape]] = {
             between=(", ",),
             closing=("]<|tool_call_end|>",),
             arguments=Keywords(),
-            name=r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*",
+            name=_PYTHON_NAME,
         ),
     ),
 }
@@ -646,6 +738,10 @@ _BY_TEMPLATE = (
     ("<|tool_call|>", GRANITE),
     ("<seed:tool_call>", SEED),
     ("<|START_ACTION|>", COMMAND),
+    ("<tool_calls>", TOOL_CALLS),
+    ("<function_calls>", OLMO_3),
+    ("<|tools_prefix|>", APERTUS),
+    ("<|action_start|>", INTERNLM),
     ("<TOOLCALL>", NEMOTRON),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
@@ -669,6 +765,8 @@ def syntax_of(tokenizer: Any) -> ToolSyntax:
         found = next((syntax for marker, syntax in _BY_TEMPLATE if marker in said), LLAMA)
     if found is MISTRAL and "[ARGS]" in templates:
         return MISTRAL_ARGS
+    if found in (TOOL_CALLS, HERMES) and "<tool_calls>" in templates and "```json" in templates:
+        return HUNYUAN
     if found is GLM and "{function-name}<arg_key>" in templates:
         return GLM_47
     if found is DEEPSEEK and "```json" not in templates:

@@ -105,6 +105,17 @@ REDUCED = (
             *("<|tool_call|>", "<|/tool_call|>"),
         ),
     ),
+    Published("hunyuan-a13b", "hunyuan", "<|startoftext|>", "<|eos|>", adds_bos=False),
+    Published("hunyuan-7b", "hunyuan_v1_dense", "<|startoftext|>", "<|eos|>", adds_bos=False),
+    Published("olmo-3", "olmo3", None, "<|im_end|>", ("<|endoftext|>",)),
+    Published(
+        "apertus",
+        "apertus",
+        "<s>",
+        "<|assistant_end|>",
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ),
+    Published("internlm", "internlm3", "<s>", "<|im_end|>"),
 )
 NAMES = [published.name for published in PUBLISHED]
 REDUCED_NAMES = [reduced.name for reduced in REDUCED]

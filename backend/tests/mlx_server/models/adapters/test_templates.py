@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
-SEED, COMMAND, NEMOTRON, PHI4 = REDUCED_NAMES
+SEED, COMMAND, NEMOTRON, PHI4, A13B, HUNYUAN, OLMO, APERTUS, INTERNLM = REDUCED_NAMES
 WITHOUT_TOOLS = (R1, GEMMA, PHI)
 WITH_TOOLS = tuple(name for name in (*NAMES, *REDUCED_NAMES) if name not in WITHOUT_TOOLS)
 
@@ -202,7 +202,7 @@ def test_tools_that_a_template_reads_from_the_system_message_are_there(
     before: tuple[Message, ...],
 ) -> None:
     text = rendered(PHI4, chat(*before, USER, tools=(WEATHER, NOW)))
-    system, told, rest = text.partition("<|tool|>")
+    system, _, rest = text.partition("<|tool|>")
     assert system == f"<|system|>{before[0].content if before else ''}"
     tools = json.loads(rest[: rest.index("<|/tool|>")])
     assert [tool["name"] for tool in tools] == ["get_weather", "now"]
@@ -501,6 +501,7 @@ def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> 
             "So.\n<|END_THINKING|><|START_RESPONSE|>Rain.<|END_RESPONSE|>",
         ),
         (COMMAND, {}, "<|START_THINKING|>So.\n<|END_THINKING|>Rain."),
+        (APERTUS, {}, "<|inner_prefix|>So.\n<|inner_suffix|>Rain."),
         (NEMOTRON, {}, "<think>\nSo.\n</think>\n\nRain."),
         (SEED, {"thinking_budget": 0}, "So.\n</seed:cot_budget_reflect></seed:think>\nRain."),
     ],
