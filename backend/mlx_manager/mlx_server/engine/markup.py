@@ -131,7 +131,9 @@ class Markup:
                 self._blanks = ""
             case "content":
                 self._fresh = self._output.calls is not None and self._output.calls.bare
-        self._trim = region == "reasoning" or self._region == "reasoning"
+        # What was trimmed goes on being so past a marker that leads nowhere else.
+        again = self._trim and self._region == region
+        self._trim = again or region == "reasoning" or self._region == "reasoning"
         self._region = region
         self._header = ""
         self._announced = self._is_header(marker)

@@ -17,6 +17,7 @@ _FAMILIES = (
     ("phi", r"\bphi|phi[-_]?\d|phimoe"),
     ("glm", r"glm"),
     ("granite", r"granite"),
+    ("hunyuan", r"hunyuan"),
 )
 
 

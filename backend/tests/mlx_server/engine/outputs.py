@@ -176,6 +176,17 @@ HARMONY = OutputFormat(
 THINKING = OutputFormat(
     {"content": (("<think>", "reasoning"),), "reasoning": (("</think>", "content"),)}
 )
+HUNYUAN_THINKING = OutputFormat(
+    {
+        "content": (
+            ("<answer>", "content"),
+            ("\n</answer>", "content"),
+            ("</answer>", "content"),
+            ("<think>", "reasoning"),
+        ),
+        "reasoning": (("</think>", "content"),),
+    }
+)
 HERMES = of_syntax(tool_syntax.HERMES)
 THINKING_HERMES = OutputFormat(
     {
@@ -495,6 +506,14 @@ SAMPLES = (
         "<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>\nDone.",
         "So.\nDone.",
         (WEATHER, ("now", {})),
+    ),
+    Sample(
+        "hunyuan, thinking",
+        HUNYUAN_THINKING,
+        "<think>\nLet me see.\n</think>\n<answer>\nRain, <b>.\n</answer>",
+        "Rain, <b>.",
+        (),
+        "Let me see.\n",
     ),
     Sample(
         "olmo 3",

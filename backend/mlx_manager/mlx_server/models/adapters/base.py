@@ -121,8 +121,11 @@ class DefaultAdapter:
         ("<|inner_prefix|>", "<|inner_suffix|>"),
     )
     """Tokens around thinking that mlx-lm does not know of: Seed-OSS's, Cohere's, Apertus's."""
-    around_content: ClassVar[tuple[Marks, ...]] = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
-    """Tokens around what the caller reads: Cohere's."""
+    around_content: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ("<response>", "\n</response>", "</response>"),
+    )
+    """Tokens around what the caller reads: Cohere's, ERNIE 4.5's."""
 
     def __init__(
         self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None

@@ -100,6 +100,21 @@ class GraniteAdapter(DefaultAdapter):
         return super().structural_marks(tokenizer, conversation)
 
 
+class HunyuanAdapter(DefaultAdapter):
+    """Hunyuan thinks between `<think>` and `</think>`, and answers between `<answer>` and
+    `</answer>`, each on a line of its own and without tokens for it: vLLM's
+    hunyuan_a13b_reasoning_parser.py.
+    """
+
+    family: ClassVar[str] = "hunyuan"
+
+    def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
+        return "<think>", "</think>"
+
+    def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
+        return "<answer>", "\n</answer>", "</answer>"
+
+
 # ---------------------------------------------------------------------------------------------
 # gpt-oss
 # ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from mlx_manager.mlx_server.models.adapters.families import (
     GLMAdapter,
     GptOssAdapter,
     GraniteAdapter,
+    HunyuanAdapter,
     MistralAdapter,
     PhiAdapter,
     QwenAdapter,
@@ -30,6 +31,7 @@ _ADAPTERS: Mapping[str, type[DefaultAdapter]] = {
         GLMAdapter,
         DeepSeekAdapter,
         GraniteAdapter,
+        HunyuanAdapter,
         GptOssAdapter,
     )
 }

@@ -39,6 +39,7 @@ from mlx_manager.mlx_server.models.family import detect_model_family
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek"),
         ("openai/gpt-oss-20b", "gpt-oss"),
         ("ibm-granite/granite-3.3-2b-instruct", "granite"),
+        ("tencent/Hunyuan-7B-Instruct", "hunyuan"),
         ("EleutherAI/pythia-70m", "default"),
     ],
 )
@@ -62,6 +63,7 @@ def test_a_family_is_found_by_name(name: str, family: str) -> None:
         ("deepseek_v3", "deepseek"),
         ("gpt_oss", "gpt-oss"),
         ("granitemoehybrid", "granite"),
+        ("hunyuan_v1_dense", "hunyuan"),
         ("mamba2", "default"),
     ],
 )

@@ -501,6 +501,8 @@ def test_what_looks_like_a_call_is_text_when_no_tools_are_offered(name: str) -> 
             "So.\n<|END_THINKING|><|START_RESPONSE|>Rain.<|END_RESPONSE|>",
         ),
         (COMMAND, {}, "<|START_THINKING|>So.\n<|END_THINKING|>Rain."),
+        (A13B, {}, "<think>\nSo.\n</think>\n<answer>\nRain.\n</answer>"),
+        (HUNYUAN, {}, "<think>\nSo.\n</think>\n<answer>\nRain.\n</answer>"),
         (APERTUS, {}, "<|inner_prefix|>So.\n<|inner_suffix|>Rain."),
         (NEMOTRON, {}, "<think>\nSo.\n</think>\n\nRain."),
         (SEED, {"thinking_budget": 0}, "So.\n</seed:cot_budget_reflect></seed:think>\nRain."),
@@ -618,6 +620,26 @@ def test_thinking_that_a_template_opens_is_split_from_content_without_tokens_for
     for event in parser.finish("stop"):
         answer.add(event)
     assert (answer.reasoning, answer.content) == ("So.\n", "Rain.")
+
+
+def test_ernie_answers_between_tokens_that_nobody_sees(tmp_path: Path) -> None:
+    """As vLLM's ernie45_tool_parser.py has it; its calls are Hermes's."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\n' }}"
+    tokens = ("<response>", "</response>", "<think>", "</think>")
+    write_tokenizer(tmp_path, Published("x", "ernie4_5_moe", None, "</s>", tokens), template)
+    tokenizer = load(tmp_path)
+    adapter = get_adapter({"model_type": "ernie4_5_moe"}, "x", tokenizer)
+    prompt = prompt_ids(adapter, chat(USER), tokenizer)
+    output = adapter.output_format(tokenizer, chat(USER), prompt)
+    parser = OutputParser(TokenTexts(tokenizer).stream(output), output)
+    answer = Answer()
+    text = "So.\n</think>\n\n<response>\nRain.\n</response>\n"
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        for event in parser.push(token):
+            answer.add(event)
+    for event in parser.finish("stop"):
+        answer.add(event)
+    assert (answer.reasoning, answer.content) == ("So.\n", "Rain.\n")
 
 
 def test_a_question_about_markers_does_not_begin_the_thinking() -> None:
