@@ -38,12 +38,14 @@ class CallBlock:
 
     parse: the block's text, without `end`, to (name, JSON arguments) pairs. Raises ValueError if
     the text is no call. end: the text that ends the block; None ends it where its brackets
-    balance. quotes: pairs of texts between which `end` and brackets are nothing but text.
+    balance. quotes: pairs of texts between which `end` and brackets are nothing but text. several:
+    whether other blocks may follow, until the calls' `close`.
     """
 
     parse: Callable[[str], list[tuple[str, str]]]
     end: str | None
     quotes: tuple[tuple[str, str], ...] = ()
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)

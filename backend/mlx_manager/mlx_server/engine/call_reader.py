@@ -186,8 +186,10 @@ class CallReader:
             self._named_only = False
             if self._block and groups.get("block") is not None:
                 yield from self._read_block(self._block, groups["block"])
-                return
-            if self._parameters and groups.get("params") is not None:
+                if not self._block.several:
+                    return
+                ahead = ""
+            elif self._parameters and groups.get("params") is not None:
                 closed = yield from self._read_parameters(
                     self._parameters, groups["name"], groups["params"]
                 )
@@ -418,6 +420,7 @@ class CallReader:
             text.append(char)
             if ending.reached(char):
                 break
+        self._unread_block = None
         self._emit_block(block, "".join(text).removesuffix(block.end or ""))
         self._undecided.clear()
 

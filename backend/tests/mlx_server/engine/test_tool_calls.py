@@ -258,7 +258,7 @@ MALFORMED = (
     (HUNYUAN, "<tool_calls><tool_call>other\n```json\n{}\n```</tool_call></tool_calls>"),
     (HUNYUAN, "<tool_calls></tool_calls>"),
     (OLMO_3, "<function_calls>other(a=1)</function_calls>"),
-    (OLMO_3, "<function_calls>now()\nand so on</function_calls>"),
+    (OLMO_3, "<function_calls></function_calls>"),
     (OLMO_3, "<function_calls>now(1)</function_calls>"),
     (OLMO_3, '<function_calls>get_weather(city="Par'),
     (APERTUS, '<|tools_prefix|>[{"other": {}}]<|tools_suffix|>'),
@@ -395,6 +395,16 @@ def test_half_a_character_in_an_argument_can_be_sent(output: OutputFormat, text:
     answer = parse(text, output)
     assert answer.calls[0].arguments.encode()
     assert answer.values == [("note", {"text": "\ufffd"})]
+
+
+def test_calls_as_in_python_come_out_line_by_line() -> None:
+    text = '<function_calls>get_weather(city="Paris", days=2)\nnow()\nnote(text="a'
+    for pieces in ([text], text):
+        cut = parse(pieces, OLMO_3, reason="length")
+        assert (cut.values, cut.content) == ([WEATHER, ("now", {})], '\nnote(text="a')
+        assert parse(pieces, replace(OLMO_3, parallel=False)).values == [WEATHER]
+    broken = parse("<function_calls>now()\nother()</function_calls>", OLMO_3)
+    assert (broken.values, broken.content) == ([("now", {})], "\nother()</function_calls>")
 
 
 @pytest.mark.parametrize("output", [LLAMA, OLMO_3], ids=["llama", "olmo 3"])

@@ -371,13 +371,6 @@ def _python_calls(text: str, tools: ToolDicts) -> Any:
     return pythonic.parse_tool_call(text, tools)
 
 
-def _call_lines(text: str, tools: ToolDicts) -> Any:
-    """What mlx-lm finds in calls as Python has them, a line each."""
-    text = "\n".join(line.strip() for line in text.split("\n"))
-    lines = [ast.get_source_segment(text, node) for node in ast.parse(text).body]
-    return _python_calls(f"[{', '.join(filter(None, lines))}]", tools)
-
-
 def _llama_form(tools: ToolDicts) -> CallFormat:
     block = CallBlock(lambda text: read_block(_python_calls, text, tools), None, _PYTHON_QUOTES)
     return CallFormat(
@@ -628,23 +621,28 @@ def _block(
 
 _PYTHON_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
-OLMO_3 = _block(
-    "<function_calls>",
-    "</function_calls>",
-    r"\s*[A-Za-z_][\w.]*\(",
-    _call_lines,
-    _PYTHON_QUOTES,
-    shape=CallShape(
-        head=(),
-        middle=("(",),
-        tail=(")",),
-        opening=("<function_calls>",),
-        between=("\n",),
-        closing=("</function_calls>",),
-        arguments=Keywords(),
-        name=_PYTHON_NAME,
-    ),
-)
+
+def _olmo_form(tools: ToolDicts) -> CallFormat:
+    def parse(text: str) -> list[tuple[str, str]]:
+        return read_block(_python_calls, f"[{text.strip()}]", tools)
+
+    return CallFormat(
+        r"\s*(?:(?P<block>[A-Za-z_][\w.]*\()|(?P<close></function_calls>))",
+        block=CallBlock(parse, None, _PYTHON_QUOTES, several=True),
+        shape=CallShape(
+            head=(),
+            middle=("(",),
+            tail=(")",),
+            opening=("<function_calls>",),
+            between=("\n",),
+            closing=("</function_calls>",),
+            arguments=Keywords(),
+            name=_PYTHON_NAME,
+        ),
+    )
+
+
+OLMO_3 = ToolSyntax(("<function_calls>",), _olmo_form)
 """OLMo 3: vLLM's olmo3_tool_parser.py, and the template of lmstudio-community's
 Olmo-3.1-32B-Instruct-MLX-8bit as its users quote it."""
 
