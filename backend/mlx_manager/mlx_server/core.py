@@ -300,6 +300,7 @@ class EmbeddingRequest:
     dimensions: how many numbers a vector has; None: as many as the model gives.
     truncate: the most tokens that are kept of an input, -1 for as many as the model takes; None
     refuses an input that is too long. prompt: which of the model's prompts is put before texts.
+    Lower `priority` goes first.
     """
 
     model: str
@@ -308,6 +309,8 @@ class EmbeddingRequest:
     truncate: int | None = None
     prompt: str | None = None
     request_id: str = ""
+    priority: int = 0
+    caller: Caller = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +327,8 @@ class RerankRequest:
     truncate: int | None = None
     activate: bool = True
     request_id: str = ""
+    priority: int = 0
+    caller: Caller = Caller()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import openai
+import pytest
 from live import live_server
+from minilm import minilm_folder
 
 from mlx_manager.mlx_server.services.keys import add_key
 
@@ -98,4 +101,40 @@ async def test_answers_of_many_rows_that_two_keys_share_are_those_given_alone(
             pairs = zip(clients, asked, strict=True)
             answers = await asyncio.gather(*(answer(who, text) for who, text in pairs))
             assert answers == [alone[text] for text in asked]
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def is_running(client: httpx.AsyncClient) -> bool:
+    reply = await client.get("/v1/admin/requests")
+    return any(one["state"] == "running" for one in reply.json()["data"])
+
+
+async def test_a_key_embeds_a_text_while_another_embeds_thousands(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    tokens = {name: add_key(file, name, {}) for name in ("alice", "bob")}
+    settings = {"api_keys_file": file, "model": minilm_folder()}
+    flood = [" ".join(["dog"] * (150 + n % 100)) for n in range(2048)]
+    with live_server(tmp_path / "log", **settings) as server:
+
+        def client(name: str) -> openai.AsyncOpenAI:
+            return openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key=tokens[name], timeout=120, max_retries=0
+            )
+
+        model = "default"
+        async with (
+            client("alice") as alice,
+            client("bob") as bob,
+            httpx.AsyncClient(base_url=server.url) as admin,
+        ):
+            [expected] = (await bob.embeddings.create(model=model, input="a short text")).data
+            huge = asyncio.create_task(alice.embeddings.create(model=model, input=flood))
+            while not await is_running(admin):
+                assert not huge.done()
+            for _ in range(3):
+                [found] = (await bob.embeddings.create(model=model, input="a short text")).data
+                assert found.embedding == pytest.approx(expected.embedding, abs=1e-5)
+            assert not huge.done()
+            huge.cancel()
+            await asyncio.gather(huge, return_exceptions=True)
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -143,7 +143,7 @@ class EncoderBackend:
         """
         self._check_dimensions(request.dimensions)
         rows = await self._inputs(request)
-        vectors = await self._read(rows, [None] * len(rows), begun)
+        vectors = await self._read(request, rows, [None] * len(rows), begun)
         finished = await asyncio.to_thread(self._finished, vectors, request.dimensions)
         return Encoded(finished, sum(map(len, rows)))
 
@@ -158,7 +158,7 @@ class EncoderBackend:
         """
         pairs = await self._pairs(request)
         texts, seconds = [ids for ids, _ in pairs], [second for _, second in pairs]
-        logits = await self._read(texts, seconds, begun)
+        logits = await self._read(request, texts, seconds, begun)
         activation = self._loaded.activation if request.activate else "identity"
         scores = await asyncio.to_thread(lambda: floats(activated(np.stack(logits), activation)))
         return Encoded(scores, sum(len(ids) for ids, _ in pairs))
@@ -360,10 +360,14 @@ class EncoderBackend:
     # -- vectors -------------------------------------------------------------------------------
 
     async def _read(
-        self, rows: Sequence[Ids], seconds: Sequence[int | None], begun: Callable[[], None]
+        self,
+        request: EmbeddingRequest | RerankRequest,
+        rows: Sequence[Ids],
+        seconds: Sequence[int | None],
+        begun: Callable[[], None],
     ) -> list[Vector]:
         future: asyncio.Future[list[Vector]] = asyncio.get_running_loop().create_future()
-        reading = Reading(rows, seconds, future, begun)
+        reading = Reading(rows, seconds, future, begun, request.caller.key, request.priority)
         self._thread.post(partial(self._engine.submit, reading))
         try:
             return await future

@@ -1,7 +1,12 @@
 """The step loop of an encoder: one batch of texts a step, of all callers, of about one length.
 
-A batch takes the text that has waited longest and its neighbours by length, so that little is
-computed for padding and nobody waits for ever. How many tokens it may have is learned: a batch
+A batch takes a text of the request whose turn it is and its neighbours by length, so that little is
+computed for padding. Turns go by priority; then, while several keys want the model, to the key
+whose texts had the fewest tokens read; then to the request that will have been read first if
+nothing else comes: tokens that had been read when it came, and its own that are left. So a short
+request passes a long one, but none does that comes when as many tokens as the long one has have
+been read since: nobody waits for ever. The first text's request is read on with it before others,
+and of several keys each has its part of the batch. How many tokens it may have is learned: a batch
 takes about `ALONE` seconds. Beside running streams it is computed a part at a time, on a CPU some
 layers, on a GPU all of them, and has no more tokens than let them keep their pace; but a layer of a
 text is never cut in two, so one that takes longer stops them for as long, and they go on alone
@@ -13,11 +18,13 @@ GPU, whose host has each operation to launch, others go with it.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
+from operator import attrgetter
 from time import perf_counter
 from typing import Protocol
 
@@ -29,6 +36,7 @@ from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.cost import Cost
 from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.pace import STRETCH
+from mlx_manager.mlx_server.engine.shares import Shares, by_owner
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
     MLXManagerError,
@@ -59,6 +67,8 @@ PATIENCE = 60.0
 """Seconds that a request with longer ones gets no further for want of memory, at most."""
 PADDED = 0.75
 """The shortest row of a batch has that share of the longest's tokens, at least."""
+
+_keys = count()
 
 
 class Model(Protocol):
@@ -114,13 +124,20 @@ class Reading:
 
     `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
     to the MLX thread, the future stays in the event loop, where `tell` is called when the first of
-    them is read. last_read: when one of its rows last was, or when it came.
+    them is read. owner: who has it counted, by name; owners share the engine evenly. priority:
+    lower ones go first. came: how many tokens the engine had begun to read when it came. queued:
+    tokens of its rows that may be taken. last_read: when one of its rows last was, or when it came.
     """
 
     rows: Sequence[Sequence[int]]
     seconds: Sequence[int | None]
     future: asyncio.Future[Vectors]
     tell: Callable[[], None]
+    owner: str = ""
+    priority: int = 0
+    key: int = field(default_factory=_keys.__next__)
+    came: int = 0
+    queued: int = 0
     vectors: Vectors = field(default_factory=list)
     left: int = 0
     begun: bool = False
@@ -136,6 +153,14 @@ class Row:
     serial: int
     index: int = field(compare=False)
     reading: Reading = field(compare=False)
+
+    @property
+    def owner(self) -> str:
+        return self.reading.owner
+
+    @property
+    def remaining(self) -> int:
+        return self.length
 
 
 @dataclass(eq=False, slots=True)
@@ -187,6 +212,7 @@ class EncoderEngine:
         self._waiting: list[Row] = []
         self._short: list[Row] = []
         self._readings: list[Reading] = []
+        self._shares = Shares()
         self._batch: list[Row] = []
         self._by_layers = mx.default_device() == mx.cpu
         self._pass: Pass | None = None
@@ -195,6 +221,8 @@ class EncoderEngine:
         # Of the last pass.
         self._parts = 1
         self._serial = 0
+        # Tokens of all texts whose reading has begun.
+        self._taken = 0
         self._cost = Cost(2)
         self._tried = 0
         # When the last step ended, if there was work left, and what the others' took since.
@@ -213,27 +241,37 @@ class EncoderEngine:
             yield from computed([self._model(read, mx.zeros_like(read), lengths)])
 
     def submit(self, reading: Reading) -> None:
-        begun = sum(reading.begun for reading in self._readings)
-        if len(self._readings) - begun > self._max_waiting:
-            refusal = Overloaded(
-                f"The queue is full: {len(self._readings) - begun} requests are waiting, and at "
-                f"most {self._max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
-                retry_after=2,
-            )
+        if (refusal := self._refusal(reading)) is not None:
             settle(reading, refusal)
             return
         reading.left = len(reading.rows)
         reading.vectors = [np.empty(0, np.float32)] * reading.left
+        reading.came = self._taken
         self._readings.append(reading)
+        self._shares.enter(reading)
         for index, ids in enumerate(reading.rows):
-            insort(self._waiting, Row(len(ids), self._serial, index, reading))
+            self._queue(Row(len(ids), self._serial, index, reading))
             self._serial += 1
+
+    def _refusal(self, reading: Reading) -> Overloaded | None:
+        """Why it may not wait: there is no room, and its owner has its part of it."""
+        waiting = [other for other in self._readings if not other.begun]
+        if len(waiting) <= self._max_waiting:
+            return None
+        own = sum(other.owner == reading.owner for other in waiting)
+        if own < self._shares.part(reading, self._max_waiting):
+            return None
+        return Overloaded(
+            f"The queue is full: {len(waiting)} requests are waiting, and at most "
+            f"{self._max_waiting} may (MLX_SERVER_MAX_WAITING). Try again shortly.",
+            retry_after=2,
+        )
 
     def cancel(self, reading: Reading) -> None:
         """What has not been read of it is not read any more."""
         if reading in self._readings:
             reading.given_up = True
-            self._readings.remove(reading)
+            self._dismiss(reading)
             self._waiting = [row for row in self._waiting if row.reading is not reading]
             self._short = [row for row in self._short if row.reading is not reading]
             under_way = self._pass
@@ -315,11 +353,11 @@ class EncoderEngine:
         if not self._waiting:
             return None
         self._batch = self._take(self._budget())
-        longest = self._batch[-1].length
-        granted = self._grant(longest)
+        granted = self._grant()
         if granted is None:
             return None
         self._granted = granted
+        longest = longest_of(self._batch)
         made: list[mx.array] = []
         vectors = self._put_together(self._batch, longest, made if self._by_layers else None)
         self._parts = len(made) + 1
@@ -370,50 +408,94 @@ class EncoderEngine:
         return int(min(TOKENS * left / tokens, most)) if tokens else most
 
     def _take(self, budget: int) -> list[Row]:
-        """The oldest row and its neighbours by length, shorter ones first; taken off the queue."""
-        oldest = min(self._waiting, key=lambda row: row.serial)
-        first = bisect_left(self._waiting, oldest)
-        last = first + 1
-        shortest = PADDED * oldest.length
-        while (
-            first > 0
-            and self._waiting[first - 1].length >= shortest
-            and self._size(last - first + 1, oldest.length) <= budget
-        ):
-            first -= 1
-        longest = self._waiting[first].length / PADDED
-        while (
-            last < len(self._waiting)
-            and self._waiting[last].length <= longest
-            and self._size(last - first + 1, self._waiting[last].length) <= budget
-        ):
-            last += 1
-        batch = self._waiting[first:last]
-        del self._waiting[first:last]
+        """The row whose turn it is and those that go with it, by turns; taken off the queue."""
+        first = self._first()
+        batch = [first]
+        shortest = longest = first.length
+        too_long = first.length / PADDED + 1
+        for row in self._company(first):
+            low, high = min(shortest, row.length), max(longest, row.length)
+            if high >= too_long or low < PADDED * high:
+                continue
+            if self._size(len(batch) + 1, high) > budget:
+                if high == longest:
+                    break
+                too_long = high
+                continue
+            batch.append(row)
+            shortest, longest = low, high
+        self._unqueue(batch)
         return batch
+
+    def _first(self) -> Row:
+        contested = self._shares.contested
+
+        def turn(reading: Reading) -> tuple[int, int, int, int]:
+            served = self._shares.served(reading) if contested else 0
+            return reading.priority, served, reading.came + reading.queued, reading.key
+
+        chosen = min((reading for reading in self._readings if reading.queued), key=turn)
+        own = (row for row in self._waiting if row.reading is chosen)
+        return min(own, key=attrgetter("serial"))
+
+    def _company(self, first: Row) -> Iterable[Row]:
+        """Who may go with it, as far as lengths are concerned, in the order in which they may."""
+        waiting, place, length = self._waiting, bisect_left(self._waiting, first), first.length
+        by_length = attrgetter("length")
+        low = bisect_left(waiting, PADDED * length, hi=place, key=by_length)
+        high = bisect_right(waiting, length / PADDED, lo=place, key=by_length)
+        near = [*waiting[low:place][::-1], *waiting[place + 1 : high]]
+        others = [row for row in near if row.reading is not first.reading]
+        others.sort(key=lambda row: row.reading.priority)
+        own = [row for row in near if row.reading is first.reading]
+        if not self._shares.contested:
+            return [*own, *others]
+
+        def rank(row: Row) -> tuple[int, int]:
+            return row.reading.priority, row is not first
+
+        turns = self._shares.in_turn(by_owner([first, *own, *others]), rank)
+        return (row for row in turns if row is not first)
+
+    def _queue(self, row: Row) -> None:
+        insort(self._waiting, row)
+        row.reading.queued += row.length
+
+    def _unqueue(self, batch: list[Row]) -> None:
+        taken = frozenset(batch)
+        start, end = bisect_left(self._waiting, min(batch)), bisect_right(self._waiting, max(batch))
+        self._waiting[start:end] = [r for r in self._waiting[start:end] if r not in taken]
+        for row in batch:
+            row.reading.queued -= row.length
 
     def _size(self, rows: int, longest: int) -> int:
         """Tokens of a batch, padding included."""
         return prod(self._model.filled_up(rows, longest))
 
-    def _grant(self, longest: int) -> int | None:
-        """Bytes for the batch beyond those kept; it shrinks until the ledger has them. None: not
-        even for a row."""
+    def _grant(self) -> int | None:
+        """Bytes for the batch beyond those kept; it shrinks until the ledger has them, whose turn
+        is last going first. None: not even for a row."""
         while True:
-            nbytes = self._beyond_kept(len(self._batch), longest)
+            nbytes = self._beyond_kept(len(self._batch), longest_of(self._batch))
             if not nbytes or self._ledger.reserve_if_attainable(self._line, nbytes):
-                now = perf_counter()
-                for row in self._batch:
-                    row.reading.last_read = now
-                    begin(row.reading)
+                self._begin_readings()
                 return nbytes
             if len(self._batch) == 1:
                 self._put_off()
                 return None
             keep = len(self._batch) - len(self._batch) // 2
-            for row in self._batch[: len(self._batch) - keep]:
-                insort(self._waiting, row)
-            self._batch = self._batch[len(self._batch) - keep :]
+            for row in self._batch[keep:]:
+                self._queue(row)
+            self._batch = self._batch[:keep]
+
+    def _begin_readings(self) -> None:
+        now = perf_counter()
+        for row in self._batch:
+            row.reading.last_read = now
+            begin(row.reading)
+            self._taken += row.length
+            if self._shares.contested:
+                self._shares.charge(row.reading, row.length)
 
     def _beyond_kept(self, rows: int, longest: int) -> int:
         return max(0, self._model.working_bytes(rows, longest) - self._kept)
@@ -444,7 +526,7 @@ class EncoderEngine:
             if self._may_wait(row) and self._beyond_kept(1, row.length) > attainable:
                 self._short.append(row)
             else:
-                insort(self._waiting, row)
+                self._queue(row)
 
     def _put_together(
         self, batch: list[Row], longest: int, made: list[mx.array] | None
@@ -469,8 +551,12 @@ class EncoderEngine:
             reading.vectors[row.index] = vector
             reading.left -= 1
             if not reading.left:
-                self._readings.remove(reading)
+                self._dismiss(reading)
                 settle(reading, reading.vectors)
+
+    def _dismiss(self, reading: Reading) -> None:
+        self._readings.remove(reading)
+        self._shares.leave(reading)
 
     def _count(self, read: Pass) -> None:
         tokens = sum(row.length for row in read.rows)
@@ -481,6 +567,10 @@ class EncoderEngine:
         self._padded += size - tokens
         self._cost.learn((size / TOKENS, 1.0), read.seconds)
         self._tried = max(self._tried, size, FIRST)
+
+
+def longest_of(batch: Iterable[Row]) -> int:
+    return max(row.length for row in batch)
 
 
 def begin(reading: Reading) -> None:

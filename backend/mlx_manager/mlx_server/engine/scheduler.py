@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT
 from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, newest
+from mlx_manager.mlx_server.engine.shares import DRAWN, Shares, by_owner, newest
 
 # A waiting prompt gains this many tokens of priority with each step, so that a long one is
 # overtaken by shorter ones for a while, and not for ever.
@@ -596,13 +596,6 @@ def alike(a: list[int], b: list[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def by_owner(sequences: Iterable[Sequence]) -> defaultdict[str, list[Sequence]]:
-    found: defaultdict[str, list[Sequence]] = defaultdict(list)
-    for sequence in sequences:
-        found[sequence.owner].append(sequence)
-    return found
 
 
 def held_by(rows: Iterable[Sequence], weight: Callable[[Sequence], int]) -> Counter[str]:

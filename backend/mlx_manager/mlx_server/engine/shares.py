@@ -9,20 +9,42 @@ nothing to count, and nothing is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-
-from mlx_manager.mlx_server.engine.sequence import Sequence
+from typing import Protocol, TypeVar
 
 DRAWN = 2
 """What a drawn token counts, a prompt's counting 1."""
 
-Rank = Callable[[Sequence], tuple[int, int]]
-"""A sequence's priority, and its place among others of the same; less goes first."""
+
+class Owned(Protocol):
+    """What an owner has here: a sequence, or the texts of a request."""
+
+    @property
+    def owner(self) -> str: ...
+
+
+class Member(Owned, Protocol):
+    """key: no other has it."""
+
+    @property
+    def key(self) -> int: ...
+
+
+class Work(Protocol):
+    """remaining: tokens that are to be read before anything is drawn."""
+
+    @property
+    def remaining(self) -> int: ...
+
+
+T = TypeVar("T", bound=Owned)
+W = TypeVar("W", bound=Work)
 
 
 class Shares:
-    """Counts what is served to whom, by the sequences' `owner`."""
+    """Counts what is served to whom, by the members' `owner`."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
@@ -31,16 +53,16 @@ class Shares:
 
     @property
     def contested(self) -> bool:
-        """Whether sequences of several owners are here."""
+        """Whether members of several owners are here."""
         return len(self._present) > 1
 
-    def part(self, sequence: Sequence, whole: int) -> int:
+    def part(self, member: Member, whole: int) -> int:
         """An owner's part of `whole`, shared by those that are here and itself; all if alone."""
-        others = len(self._present) - (sequence.owner in self._present)
+        others = len(self._present) - (member.owner in self._present)
         return whole // (others + 1)
 
-    def enter(self, sequence: Sequence) -> None:
-        owner = sequence.owner
+    def enter(self, member: Member) -> None:
+        owner = member.owner
         if owner not in self._present:
             if self._present:
                 # One less: who comes goes before those who are served already.
@@ -50,47 +72,57 @@ class Shares:
                 start = max(self._served.get(owner, 0), self._last) + 1
             self._served[owner] = max(self._served.get(owner, start), start)
             self._present[owner] = set()
-        self._present[owner].add(sequence.key)
+        self._present[owner].add(member.key)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, member: Member) -> None:
         """It has ended; told twice is no harm."""
-        members = self._present.get(sequence.owner)
+        members = self._present.get(member.owner)
         if members is not None:
-            members.discard(sequence.key)
+            members.discard(member.key)
             if not members:
-                del self._present[sequence.owner]
-                self._last = self._served[sequence.owner]
+                del self._present[member.owner]
+                self._last = self._served[member.owner]
 
-    def charge(self, sequence: Sequence, tokens: int) -> None:
-        self._served[sequence.owner] += tokens
+    def charge(self, member: Member, tokens: int) -> None:
+        self._served[member.owner] += tokens
 
-    def served(self, sequence: Sequence) -> int:
-        return self._served[sequence.owner]
+    def served(self, member: Member) -> int:
+        return self._served[member.owner]
 
-    def in_turn(self, queues: Mapping[str, list[Sequence]], rank: Rank) -> Iterator[Sequence]:
-        """All sequences by priority, then least served owner, then rank.
+    def in_turn(
+        self, queues: Mapping[str, list[W]], rank: Callable[[W], tuple[int, int]]
+    ) -> Iterator[W]:
+        """All work by priority, then least served owner, then rank.
 
         What is handed out counts as served from then on, within this call.
 
         Args:
-            queues: each owner's sequences, sorted by rank.
+            queues: each owner's work, sorted by rank.
+            rank: its priority, and its place among others of the same; less goes first.
         """
         iterators = {owner: iter(queue) for owner, queue in queues.items()}
-        heads: list[tuple[int, int, tuple[int, int], str, Sequence]] = []
+        heads: list[tuple[int, int, tuple[int, int], str, W]] = []
 
         def push(owner: str, served: int) -> None:
-            sequence = next(iterators[owner], None)
-            if sequence is not None:
-                place = rank(sequence)
-                heapq.heappush(heads, (place[0], served, place, owner, sequence))
+            work = next(iterators[owner], None)
+            if work is not None:
+                place = rank(work)
+                heapq.heappush(heads, (place[0], served, place, owner, work))
 
         for owner in queues:
             push(owner, self._served[owner])
         while heads:
-            _, served, _, owner, sequence = heapq.heappop(heads)
-            cost = sequence.remaining
-            yield sequence
+            _, served, _, owner, work = heapq.heappop(heads)
+            cost = work.remaining
+            yield work
             push(owner, served + cost)
+
+
+def by_owner(all_of_them: Iterable[T]) -> defaultdict[str, list[T]]:
+    found: defaultdict[str, list[T]] = defaultdict(list)
+    for one in all_of_them:
+        found[one.owner].append(one)
+    return found
 
 
 newest = attrgetter("priority", "submitted_at", "key")

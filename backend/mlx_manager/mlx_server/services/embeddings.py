@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -30,17 +31,15 @@ async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
         MLXManagerError: see `core.Encoder`; or there is no such embedding model.
     """
     shown = inference.reading(request.model, request.request_id)
-    return await encode(
-        inference, shown, "embedding", lambda model, begun: model.embed(request, begun)
-    )
+    own = replace(request, caller=shown.caller, priority=shown.priority)
+    return await encode(inference, shown, "embedding", lambda model, begun: model.embed(own, begun))
 
 
 async def rank(inference: Inference, request: RerankRequest) -> Encoded:
     """A score for each document, in the order of the request; as `embed`."""
     shown = inference.reading(request.model, request.request_id)
-    return await encode(
-        inference, shown, "reranker", lambda model, begun: model.rank(request, begun)
-    )
+    own = replace(request, caller=shown.caller, priority=shown.priority)
+    return await encode(inference, shown, "reranker", lambda model, begun: model.rank(own, begun))
 
 
 async def encode(

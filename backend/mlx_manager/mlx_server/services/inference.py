@@ -350,9 +350,15 @@ class Inference:
                 yield call, lease.backend
 
     def reading(self, model: str, request_id: str) -> GenerationRequest:
-        """What those who watch the calls see of one that generates nothing."""
+        """What those who watch the calls see of one that generates nothing. It goes by the
+        caller's priority, as one does that asks for none."""
         return GenerationRequest(
-            model, Tokens(()), max_tokens=0, request_id=request_id, caller=self.caller
+            model,
+            Tokens(()),
+            max_tokens=0,
+            priority=self.account.priority(0),
+            request_id=request_id,
+            caller=self.caller,
         )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine import encoder_engine
@@ -21,7 +24,7 @@ from mlx_manager.mlx_server.engine.encoder_engine import (
     Reading,
 )
 from mlx_manager.mlx_server.engine.pace import STRETCH
-from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
+from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief
 from mlx_manager.mlx_server.utils.steps import finish
 
@@ -80,15 +83,21 @@ def ledger_of(nbytes: int = KEPT + FREE) -> Ledger:
 
 
 def engine_of(
-    ledger: Ledger, shared: Callable[[], bool] = lambda: False, model: Zeros | None = None
+    ledger: Ledger,
+    shared: Callable[[], bool] = lambda: False,
+    model: Zeros | None = None,
+    **limits: int,
 ) -> EncoderEngine:
     model = model or Zeros()
-    return EncoderEngine("m", model, LONGEST, EngineLimits(), ledger=ledger, shared=shared)
+    return EncoderEngine("m", model, LONGEST, EngineLimits(**limits), ledger=ledger, shared=shared)
 
 
-def reading_of(*lengths: int, tell: Callable[[], None] = lambda: None) -> Reading:
+def reading_of(
+    *lengths: int, tell: Callable[[], None] = lambda: None, owner: str = "", priority: int = 0
+) -> Reading:
     rows = [[1] * length for length in lengths]
-    return Reading(rows, [None] * len(rows), asyncio.get_running_loop().create_future(), tell)
+    future = asyncio.get_running_loop().create_future()
+    return Reading(rows, [None] * len(rows), future, tell, owner, priority)
 
 
 async def answer(engine: EncoderEngine, reading: Reading) -> list[list[float]]:
@@ -417,3 +426,234 @@ async def test_a_batch_goes_on_while_somebody_waits_for_a_text_in_it(
     assert await answer(engine, second) == [[LAYERS, LAYERS]]
     assert model.computed == LAYERS
     assert not first.future.done()
+
+
+class Sums(Clocked):
+    """Says of each row how many tokens it has and what their sum is; a batch of a thousand takes as
+    long as it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(lambda tokens: 1e-4 * tokens, monkeypatch)
+
+    def __call__(self, ids, segments, lengths, made=None) -> mx.array:
+        super().__call__(ids, segments, lengths)
+        return mx.stack([lengths, ids.sum(axis=1)], axis=1)
+
+
+BATCH = 1000
+"""Tokens that such a batch has at most, about."""
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, **limits: int) -> EncoderEngine:
+    """An engine whose batches are no longer than they may be."""
+    engine = engine_of(ledger_of(1000 * KEPT), model=Sums(monkeypatch), **limits)
+    engine.submit(reading_of(*[64] * 100))
+    while engine.has_work():
+        engine.step()
+    return engine
+
+
+def step_until(engine: EncoderEngine, done: Callable[[], bool], most: int = 1000) -> int:
+    """Tokens that were read meanwhile, padding included."""
+    before = engine.stats()
+    for _ in range(most):
+        if done():
+            break
+        engine.step()
+    after = engine.stats()
+    return after.tokens + after.padding - before.tokens - before.padding
+
+
+def is_read(reading: Reading) -> bool:
+    return reading.left == 0
+
+
+async def test_a_key_that_comes_while_another_has_a_huge_request_is_next(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = crowded(monkeypatch)
+    huge = reading_of(*[300 + n % 200 for n in range(2048)], owner="alice")
+    engine.submit(huge)
+    for _ in range(3):
+        engine.step()
+    small = reading_of(8, owner="bob")
+    engine.submit(small)
+    engine.step()
+    assert is_read(small)
+    assert huge.left > 2000
+
+
+async def test_texts_of_two_keys_are_read_evenly_though_one_asks_for_many_more(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = crowded(monkeypatch)
+    alice, bob = reading_of(*[100] * 2000, owner="alice"), reading_of(*[100] * 50, owner="bob")
+    engine.submit(alice)
+    engine.submit(bob)
+    step_until(engine, lambda: is_read(bob))
+    # They share each batch, though alice's texts fit it as well.
+    assert 40 <= 2000 - alice.left <= 65
+
+
+async def test_a_key_that_reads_short_texts_does_not_wait_for_one_that_reads_long_ones(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = crowded(monkeypatch)
+    long, short = reading_of(*[900] * 50, owner="alice"), reading_of(*[9] * 1000, owner="bob")
+    engine.submit(long)
+    engine.submit(short)
+    step_until(engine, lambda: is_read(short))
+    # 9 000 tokens of each.
+    assert 50 - long.left in range(9, 13)
+
+
+async def test_a_small_request_passes_a_huge_one_of_the_same_key(monkeypatch: pytest.MonkeyPatch):
+    engine = crowded(monkeypatch)
+    huge = reading_of(*[300] * 500)
+    engine.submit(huge)
+    engine.step()
+    small = reading_of(*[300] * 3, 8)
+    engine.submit(small)
+    assert step_until(engine, lambda: is_read(small)) <= 2 * BATCH
+    assert huge.left > 490
+
+
+async def test_small_requests_without_end_do_not_keep_a_large_one(monkeypatch: pytest.MonkeyPatch):
+    engine = crowded(monkeypatch)
+    large = reading_of(*[400] * 20)
+    engine.submit(large)
+
+    def flood() -> bool:
+        while sum(not reading.begun for reading in engine._readings) < 8:
+            engine.submit(reading_of(*[50] * 20))
+        return is_read(large)
+
+    # What comes when as many tokens as it has have been read goes after it.
+    assert step_until(engine, flood) <= 2 * 8000 + 8 * 1000 + 3 * BATCH
+
+
+async def test_the_more_urgent_request_goes_first(monkeypatch: pytest.MonkeyPatch):
+    engine = crowded(monkeypatch)
+    later, sooner = reading_of(*[300] * 20, priority=1), reading_of(*[300] * 40)
+    engine.submit(later)
+    engine.submit(sooner)
+    step_until(engine, lambda: is_read(sooner))
+    assert later.left >= 18
+
+
+async def test_a_full_queue_takes_in_a_key_that_has_less_than_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = crowded(monkeypatch, max_waiting=4)
+    for _ in range(5):
+        engine.submit(reading_of(300, owner="alice"))
+    others, refused = [reading_of(8, owner="bob") for _ in range(2)], []
+    for reading in (*others, reading_of(8, owner="bob"), reading_of(8, owner="alice")):
+        engine.submit(reading)
+        refused.append(reading)
+    for reading in others:
+        assert await answer(engine, reading) == [[8, 8]]
+    for reading in refused[2:]:
+        with pytest.raises(Overloaded, match="7 requests are waiting, and at most 4 may"):
+            await reading.future
+
+
+async def test_of_a_batch_that_memory_cuts_short_the_first_in_turn_stay(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = crowded(monkeypatch)
+    alice, bob = reading_of(*[500] * 40, owner="alice"), reading_of(*[400] * 2, owner="bob")
+    engine.submit(alice)
+    engine.step()
+    engine.submit(bob)
+    ledger = engine._ledger
+    ledger.record("pages:other", ledger.limit - KEPT - 300)
+    engine.step()
+    assert (bob.left, alice.left) == (1, 38)
+
+
+@dataclass
+class Asked:
+    """A request of a play: it comes before the step of that number, and may be given up at one."""
+
+    at: int
+    owner: str
+    priority: int
+    lengths: list[int]
+    gone: int | None
+    reading: Reading | None = field(default=None, compare=False)
+
+
+asked = st.builds(
+    Asked,
+    st.integers(0, 30),
+    st.sampled_from(["", "alice", "bob", "carol"]),
+    st.sampled_from([0, 0, 0, -1, 1]),
+    st.lists(st.integers(1, 700), min_size=1, max_size=40),
+    st.one_of(st.none(), st.integers(0, 60)),
+)
+
+
+def texts_of(one: Asked, serial: int) -> list[list[int]]:
+    return [[(serial + n) % 97 + 1] * length for n, length in enumerate(one.lengths)]
+
+
+@settings(max_examples=60)
+@given(st.lists(asked, min_size=1, max_size=12), st.booleans())
+def test_whoever_comes_and_goes_all_are_read_and_get_their_own_vectors_in_order(
+    play: list[Asked], crowded_memory: bool
+):
+    async def played() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            model = Sums(monkeypatch)
+            ledger = ledger_of(800 if crowded_memory else 100 * KEPT)
+            engine = engine_of(ledger, model=model)
+            for number in range(3000):
+                for serial, one in enumerate(play):
+                    if one.at == number:
+                        rows = texts_of(one, serial)
+                        future = asyncio.get_running_loop().create_future()
+                        one.reading = Reading(
+                            rows, [None] * len(rows), future, bool, one.owner, one.priority
+                        )
+                        engine.submit(one.reading)
+                    elif one.gone == number and one.reading is not None:
+                        engine.cancel(one.reading)
+                if number > 30 and not engine.has_work():
+                    break
+                engine.step()
+            await asyncio.sleep(0)
+            assert not engine.has_work()
+            assert engine._readings == []
+            assert (ledger.available(), engine._shares.contested) == (ledger.limit - KEPT, False)
+            for serial, one in enumerate(play):
+                assert one.reading is not None
+                if not one.reading.given_up:
+                    found = [vector.tolist() for vector in one.reading.future.result()]
+                    rows = texts_of(one, serial)
+                    assert found == [[len(row), sum(row)] for row in rows]
+
+    asyncio.run(played())
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.integers(20, 700), min_size=1, max_size=60), min_size=2, max_size=5))
+def test_keys_that_want_as_much_as_they_can_get_are_served_alike(lengths: list[list[int]]):
+    async def played() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            engine = crowded(monkeypatch, max_waiting=10_000)
+            tokens = [0 for _ in lengths]
+            asked: list[list[Reading]] = [[] for _ in lengths]
+            for _ in range(40):
+                for owner, texts in enumerate(lengths):
+                    # There is always enough for a batch.
+                    while sum(reading.queued for reading in asked[owner]) < 2 * BATCH:
+                        asked[owner].append(reading_of(*texts, owner=str(owner)))
+                        engine.submit(asked[owner][-1])
+                before = [sum(reading.queued for reading in own) for own in asked]
+                engine.step()
+                after = [sum(reading.queued for reading in own) for own in asked]
+                tokens = [n + b - a for n, b, a in zip(tokens, before, after, strict=True)]
+            assert max(tokens) - min(tokens) <= 2 * BATCH
+
+    asyncio.run(played())
