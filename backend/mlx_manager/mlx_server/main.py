@@ -42,7 +42,7 @@ from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
-from mlx_manager.mlx_server.models.settings import ModelsFile, read_models_file
+from mlx_manager.mlx_server.models.settings import ModelsFile, Wishes, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest
@@ -135,14 +135,16 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     server = Server(settings or MLXServerSettings())
     for doubt in doubts(server.settings, os.environ):
         log.warning("%s", doubt)
-    owners = read_models_file(server.settings.models_file)
+    file = server.settings.models_file
+    wishes = Wishes(read_models_file(file))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         def models() -> AbstractAsyncContextManager[Models]:
             if pool is not None:
                 return nullcontext(Models(pool))
-            return open_models(server.settings, read_again(server.settings.models_file, owners))
+            wishes.models = read_again(file, wishes.models)
+            return open_models(server.settings, wishes)
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
@@ -258,13 +260,14 @@ def report_end(server: Server, task: asyncio.Task[None]) -> None:
 
 @asynccontextmanager
 async def open_models(
-    settings: MLXServerSettings, models: ModelsFile | None = None
+    settings: MLXServerSettings, wishes: Wishes | None = None
 ) -> AsyncIterator[Models]:
-    """The MLX thread and the pool on it, which is tended. models: what their file said, if read."""
+    """The MLX thread and the pool on it, which is tended. wishes: the owner's, if they are known;
+    the pool keeps them up to date."""
     thread = MLXThread()
     thread.start()
     try:
-        pool = await thread.call(partial(make_pool, settings, thread, models))
+        pool = await thread.call(partial(make_pool, settings, thread, wishes))
         tending = asyncio.create_task(pool.tend(), name="tend the pool")
         try:
             yield Models(pool, thread)
@@ -294,7 +297,7 @@ async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
 
 
 def make_pool(
-    settings: MLXServerSettings, thread: MLXThread, models: ModelsFile | None = None
+    settings: MLXServerSettings, thread: MLXThread, wishes: Wishes | None = None
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     with open_files.as_many_as_before():
@@ -335,7 +338,7 @@ def make_pool(
         thread,
         make_backend,
         foresight=Foresight(working, multiplies_packed),
-        models=models,
+        wishes=wishes,
         rehearsals=make_rehearsals(settings),
     )
 

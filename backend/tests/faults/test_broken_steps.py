@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from faulty_model import EXITS, HANGS, RAISES, SPELL, SPINS, make_faulty_model
 from live import LiveServer, live_server
 from thorough import slow
 
+from mlx_manager import demo_model
 from mlx_manager.mlx_server.main import STALLED
 
 CHAT = "/v1/chat/completions"
@@ -100,6 +103,31 @@ async def test_when_the_thread_dies_its_rows_are_told_and_a_new_one_loads_the_mo
     weights = {name: size for name, size in before["ledger"].items() if "weights" in name}
     assert weights.items() <= after["ledger"].items()
     assert after["mlx"]["active"] < 1.5 * before["mlx"]["active"]
+
+
+async def test_when_the_thread_dies_pins_and_the_settings_read_last_stay_in_force(tmp_path: Path):
+    shutil.copytree(Path(demo_model.__file__).parent, tmp_path / "models" / "b")
+    file = tmp_path / "models.toml"
+    file.write_text("[models.b]\naliases = ['at-the-start']\n")
+    settings = {"trust_remote_code": True, "models_dir": tmp_path / "models", "models_file": file}
+    model = make_faulty_model(tmp_path / "faulty")
+    with live_server(tmp_path / "log", model=model, **settings) as running:
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+            pin = {"model": "b", "pinned": True}
+            assert (await http.post("/v1/admin/models/pin", json=pin)).status_code == 200
+            file.write_text("[models.b]\naliases = ['lately']\n")
+            assert (await http.post("/v1/admin/reload")).status_code == 200
+            file.write_text("models = [")
+            for _ in range(2):
+                assert (await cast(http, EXITS)).status_code == 500
+                await ready(http)
+                models = (await http.get("/v1/admin/models")).json()["data"]
+                [b] = [model for model in models if model["id"] == "b"]
+                assert (b["pinned"], b["aliases"]) == (True, ["lately"])
+                asked = {"model": "lately", "prompt": "hello", "max_tokens": 1}
+                answer = await http.post("/v1/completions", json=asked)
+                assert (answer.status_code, answer.json()["model"]) == (200, "b")
+    assert "the models' settings stay as they were" in (tmp_path / "log").read_text()
 
 
 @slow

@@ -6,29 +6,34 @@ from collections.abc import Mapping
 
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.residents import Resident, Residents
-from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile
+from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile, Wishes
 
 
 class Policy:
-    """The settings in force, and the pins that were set since the start, which go before them.
+    """What the owner's wishes come to.
 
-    Asyncio writes it, a value at a time; any thread may ask.
+    Asyncio writes these, a value at a time; any thread may ask.
 
     Args:
         ttl: seconds without use until a model goes whose own settings name none.
     """
 
-    def __init__(
-        self, models: ModelsFile, ttl: float, catalog: Catalog, residents: Residents
-    ) -> None:
-        self.models = models
+    def __init__(self, wishes: Wishes, ttl: float, catalog: Catalog, residents: Residents) -> None:
+        self._wishes = wishes
         self._default_ttl = ttl
         self._catalog = catalog
         self._residents = residents
-        self._pins: dict[str, bool] = {}
+
+    @property
+    def models(self) -> ModelsFile:
+        return self._wishes.models
+
+    def follow(self, models: ModelsFile) -> None:
+        """From now on."""
+        self._wishes.models = models
 
     def pin(self, model_id: str, pinned: bool) -> None:
-        self._pins[model_id] = pinned
+        self._wishes.pins[model_id] = pinned
 
     def of(self, model_id: str) -> ModelSettings:
         return self.models.of(model_id)
@@ -41,7 +46,7 @@ class Policy:
         return self._default_ttl if own is None else own
 
     def is_pinned(self, model_id: str) -> bool:
-        return self._pins.get(model_id, self.of(model_id).pinned)
+        return self._wishes.pins.get(model_id, self.of(model_id).pinned)
 
     def may_make_place(self, resident: Resident) -> bool:
         return not self.is_pinned(resident.id)

@@ -57,7 +57,7 @@ from mlx_manager.mlx_server.models.loading import (
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.rehearsal import Rehearsals
 from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
-from mlx_manager.mlx_server.models.settings import NEVER, ModelsFile, Recipe, read_models_file
+from mlx_manager.mlx_server.models.settings import NEVER, Recipe, Wishes, read_models_file
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.models.tokenizers import Tokenizers
@@ -130,7 +130,8 @@ class ModelPoolManager:
 
     To make one reads the disk, as the catalog does.
     make_backend: its steps are run on the MLX thread. foresight: what is known of a model that it
-    will run. models: the owner's settings of single models, until they are read again.
+    will run. wishes: the owner's, of single models, kept up to date here; None: what their file
+    says.
     rehearsals: of first loads; None: there is nothing to rehearse.
     """
 
@@ -142,7 +143,7 @@ class ModelPoolManager:
         make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], Steps[ModelBackend]],
         *,
         foresight: Foresight = NONE,
-        models: ModelsFile | None = None,
+        wishes: Wishes | None = None,
         rehearsals: Rehearsals | None = None,
         catalog: Catalog | None = None,
         patience: float = PATIENCE,
@@ -162,7 +163,7 @@ class ModelPoolManager:
         self._patience = patience
         self._residents = Residents(clock)
         self._policy = Policy(
-            models or read_models_file(sources.models_file),
+            wishes or Wishes(read_models_file(sources.models_file)),
             limits.ttl,
             self.catalog,
             self._residents,
@@ -508,7 +509,7 @@ class ModelPoolManager:
             old = self._policy.models
             # What it names is known before its patterns of names count.
             await asyncio.to_thread(self.catalog.configure, new)
-            self._policy.models = new
+            self._policy.follow(new)
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
             self._returns.announce()

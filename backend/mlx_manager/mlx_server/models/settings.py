@@ -221,6 +221,17 @@ class ModelsFile:
         )
 
 
+@dataclass(eq=False, slots=True)
+class Wishes:
+    """The settings in force, and the pins that were set since the start, which go before them.
+
+    They outlive a pool: the next one is given them.
+    """
+
+    models: ModelsFile
+    pins: dict[str, bool] = field(default_factory=dict)
+
+
 PLAIN = ModelSettings()
 _FILE = TypeAdapter(ModelsFile)
 

@@ -16,7 +16,13 @@ from mlx_manager.mlx_server.config import CatalogSources
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import Resident, Residents
-from mlx_manager.mlx_server.models.settings import AS_IT_IS, ModelSettings, ModelsFile, Recipe
+from mlx_manager.mlx_server.models.settings import (
+    AS_IT_IS,
+    ModelSettings,
+    ModelsFile,
+    Recipe,
+    Wishes,
+)
 
 IDS = st.sampled_from("abcd")
 NOTHING: Any = None
@@ -39,7 +45,7 @@ class Pool(RuleBasedStateMachine):
         self.residents = Residents(self.clock)
         sources = CatalogSources(default_model="a", hf_cache=False)
         self.catalog = Catalog(sources, cache_folder=Path("/nowhere"))
-        self.policy = Policy(ModelsFile(), 100.0, self.catalog, self.residents)
+        self.policy = Policy(Wishes(ModelsFile()), 100.0, self.catalog, self.residents)
         self.plain: dict[str, Plain] = {}
         self.pins: dict[str, bool] = {}
         self.waiting: list[tuple[str, ExitStack]] = []
@@ -110,7 +116,7 @@ class Pool(RuleBasedStateMachine):
     def configure(self, tables: dict[str, ModelSettings], allow: tuple[str, ...] | None) -> None:
         self.settings = ModelsFile(allow, tables)
         self.catalog.configure(self.settings)
-        self.policy.models = self.settings
+        self.policy.follow(self.settings)
 
     def is_pinned(self, model_id: str) -> bool:
         return self.pins.get(model_id, self.settings.of(model_id).pinned)
