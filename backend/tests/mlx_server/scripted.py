@@ -150,6 +150,9 @@ class ScriptedPool:
     def is_loaded(self, model_id: str) -> bool:
         return model_id == MODEL and self.loading is None
 
+    def offers(self, model_id: str) -> bool:
+        return model_id == MODEL
+
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}
 

@@ -57,7 +57,7 @@ class Server:
         self.created = int(time.time())
         self.accounts = Accounts(settings.access)
         self.responses = ResponseStore(settings.responses)
-        self.metrics = Metrics(self.figures, by_key=settings.metrics_by_key)
+        self.metrics = Metrics(self.figures, self.offers, by_key=settings.metrics_by_key)
         self.audit = AuditLog(settings.audit, self.metrics.count_lost_records)
         self.observers: list[Observer] = []
         self.at_end: list[Callable[[], object]] = [self.responses.close, self.audit.close]
@@ -86,6 +86,10 @@ class Server:
             ServerNotReady: there is no pool yet.
         """
         return self.pool.figures()
+
+    def offers(self, model_id: str) -> bool:
+        """Whether there is a model of that id, and a pool to know it."""
+        return self._pool is not None and self._pool.offers(model_id)
 
     def refusal(self) -> ServerNotReady | None:
         """Why no calls are taken; None if they are."""

@@ -246,7 +246,7 @@ class ModelPoolManager:
             return self._default
         aliases = self._all_aliases()
         name, passed = model_id, {model_id}
-        while not self._is_here(name):
+        while not self.offers(name):
             meant = next((model for alias, model in aliases if fnmatchcase(name, alias)), name)
             if meant == name:
                 break
@@ -264,9 +264,10 @@ class ModelPoolManager:
             self._looks.add(look)
             look.add_done_callback(self._looks.discard)
 
-    def _is_here(self, name: str) -> bool:
-        loaded = name in self._residents and self.catalog.allows(name)
-        return loaded or name == self._default or self.catalog.has(name)
+    def offers(self, model_id: str) -> bool:
+        """Whether there is a model of that id, as far as is known without a look at the disk."""
+        loaded = model_id in self._residents and self.catalog.allows(model_id)
+        return loaded or model_id == self._default or self.catalog.has(model_id)
 
     def is_loaded(self, model_id: str) -> bool:
         """Whether the model is in memory now."""

@@ -83,15 +83,19 @@ Figures = Callable[[], Mapping[str, Any]]
 class Metrics:
     """One server's metrics, in a registry of their own. Methods may be called from any thread.
 
-    by_key: also count requests and tokens by the name of the API key.
+    offers: whether there is a model of that id. by_key: also count requests and tokens by the name
+    of the API key.
     """
 
-    def __init__(self, figures: Figures, *, by_key: bool = False) -> None:
+    def __init__(
+        self, figures: Figures, offers: Callable[[str], bool], *, by_key: bool = False
+    ) -> None:
         self._registry = CollectorRegistry()
         # Before all others, as they are read in this order: it has their counters begin.
         self._registry.register(EngineCollector(figures, self._begin))
         self._by_key = by_key
-        # Models that have been loaded: calls that did not come as far as theirs name them, too.
+        self._offers = offers
+        # Models that have been loaded: calls of theirs name them also when they are gone.
         self._served: set[str] = set()
         self._ready = Gauge(
             f"{PREFIX}ready", "1 while /readyz answers 200, 0 otherwise", registry=self._registry
@@ -169,7 +173,7 @@ class Metrics:
         # A name nobody offers must not become a label: anyone could make as many as they like.
         if record.load is not None or record.failure in LOAD_FAILURES:
             self._served.add(record.model)
-        known = record.model in self._served
+        known = record.model in self._served or self._offers(record.model)
         model = record.model if known else ""
         match record.failure:
             case "":

@@ -126,6 +126,10 @@ class ModelPool(Protocol):
         """Whether the model is in memory now."""
         ...
 
+    def offers(self, model_id: str) -> bool:
+        """Whether there is a model of that id, as far as is known without a look at the disk."""
+        ...
+
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What is drawn by where a request is silent: what the owner has set, and for a model that
         is loaded what its makers say."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from scripted import ScriptedBackend, ScriptedPool, says
 
+from mlx_manager import demo_model
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Started, Text, Usage
 from mlx_manager.mlx_server.errors import ModelNotFound
@@ -346,7 +349,7 @@ def record(key: str = "", failure: str = "") -> CallRecord:
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_keys_are_named_only_where_the_owner_wants_it(by_key: bool) -> None:
-    metrics = Metrics(lambda: IDLE, by_key=by_key)
+    metrics = Metrics(lambda: IDLE, lambda _: False, by_key=by_key)
     metrics.count_call(record(key="alice"))
     text = metrics.text("", ready=True)[0].decode()
     assert ("alice" in text) is by_key
@@ -357,7 +360,7 @@ def test_keys_are_named_only_where_the_owner_wants_it(by_key: bool) -> None:
 
 
 def test_calls_that_did_not_come_as_far_as_their_model_are_counted_as_its_own() -> None:
-    metrics = Metrics(lambda: IDLE)
+    metrics = Metrics(lambda: IDLE, lambda _: False)
     metrics.count_call(record())
     for model in (MODEL, "made/up"):
         waited = replace(record(failure="timeout"), model=model, load=None, rows=())
@@ -365,6 +368,33 @@ def test_calls_that_did_not_come_as_far_as_their_model_are_counted_as_its_own() 
     found = Scrape(metrics.text("", ready=True)[0].decode())
     assert found.of_model("request_errors_total", code="timeout") == 1
     assert found.get("request_errors_total", model_name="", code="timeout") == 1
+
+
+async def test_calls_that_end_while_their_model_is_loaded_for_the_first_time_name_it(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(Path(demo_model.__file__).parent, tmp_path / name)
+    app = create_app(MLXServerSettings(models_dir=tmp_path, hf_cache=False))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+    ):
+        await app.state.server.started.wait()
+        late = await client.post(CHAT, json=HELLO | {"model": "a", "timeout": 1e-6})
+        left = asyncio.create_task(client.post(CHAT, json=HELLO | {"model": "b"}))
+        while not len(app.state.server.calls):  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        nobody = await client.post(CHAT, json=HELLO | {"model": "nobody/knows-it"})
+        assert (late.status_code, nobody.status_code) == (504, 404)
+        found = Scrape((await client.get("/metrics")).text)
+    assert found.get("request_errors_total", model_name="a", code="timeout") == 1
+    assert found.get("request_success_total", model_name="b", finished_reason="abort") == 1
+    assert found.get("request_errors_total", model_name="", code="model_not_found") == 1
+    assert not found.has("request_errors_total", model_name="", code="timeout")
 
 
 async def test_a_record_has_what_every_row_came_to() -> None:
