@@ -274,7 +274,8 @@ class GenerationRequest:
     completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best,
     and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; what
     ends it is then written for the model. Lower `priority` goes first. `return_ids` asks for token
-    ids in `Started` and `Finished`.
+    ids in `Started` and `Finished`. `inputs` are what is read instead of the prompt, of a call that
+    generates nothing, for those who watch it.
     """
 
     model: str
@@ -288,6 +289,7 @@ class GenerationRequest:
     thinking_budget: int | None = None
     priority: int = 0
     return_ids: bool = False
+    inputs: tuple[str | tuple[int, ...], ...] = ()
     request_id: str = ""
     caller: Caller = Caller()
 

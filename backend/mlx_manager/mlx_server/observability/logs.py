@@ -124,12 +124,13 @@ class PrettyFormatter(logging.Formatter):
 
 
 class PromptLog:
-    """An observer that writes every prompt to the log. Only for who asks for it."""
+    """An observer that writes every prompt, or what is read without one (texts to embed; a query
+    and the documents to rank), to the log. Only for who asks for it."""
 
     @contextmanager
     def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[Observation]:
         first = requests[0]
-        prompt = _readable(first.prompt)
+        prompt = list(first.inputs) or _readable(first.prompt)
         text = json.dumps(prompt, ensure_ascii=False)
         log.info("%s is asked: %s", first.model, text, extra={"facts": {"prompt": prompt}})
         yield Unwatched()

@@ -30,14 +30,15 @@ async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
     Raises:
         MLXManagerError: see `core.Encoder`; or there is no such embedding model.
     """
-    shown = inference.reading(request.model, request.request_id)
+    shown = inference.reading(request.model, request.request_id, request.inputs)
     own = replace(request, caller=shown.caller, priority=shown.priority)
     return await encode(inference, shown, "embedding", lambda model, begun: model.embed(own, begun))
 
 
 async def rank(inference: Inference, request: RerankRequest) -> Encoded:
     """A score for each document, in the order of the request; as `embed`."""
-    shown = inference.reading(request.model, request.request_id)
+    texts = (request.query, *request.documents)
+    shown = inference.reading(request.model, request.request_id, texts)
     own = replace(request, caller=shown.caller, priority=shown.priority)
     return await encode(inference, shown, "reranker", lambda model, begun: model.rank(own, begun))
 

@@ -353,7 +353,9 @@ class Inference:
                 call.enter("prompt")
                 yield call, lease.backend
 
-    def reading(self, model: str, request_id: str) -> GenerationRequest:
+    def reading(
+        self, model: str, request_id: str, inputs: tuple[str | tuple[int, ...], ...] = ()
+    ) -> GenerationRequest:
         """What those who watch the calls see of one that generates nothing. It goes by the
         caller's priority, as one does that asks for none."""
         return GenerationRequest(
@@ -361,6 +363,7 @@ class Inference:
             Tokens(()),
             max_tokens=0,
             priority=self.account.priority(0),
+            inputs=inputs,
             request_id=request_id,
             caller=self.caller,
         )

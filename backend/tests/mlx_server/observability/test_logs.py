@@ -94,6 +94,32 @@ async def test_prompts_are_logged_for_who_asks_for_it(caplog: pytest.LogCaptureF
             assert (SECRET in caplog.text) is wanted
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        ("/v1/embeddings", {"input": "one"}, ["one"]),
+        ("/v1/embeddings", {"input": ["one", [5, 6]]}, ["one", [5, 6]]),
+        ("/v1/rerank", {"query": "q", "documents": ["one", {"text": "two"}]}, ["q", "one", "two"]),
+    ],
+)
+async def test_what_is_embedded_or_ranked_is_logged_for_who_asks_for_prompts(
+    path: str, body: dict[str, Any], shown: list[Any], caplog: pytest.LogCaptureFixture
+):
+    app = create_app(
+        MLXServerSettings(log_prompts=True),
+        ScriptedPool(ScriptedBackend(lambda _: says("x"))),
+    )
+    with caplog.at_level(logging.INFO):
+        async with app.router.lifespan_context(app):
+            await app.state.server.started.wait()
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                (await client.post(path, json=body)).raise_for_status()
+    [line] = [record for record in caplog.records if "is asked" in record.getMessage()]
+    assert line.getMessage() == f"mlx-manager/demo is asked: {json.dumps(shown)}"
+    assert json.loads(json.dumps(line.facts["prompt"])) == shown
+
+
 @given(st.text())
 def test_whatever_is_logged_stays_on_its_line(text: str):
     for formatter in (JsonFormatter(), PrettyFormatter(colour=False)):
