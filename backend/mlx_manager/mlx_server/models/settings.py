@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -51,6 +50,7 @@ from mlx_manager.mlx_server.limits import (
     TopP,
 )
 from mlx_manager.mlx_server.models.folder import read_json
+from mlx_manager.mlx_server.utils import toml
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def read_models_file(path: Path | None) -> ModelsFile:
     if path is None:
         return ModelsFile()
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = toml.parsed(path.read_text(encoding="utf-8"))
         found = _FILE.validate_python(content, context=path.absolute().parent)
     except OSError as error:
         raise InvalidSettings(f"{path} can't be read: {error.strerror}.") from error

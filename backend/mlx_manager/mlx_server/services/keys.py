@@ -13,7 +13,6 @@ import hmac
 import os
 import secrets
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mlx_manager.mlx_server.config import AccessRules, KeyLimits
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
+from mlx_manager.mlx_server.utils import toml
 
 PREFIX = "sk-mlx-"
 """Makes a key that has leaked recognisable. Some clients want `sk-` to come first."""
@@ -142,7 +142,7 @@ def read_entries(file: Path) -> dict[str, KeyEntry]:
         InvalidSettings: it can't be read, or is no keys' file; says where.
     """
     try:
-        content = tomllib.loads(file.read_text("utf-8"))
+        content = toml.parsed(file.read_text("utf-8"))
     except FileNotFoundError:
         raise InvalidSettings(
             f"There is no keys' file {file}. `mlx-manager key add NAME --file {file}` makes one."

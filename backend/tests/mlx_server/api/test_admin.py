@@ -386,6 +386,12 @@ def test_nothing_is_read_again_while_one_of_the_files_is_broken(tmp_path: Path):
         [demo] = http.get("/v1/admin/models", headers=BEARER).json()["data"]
         assert not demo["pinned"]
         assert http.get("/v1/models", headers={"x-api-key": secret}).is_success
+        models.write_text(f"allow = {'[' * 5000}{']' * 5000}")
+        add_key(keys.with_name("others"), "bob", {})
+        keys.write_text(keys.with_name("others").read_text())
+        refused = http.post("/v1/admin/reload", headers=BEARER)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_settings")
+        assert http.get("/v1/models", headers={"x-api-key": secret}).is_success
 
 
 def test_draining_refuses_new_requests_until_it_is_revoked(owner: Owner):

@@ -155,6 +155,10 @@ def test_who_is_allowed(tmp_path: Path):
         ('allow = ["a\\r"]', r"allow\.0: must have no control characters"),
         ("models = ", "models.toml is not TOML: "),
         ("[models.a]\n[models.a]", "models.toml is not TOML: "),
+        (f"allow = {'[' * 5000}{']' * 5000}", "models.toml is not TOML: its .* too deeply"),
+        (f"models = {'{a = ' * 5000}1{'}' * 5000}", "models.toml is not TOML: its .* too deeply"),
+        (f"models.a{'.a' * 5000} = 1", r"models\.a\.a is no setting"),
+        (f"allow = [{'[' * 100}{']' * 100}]", r"allow\.0: must be a valid string"),
     ],
 )
 def test_what_can_not_be_is_named_with_file_and_key_and_what_may_be(

@@ -76,6 +76,7 @@ def test_names_are_taken_once_and_must_be_names(tmp_path: Path):
         ("[alice]\nsha256 = 'abc'", "alice.sha256"),
         ("[alice]\nsha256 = '%s'\nrequest_per_minute = 1" % ("0" * 64), "request_per_minute"),
         ("sk-mlx-secret", "keys.toml is not TOML: Expected '='"),
+        (f"a = {'[' * 5000}{']' * 5000}", "keys.toml is not TOML: its lists or tables are nested"),
         ("", "no key"),
     ],
 )
