@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from mlx_manager.mlx_server.api.errors import invalid
-from mlx_manager.mlx_server.config import ApiLimits
+from mlx_manager.mlx_server.config import ApiLimits, EngineLimits
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
@@ -130,6 +130,23 @@ def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> Non
     """
     count, most = len(inputs), limits.max_inputs
     _check_count(param, f"`{param}` has {count} texts", count, most, "MLX_SERVER_MAX_INPUTS")
+
+
+def check_rows(asked: str, rows: int, param: str, limits: EngineLimits) -> None:
+    """
+    asked: the fields that ask for so many answers at once, as a sentence begins. param: the one to
+    name.
+
+    Raises:
+        InvalidRequest: more than a model that has nothing else to do could take in.
+    """
+    most = limits.max_rows + limits.max_waiting
+    if rows > most:
+        raise InvalidRequest(
+            f"{asked} {rows} answers at once; this server takes at most {most} "
+            "(MLX_SERVER_MAX_ROWS and MLX_SERVER_MAX_WAITING together).",
+            param=param,
+        )
 
 
 def check_tools(param: str, found: Sequence[object], limits: ApiLimits) -> None:

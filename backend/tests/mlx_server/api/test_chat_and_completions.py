@@ -56,6 +56,35 @@ async def test_several_answers_and_prompts_come_in_one_response(serve):
     assert {part["choices"][0]["index"] for part in streamed} == {0, 1}
 
 
+async def test_more_answers_than_a_model_ever_takes_in_are_refused_for_good_and_no_fewer():
+    """By a real engine, which says how many those are: it tells whoever may try again to do so."""
+    app = create_app(MLXServerSettings(max_rows=2, max_waiting=1, hf_cache=False))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client,
+    ):
+        await app.state.server.started.wait()
+        for path, body, asked, param in (
+            (CHAT, HELLO | {"n": 3}, {"n": 4}, "n"),
+            (COMPLETIONS, {"prompt": "a", "n": 3}, {"n": 4}, "n"),
+            (COMPLETIONS, {"prompt": ["a", "b", "c"]}, {"n": 2}, "n"),
+            (COMPLETIONS, {"prompt": "a", "n": 1, "best_of": 3}, {"best_of": 4}, "n"),
+            (COMPLETIONS, {"prompt": ["a"] * 3}, {"prompt": ["a"] * 4}, "prompt"),
+        ):
+            most = await client.post(path, json=body | {"max_tokens": 1})
+            assert most.status_code == 200, most.text
+            more = await client.post(path, json=body | {"max_tokens": 1} | asked)
+            error = more.json()["error"]
+            assert (more.status_code, error["code"], error["param"]) == (
+                400,
+                "invalid_request",
+                param,
+            )
+            assert "`n`" in error["message"]
+            assert "takes at most 3 (MLX_SERVER_MAX_ROWS and MLX_SERVER" in error["message"]
+            assert "retry-after" not in more.headers
+
+
 async def test_what_is_sent_ends_up_in_the_request(serve):
     backend = ScriptedBackend(lambda _: says("x"))
     async with serve(pool=ScriptedPool(backend)) as client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.connection import check_rows, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
@@ -28,5 +28,6 @@ async def chat_completions(request: Request) -> Response:
     limits = server.settings.api
     body = await read(request, ChatCompletionRequest, limits)
     head = chat.head(body, server.pool.resolve(body.model), limits.reasoning_field)
+    check_rows("`n` asks for", head.rows, "n", server.settings.engine)
     progress = server.inference(request, body).generate(chat.requests(body, head))
     return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.connection import check_rows, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
@@ -27,6 +27,8 @@ async def completion(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, CompletionRequest, server.settings.api)
     head = completions.head(body, server.pool.resolve(body.model))
+    asked, param = "`prompt`, `n` and `best_of` ask for", "n" if head.n > 1 else "prompt"
+    check_rows(asked, head.rows, param, server.settings.engine)
     progress = server.inference(request, body).generate(completions.requests(body, head))
     return await respond(
         request,
