@@ -180,7 +180,7 @@ class ModelPoolManager:
         self._looked_at: set[str] = set()
         # Of the MLX thread, hence made there.
         self._beside: mx.Stream | None = None
-        set_memory_limit(self.ledger.limit)
+        self._undo_limit = set_memory_limit(self.ledger.limit)
         # Before any name is asked about.
         self.catalog.configure(self._policy.models)
 
@@ -563,7 +563,7 @@ class ModelPoolManager:
                 await self.get_model(model_id)
 
     async def close(self) -> None:
-        """Abandon loads and free every model, in use or not."""
+        """Abandon loads and free every model, in use or not; MLX has the limit that it had."""
         tasks = [*self._preloads, *self._looks, *self._loads.values()]
         for task in tasks:
             task.cancel()
@@ -774,6 +774,7 @@ class ModelPoolManager:
     def _close_on_mlx(self) -> None:
         while self._free_on_mlx(self._residents.remove_any):
             pass
+        self._undo_limit()
 
     def _free_on_mlx(self, remove: Callable[[], Resident | None]) -> Unloaded | None:
         resident = remove()

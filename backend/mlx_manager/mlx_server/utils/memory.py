@@ -39,15 +39,21 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
     }
 
 
-def set_memory_limit(nbytes: int) -> int:
-    """Tell MLX's allocator to stay under `nbytes`; returns the limit it had.
+def set_memory_limit(nbytes: int) -> Callable[[], None]:
+    """Tell MLX's allocator to stay under `nbytes`; returns what sets the limit that it had.
 
     On Metal as much of it is wired as the device recommends, so that weights are not paged out.
     """
-    previous: int = mx.set_memory_limit(nbytes)
-    if mx.metal.is_available():
-        mx.set_wired_limit(min(nbytes, device_memory()))
-    return previous
+    metal = mx.metal.is_available()
+    before = mx.set_memory_limit(nbytes)
+    wired = mx.set_wired_limit(min(nbytes, device_memory())) if metal else 0
+
+    def undo() -> None:
+        mx.set_memory_limit(before)
+        if metal:
+            mx.set_wired_limit(wired)
+
+    return undo
 
 
 def _move_limit(nbytes: int) -> None:

@@ -380,6 +380,16 @@ async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path)
     thread.close()
 
 
+async def test_a_pool_that_is_closed_leaves_mlx_the_limit_that_it_had(models_dir: Path) -> None:
+    before = mx.get_memory_limit()
+    async with open_pool(models_dir) as pool:
+        async with open_pool(models_dir, memory_limit=10**8):
+            # Its pages may come while the other's limit holds, and go after that.
+            assert await answer(pool, "a")
+        assert await answer(pool, "a")
+    assert mx.get_memory_limit() == before
+
+
 async def test_a_device_that_others_have_filled_is_no_fault_of_the_model(
     models_dir: Path, mlx_limit: int, monkeypatch
 ) -> None:

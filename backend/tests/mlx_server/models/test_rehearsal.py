@@ -133,9 +133,9 @@ async def test_without_room_for_it_there_is_none(
 async def test_it_ends_with_the_pool(
     models_dir: Path, rehearsals: Rehearsals, processes: Processes
 ) -> None:
+    limit = mx.get_memory_limit()
     async with open_pool(models_dir, rehearsals=rehearsals) as pool:
         await pool.get_model("a")
-        limit = mx.get_memory_limit()
         async with answering(pool), asyncio.timeout(60):
             loading = asyncio.create_task(pool.get_model("b"))
             while not processes:  # noqa: ASYNC110 nobody tells

@@ -27,11 +27,12 @@ def test_usage_counts_an_array_and_leaves_the_limit_alone():
     assert after["peak"] >= after["active"]
 
 
-def test_setting_the_limit_returns_the_one_before():
+def test_a_limit_that_was_set_can_be_undone():
     before = memory.get_memory_usage()["limit"]
-    assert memory.set_memory_limit(10**9) == before
+    undo = memory.set_memory_limit(10**9)
     assert memory.get_memory_usage()["limit"] == 10**9
-    memory.set_memory_limit(before)
+    undo()
+    assert memory.get_memory_usage()["limit"] == before
 
 
 def test_what_takes_no_memory_is_not_counted_and_leaves_mlx_as_far_from_its_limit():
