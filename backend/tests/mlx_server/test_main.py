@@ -147,13 +147,13 @@ async def test_the_default_model_is_loaded_at_start_and_given_back():
 
 async def test_what_answers_in_json_need_is_there_before_the_first_call(monkeypatch):
     made: list[object] = []
-    from_tokenizer = grammar.from_tokenizer
+    vocabulary = grammar.vocabulary
 
-    def noting(tokenizer, **more):
+    def noting(*arguments):
         made.append(server.refusal())
-        return from_tokenizer(tokenizer, **more)
+        return vocabulary(*arguments)
 
-    monkeypatch.setattr(grammar, "from_tokenizer", noting)
+    monkeypatch.setattr(grammar, "vocabulary", noting)
     app = main.create_app(MLXServerSettings(hf_cache=False))
     server = app.state.server
     async with app.router.lifespan_context(app):

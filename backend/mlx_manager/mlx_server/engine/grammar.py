@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlx_manager.mlx_server.core import (
     Choice,
@@ -85,7 +85,7 @@ class Grammars:
         self._lock = Lock()
 
     def make_ahead(self) -> None:
-        """What every grammar needs: of 128 000 tokens 0.8 s with Python's lock held.
+        """What every grammar needs: of 128 000 tokens 0.6 s with Python's lock held.
 
         Raises:
             UnsupportedParameter: the model's tokenizer is of no use here.
@@ -256,10 +256,17 @@ class Grammars:
 def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLTokenizer:
     """llguidance's form of a tokenizer.
 
+    `from_tokenizer` copies it first, so that the copy neither cuts nor pads texts. That takes a
+    quarter of the time, and few tokenizers do either.
+
     Raises:
         ValueError: llguidance can't use it; says why.
     """
     with BareErrors("tokenizers can't write it"):
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            own = tokenizer.backend_tokenizer
+            if own.padding is None and own.truncation is None:
+                return LLTokenizer(own.to_str(), eos_token=end_ids)
         return from_tokenizer(tokenizer, eos_token=end_ids)
 
 

@@ -103,6 +103,18 @@ def allowed(grammars: Grammars, matcher: LLMatcher) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
+def test_a_tokenizer_that_cuts_and_pads_texts_has_the_same_vocabulary(grammars: Grammars) -> None:
+    own = load_tokenizer(Path(mlx_manager.demo_model.__file__).parent)
+    own._tokenizer.backend_tokenizer.enable_truncation(2)
+    own._tokenizer.backend_tokenizer.enable_padding(length=40)
+    cutting, text = Grammars(own, END), 'How are "you"?'
+    masks = [allowed(each, each.answer(JsonObject())) for each in (grammars, cutting)]
+    assert masks[0] == masks[1]
+    assert cutting.texts.tokenize_str(text) == grammars.texts.tokenize_str(text)
+    # It still does so itself.
+    assert len(own._tokenizer.backend_tokenizer.encode(text).ids) == 40
+
+
 def takes(grammars: Grammars, matcher: LLMatcher, text: str) -> bool:
     """Whether the masks let the whole of `text` be written, and then let it end."""
     for token in grammars.texts.tokenize_str(text):

@@ -499,13 +499,13 @@ async def test_what_the_first_request_for_json_needs_is_made_ahead(
     models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[str] = []
-    from_tokenizer = grammar.from_tokenizer
+    vocabulary = grammar.vocabulary
 
-    def noting(*arguments: Any, **more: Any) -> LLTokenizer:
+    def noting(*arguments: Any) -> LLTokenizer:
         made.append("vocabulary")
-        return from_tokenizer(*arguments, **more)
+        return vocabulary(*arguments)
 
-    monkeypatch.setattr(grammar, "from_tokenizer", noting)
+    monkeypatch.setattr(grammar, "vocabulary", noting)
     async with open_pool(models_dir) as pool:
         await pool.get_model("a")
         await pool.make_ahead()
