@@ -301,10 +301,8 @@ HUNYUAN = _json(
 TOOL_CALLS = _json(
     ("<tool_calls>",),
     _TOOL_CALLS_ITEM,
-    CallShape(
-        head=('{"name": "',),
-        middle=('", "arguments": ',),
-        tail=("}",),
+    replace(
+        _objects("arguments", "<tool_calls>["),
         opening=("<tool_calls>[", Maybe(("\n    ",))),
         between=(",", Pattern(r" |\n    ")),
         closing=(Maybe(("\n",)), "]</tool_calls>"),
