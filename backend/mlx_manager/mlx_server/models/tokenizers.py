@@ -1,8 +1,9 @@
 """Models' tokenizers: read from their folders, and kept when the models go.
 
-To make one of 128 000 tokens takes 0.3 to 1 s. For most of that Python's lock is held, by several
-calls in a row of up to 0.3 s, and every stream stands still; no library makes one otherwise. So as
-many are kept as models may be loaded, the most recently used ones, some 60 MB each.
+To make one of 128,000 tokens takes 0.3 to 1 s, and every stream stands still for as long as
+Python's lock is held meanwhile: up to 50 ms at a time for a BPE, which is made in pieces (`bpe`),
+and 0.2 s for others. So as many are kept as models may be loaded, the most recently used ones, some
+60 MB each.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
+from mlx_lm import tokenizer_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_config, load_tokenizer
+from mlx_lm.utils import _tokenizer_defaults, load_config, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mlx_manager.mlx_server.models.bpe import Made, in_pieces
 from mlx_manager.mlx_server.models.folder import WEIGHTS, read_json
 from mlx_manager.mlx_server.utils.bare import BareErrors
 
@@ -83,18 +87,32 @@ UNREADABLE = BareErrors(f"tokenizers {version('tokenizers')} can't read its toke
 
 @UNREADABLE
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
-    return load_tokenizer(
-        folder,
-        {"trust_remote_code": trust_remote_code, **processors_template(folder)},
-        eos_token_ids=load_config(folder).get("eos_token_id"),
-    )
+    options = {"trust_remote_code": trust_remote_code, **processors_template(folder)}
+    end = load_config(folder).get("eos_token_id")
+    with in_pieces(folder, options) as made:
+        if made is not None:
+            return wrapped(made, end, _tokenizer_defaults(folder))
+    return load_tokenizer(folder, options, eos_token_ids=end)
 
 
 @UNREADABLE
 def read_encoders(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(  # nosec B615  # a folder on disk
-        folder, trust_remote_code=trust_remote_code
+    options = {"trust_remote_code": trust_remote_code}
+    with in_pieces(folder, options) as made:
+        if made is not None:
+            return made.tokenizer
+    return AutoTokenizer.from_pretrained(folder, **options)  # nosec B615  # a folder on disk
+
+
+def wrapped(made: Made, end: object, defaults: Mapping[str, Any] | None) -> TokenizerWrapper:
+    """What mlx-lm makes of a tokenizer: its own code, to which AutoTokenizer is whoever has it."""
+    having = SimpleNamespace(from_pretrained=lambda *_: made.tokenizer)
+    names = {**vars(tokenizer_utils), "AutoTokenizer": having}
+    load = FunctionType(
+        tokenizer_utils.load.__code__, names, argdefs=tokenizer_utils.load.__defaults__
     )
+    wrapper: TokenizerWrapper = load(made.folder, eos_token_ids=end, defaults=defaults)
+    return wrapper
 
 
 def processors_template(folder: Path) -> Mapping[str, Any]:
