@@ -517,6 +517,17 @@ async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
     assert item["content"] == [{"type": "input_text", "text": "hi"}]
 
 
+@pytest.mark.parametrize("param", ["stream", "starting_after"])
+async def test_a_response_that_is_complete_is_not_streamed_again(serve, param: str):
+    async with serve() as client:
+        kept = await answered(client, RESPONSES, False)
+        refused = await client.get(f"/v1/responses/{kept['id']}", params={param: "1"})
+    assert refused.status_code == 422
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+    check("ErrorResponse", refused.json())
+
+
 def reference(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "item_reference", "id": item["id"]}
 

@@ -126,13 +126,18 @@ Include = Annotated[list[str], Depends(included)]
 
 @router.get("/responses/{response_id}")
 async def retrieve_response(
-    request: Request, response_id: str, include: Include, stream: bool = False
+    request: Request,
+    response_id: str,
+    include: Include,
+    stream: bool = False,
+    starting_after: int | None = None,
 ) -> dict[str, Any]:
     """A response that was kept."""
-    if stream:
-        raise UnsupportedParameter(
-            "`stream` is not supported for a response that is complete.", param="stream"
-        )
+    for param, asked in (("stream", stream), ("starting_after", starting_after is not None)):
+        if asked:
+            raise UnsupportedParameter(
+                f"`{param}` is not supported for a response that is complete.", param=param
+            )
     kept = (await server_of(request).responses.find(response_id, caller_of(request))).response
     return kept | {"output": responses.including(kept["output"], include)}
 
