@@ -40,7 +40,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
     return [
         Finding("mlx-manager", f"{__version__}, in {sys.prefix}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
-        *mlx_findings(),
+        *mlx_findings(settings),
         *disk_findings(settings),
         *store_findings(settings),
         open_files_finding(),
@@ -51,7 +51,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
     ]
 
 
-def mlx_findings() -> Iterator[Finding]:
+def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """MLX, its device, memory and BLAS; or why it can't be imported."""
     try:
         from mlx_manager.mlx_server.utils import memory
@@ -67,7 +67,7 @@ def mlx_findings() -> Iterator[Finding]:
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
     yield Finding("device", memory.device_name())
     total = memory.device_memory() / 2**30
-    limit = memory.default_limit() / 2**30
+    limit = (settings.pool.memory_limit or memory.default_limit()) / 2**30
     others = memory.taken_by_others() / 2**30
     besides = f", {others:.1f} of them in use already" if others else ""
     room = f"models and KV pages may take {limit:.1f} GiB"
@@ -189,8 +189,9 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     from mlx_manager.mlx_server.models.settings import ModelSettings, read_models_file
 
     try:
-        from mlx_manager.mlx_server.models.loading import explained
+        from mlx_manager.mlx_server.models.loading import check_room, explained
         from mlx_manager.mlx_server.models.pool import way_of
+        from mlx_manager.mlx_server.utils.memory import Ledger, default_limit
 
         owners = read_models_file(settings.models_file)
     except (ImportError, InvalidSettings):
@@ -202,7 +203,9 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     recipe = owners.models.get(source.id, ModelSettings()).recipe
     try:
         with explained(source.id):
-            way_of(source).check(source, settings.pool, recipe)
+            checked = way_of(source).check(source, settings.pool, recipe)
+            limit = settings.pool.memory_limit or default_limit()
+            check_room(source.id, checked.nbytes, Ledger(limit))
     except MLXManagerError as error:
         yield Finding("model", f"{settings.model} can't be served: {error.message}", False)
     else:

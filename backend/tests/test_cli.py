@@ -248,6 +248,14 @@ def test_doctor_says_that_the_default_model_can_not_be_served(tmp_path: Path) ->
     assert "nobody/has-it is not here yet" in result.output
 
 
+def test_doctor_says_that_the_default_model_takes_more_memory_than_there_may_be() -> None:
+    told = {"MLX_SERVER_MEMORY_LIMIT_GB": "0.001"}
+    result = run.invoke(app, ["doctor", "--port", "0"], env=told)
+    assert result.exit_code == 1
+    assert "models and KV pages may take 0.0 GiB" in result.output
+    assert "the memory limit is 1,073,741 (MLX_SERVER_MEMORY_LIMIT_GB)" in result.output
+
+
 def test_doctor_names_variables_that_are_no_settings() -> None:
     result = run.invoke(app, ["doctor", "--port", "0"], env={"MLX_SERVER_PROT": "1"})
     assert "MLX_SERVER_PROT is no setting" in result.output
