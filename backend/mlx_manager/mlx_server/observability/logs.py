@@ -44,7 +44,7 @@ def configure(
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     handler.addFilter(_name_request)
-    colour = stream.isatty() and "NO_COLOR" not in os.environ
+    colour = stream.isatty() and not os.environ.get("NO_COLOR")
     handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)

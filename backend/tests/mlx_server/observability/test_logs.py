@@ -21,7 +21,7 @@ from scripted import ScriptedBackend, ScriptedPool, says
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
-from mlx_manager.mlx_server.observability.logs import JsonFormatter, PrettyFormatter
+from mlx_manager.mlx_server.observability.logs import JsonFormatter, PrettyFormatter, configure
 
 CHAT = "/v1/chat/completions"
 SECRET = "the-word-nobody-else-may-read"
@@ -118,6 +118,26 @@ async def test_what_is_embedded_or_ranked_is_logged_for_who_asks_for_prompts(
     [line] = [record for record in caplog.records if "is asked" in record.getMessage()]
     assert line.getMessage() == f"mlx-manager/demo is asked: {json.dumps(shown)}"
     assert json.loads(json.dumps(line.facts["prompt"])) == shown
+
+
+@pytest.mark.parametrize(("value", "coloured"), [(None, True), ("", True), ("1", False)])
+def test_a_terminal_has_no_colours_where_none_are_wanted(
+    value: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty variable asks for nothing: https://no-color.org"""
+    if value is None:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    else:
+        monkeypatch.setenv("NO_COLOR", value)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    handler = configure("info", "pretty", terminal)
+    try:
+        facts = {"msg": "hello", "levelno": logging.ERROR, "levelname": "ERROR", "request_id": ""}
+        handler.emit(logging.makeLogRecord(facts))
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert ("\x1b[" in terminal.getvalue()) == coloured
 
 
 @given(st.text())
