@@ -87,7 +87,8 @@ BESIDES: Mapping[str, str] = {
     "`OTEL_TRACES_SAMPLER_ARG`, say; all, unless told otherwise",
     "OTEL_RESOURCE_ATTRIBUTES": "More to say of this server in every span",
     "LOGFIRE_TOKEN": "Whose LogFire to send to; without one nothing is sent",
-    "NO_COLOR": "Any value: no colours in the terminal",
+    "SSL_CERT_FILE": "Certificates of who may be the hub, instead of the usual ones",
+    "NO_COLOR": "Any value: no colours in the terminal, nor in the log that goes to one",
 }
 """Variables that are no settings."""
 

@@ -305,12 +305,13 @@ PATHS = {
 }
 CARRIED = re.compile(
     r"(MLX_(SERVER|CUDA|MAX|PTX)|HF|OTEL|LOGFIRE)_.+|(OPENBLAS|OMP)_NUM_THREADS"
-    r"|TOKENIZERS_PARALLELISM|(?i:(https?|all|no)_proxy)"
+    r"|TOKENIZERS_PARALLELISM|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)"
 )
 """Variables that say how a server runs, as docs/configuration.md has them, and how it reaches the
 hub."""
 PLACE = re.compile(
     r"(HF|MLX_PTX)_(.+_)?(HOME|CACHE|PATH|DIR)|OTEL_EXPORTER_OTLP_(.+_)?(CERTIFICATE|CLIENT_KEY)"
+    r"|SSL_CERT_(FILE|DIR)"
 )
 """Those of them that are a folder's or a file's."""
 

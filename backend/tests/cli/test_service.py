@@ -115,11 +115,13 @@ def test_all_that_says_how_a_server_runs_is_carried() -> None:
     assert carried(dict.fromkeys(named | others, "/1"), {}).keys() == named - others
     told = {"HF_TOKEN_PATH": "a", "MLX_PTX_CACHE_DIR": "~/b", "HF_HUB_OFFLINE": "c"}
     told["OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE"] = "d"
+    told["SSL_CERT_FILE"] = "e"
     assert carried(told, {}) == {
         "HF_TOKEN_PATH": str(Path("a").absolute()),
         "MLX_PTX_CACHE_DIR": str(Path("~/b").expanduser()),
         "HF_HUB_OFFLINE": "c",
         "OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE": str(Path("d").absolute()),
+        "SSL_CERT_FILE": str(Path("e").absolute()),
     }
 
 
