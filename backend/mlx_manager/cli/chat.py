@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_manager.cli.connection import ApiKey, Url, address, answers, connected
+from mlx_manager.cli.pull import exit_code, fetch_default
+from mlx_manager.cli.serve import parse_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ def serving(
 
     if url is None and not answers(address(None)):
         note("No server runs here; starting one for this chat.")
+        have_model(model)
         try:
             with (
                 ended_normally(),
@@ -141,6 +144,17 @@ def serving(
         return
     with connected(url, key) as client:
         yield client, model or client.default_model()
+
+
+def have_model(model: str | None) -> None:
+    """The server would download it as well, but say nothing of how that goes."""
+    from mlx_manager.mlx_server.errors import MLXManagerError
+
+    settings = parse_settings({"model": model})
+    try:
+        fetch_default(settings)
+    except MLXManagerError as error:
+        fail(f"The server could not start: {error.message}", exit_code(error))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mlx_manager.mlx_server.config import MLXServerSettings
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.hub import Report, Repository
 
@@ -59,6 +60,25 @@ def pull(
     elif folder is not None:
         typer.echo(folder)
         note(f"Try it: mlx-manager chat --model {found.id}")
+
+
+def fetch_default(settings: MLXServerSettings) -> None:
+    """Download the default model if it is not here yet, as a person may want to see it done.
+
+    Raises:
+        MLXManagerError: it can't be had, or the owner's file of models can't be read.
+    """
+    from mlx_manager.mlx_server.models import hub
+    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.settings import read_models_file
+
+    source = Catalog(settings.catalog, read_models_file(settings.models_file)).find(settings.model)
+    if source.path is None:
+        found = hub.look_up(source.id)
+        cache = hub.cache_folder()
+        describe(found, found.missing(cache), hub.free_bytes(cache))
+        check_architecture(found, anyway=False)
+        download(found)
 
 
 def describe(found: Repository, missing: int, free: int) -> None:

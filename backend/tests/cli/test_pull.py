@@ -45,6 +45,27 @@ def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> Non
     assert hub.fetched == []
 
 
+def test_a_chat_shows_how_its_model_is_fetched(program, hub: FakeHub) -> None:
+    question = ("--once", "How do I change the port?", "--temperature", "0")
+    done = program("chat", "--model", "own/demo", *question)
+    assert "9000" in done.stdout
+    assert "9 MB, licence apache-2.0" in done.stderr
+    assert "model.safetensors" in hub.fetched
+    again = program("chat", "--model", "own/demo", *question)
+    assert "9000" in again.stdout
+    assert "9 MB" not in again.stderr
+
+
+def test_a_chat_with_a_model_that_the_hub_refuses_says_so_as_pull_does(
+    program, hub: FakeHub
+) -> None:
+    hub.gated = True
+    asked = program("chat", "--model", "own/demo", "--once", "hi")
+    pulled = program("pull", "own/demo")
+    assert asked.returncode == pulled.returncode != 0
+    assert pulled.stderr.splitlines()[-1].removeprefix("mlx-manager: ") in asked.stderr
+
+
 def test_of_a_new_commit_only_what_has_changed_is_to_come(program, tmp_path: Path, environment):
     folder = tmp_path / "demo"
     shutil.copytree(demo_model_path(), folder)
