@@ -3,7 +3,7 @@
 
 BIN := $(CURDIR)/.venv/bin
 WORKERS := 2
-BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause embeddings fair_share structured observers memory
+BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause large_bodies embeddings fair_share structured observers memory
 
 help:
 	@echo 'make serve   set up .venv if needed and serve the embedded model on 127.0.0.1:8000'

@@ -103,15 +103,17 @@ def check_counts(
     Raises:
         RequestTooLarge: more messages, content parts or images than may be.
     """
-    content = [*beside, *(part for message in messages for part in parts(message))]
-    images = sum(map(_is_image, content))
     those = f"`{param}` and `{earlier}` have" if earlier else f"`{param}` has"
-    for what, count, most, setting in (
-        ("messages", len(messages), limits.max_messages, "MLX_SERVER_MAX_MESSAGES"),
-        ("content parts", len(content), limits.max_parts, "MLX_SERVER_MAX_PARTS"),
-        ("images", images, limits.max_images, "MLX_SERVER_MAX_IMAGES"),
-    ):
+
+    def check(count: int, what: str, most: int, setting: str) -> None:
         _check_count(param, f"{those} {count} {what}", count, most, setting)
+
+    # Each before what takes time with it.
+    check(len(messages), "messages", limits.max_messages, "MLX_SERVER_MAX_MESSAGES")
+    content = [*beside, *(part for message in messages for part in parts(message))]
+    check(len(content), "content parts", limits.max_parts, "MLX_SERVER_MAX_PARTS")
+    images = sum(map(_is_image, content))
+    check(images, "images", limits.max_images, "MLX_SERVER_MAX_IMAGES")
 
 
 def _is_image(part: object) -> bool:

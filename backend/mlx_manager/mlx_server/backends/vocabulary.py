@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,13 @@ class Vocabulary:
     tokenizer: Any
     size: int
 
-    def check(self, ids: Iterable[int], param: str) -> None:
+    def check(self, ids: Collection[int], param: str) -> None:
         """An id that the model lacks would be read or written out of an array's bounds.
 
         Raises:
             InvalidParameter: there is no such token.
         """
-        if any(not 0 <= token < self.size for token in ids):
+        if min(ids, default=0) < 0 or max(ids, default=0) >= self.size:
             raise InvalidParameter(
                 f"`{param}`: token ids must be between 0 and {self.size - 1}, as this model's own "
                 "tokenizer gives them.",

@@ -1,0 +1,137 @@
+"""What running streams notice of requests whose bodies are large, over HTTP.
+
+Bodies of `--megabytes` come one after another while streams run; each kind is as many values as fit
+of one that has a limit: the model's context, or what the server counts. None is answered with
+tokens. The gaps are those between the pieces that a stream's reader gets while the body is on its
+way or looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import load_client
+from harness import ROOT, find_model, interleave, parser, print_report
+from servers import Server, our_server
+from workload import chat
+
+TOKENS = 400
+SETTLED = 0.3
+"""Seconds until the streams run."""
+Body = tuple[str, dict[str, Any]]
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+
+
+KINDS: Mapping[str, Callable[[int], Body]] = {
+    "one text": lambda n: ("/chat/completions", user("word " * (n // 5))),
+    "1 000 messages": lambda n: (
+        "/chat/completions",
+        user("") | {"messages": [{"role": "user", "content": "word " * (n // 5_000)}] * 1_000},
+    ),
+    "content parts": lambda n: (
+        "/chat/completions",
+        user([{"type": "text", "text": "w"}] * (n // 32)),
+    ),
+    "token ids": lambda n: ("/completions", {"prompt": [7] * (n // 3), "max_tokens": 4}),
+    "tools": lambda n: (
+        "/chat/completions",
+        user("") | {"tools": [{"type": "function", "function": {"name": "f"}}] * (n // 53)},
+    ),
+    "input items": lambda n: (
+        "/responses",
+        {"input": [{"role": "user", "content": "w"}] * (n // 34)},
+    ),
+}
+
+
+class Crowd:
+    """A server on which `streams` run while something comes."""
+
+    def __init__(self, server: Server, streams: int, nbytes: int) -> None:
+        self._server = server
+        self._streams = streams
+        self._nbytes = nbytes
+
+    def beside(self, kind: str) -> tuple[float, float]:
+        """Seconds: the streams' longest gap while a body of that kind comes, and their median."""
+        path, body = KINDS[kind](self._nbytes)
+        with self._running() as finish:
+            time.sleep(SETTLED)
+            answer = asyncio.run(load_client.send(**self._server.request(path, body)))
+            if answer.status not in (400, 413):
+                raise RuntimeError(f"{kind}: status {answer.status}: {answer.error}")
+            gaps = [pair for times in finish() for pair in pairwise(times)]
+        meanwhile = [b - a for a, b in gaps if b > answer.started and a < answer.ended]
+        if not meanwhile:
+            raise RuntimeError("no figures: the streams ended before the body was there")
+        return max(meanwhile), statistics.median(b - a for a, b in gaps)
+
+    @contextmanager
+    def _running(self) -> Iterator[Callable[[], list[list[float]]]]:
+        """Streams, which end by themselves; call for the moments of their pieces."""
+        asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        requests = [
+            self._server.request("/chat/completions", {"messages": chat(24, seed), **asked})
+            for seed in range(self._streams)
+        ]
+        client = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "load_client.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(json.dumps(requests).encode())
+        client.stdin.close()
+        read = client.stdout.read
+        try:
+            yield lambda: [answer["arrivals"] for answer in json.loads(read())]
+        finally:
+            client.kill()
+            client.wait()
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=3)
+    arguments.add_argument("--streams", type=int, default=2, help="that run meanwhile")
+    arguments.add_argument("--megabytes", type=float, default=15, help="of a body")
+    chosen = arguments.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        our_server(find_model(chosen.model, Path(scratch))) as server,
+    ):
+        crowd = Crowd(server, chosen.streams, int(chosen.megabytes * 1e6))
+        found = interleave(
+            {kind: lambda _, k=kind: crowd.beside(k) for kind in KINDS}, chosen.rounds
+        )
+    print_report(
+        f"{chosen.streams} streams of {chosen.model} while a body of {chosen.megabytes:g} MB comes",
+        ["of", "longest gap, ms: median of the rounds", "largest", "their median gap"],
+        [
+            [
+                kind,
+                f"{1e3 * statistics.median(worst for worst, _ in rounds):.0f}",
+                f"{1e3 * max(worst for worst, _ in rounds):.0f}",
+                f"{1e3 * statistics.median(step for _, step in rounds):.1f}",
+            ]
+            for kind, rounds in found.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
