@@ -2,7 +2,9 @@
 
 Streams generate; then a long prompt arrives. How long do the streams stall, and what does the
 newcomer pay for their pace? And a short request: how long until its first token, beside the
-streams and alone? The gaps are those between the pieces of text that a stream's reader gets.
+streams and alone? The gaps are those between the pieces of text that a stream's reader gets. Last,
+with no streams: how long do short requests wait that come, one after the other, while the long
+prompt is processed?
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from mlx_lm.generate import BatchGenerator
@@ -43,6 +46,15 @@ class Arrival:
     def worst(self) -> float:
         """The 99th percentile of the gaps while the newcomer's prompt is processed."""
         return percentile(self.stalled, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """Seconds to the first token: of short prompts that came while a long one was processed, and of
+    that."""
+
+    short: list[float]
+    long: float
 
 
 def arrival(streams: Sequence[Trace], newcomer: Trace) -> Arrival:
@@ -113,6 +125,43 @@ class Crowd:
         generator.close()
         return arrival([traces[key] for key in ids], traces[joined])
 
+    def ours_meanwhile(self, length: int, number: int) -> Meanwhile:
+        return self.ours.run(self._ours_meanwhile(length, number))
+
+    async def _ours_meanwhile(self, length: int, number: int) -> Meanwhile:
+        short, long = self.rows(length, number + 700)
+        waits: list[float] = []
+        processed = asyncio.create_task(self.ours.answer(long))
+        for row in cycle(short):
+            trace = await self.ours.answer(Row(row.prompt, 1))
+            if processed.done():
+                break
+            waits.append(trace.first - trace.started)
+        joined = await processed
+        return Meanwhile(waits, joined.first - joined.started)
+
+    def their_meanwhile(self, length: int, number: int) -> Meanwhile:
+        short, long = self.rows(length, number + 700)
+        prompts = cycle(list(row.prompt) for row in short)
+        generator = BatchGenerator(self.theirs.model)
+        begin = time.perf_counter()
+        (whole,) = generator.insert([list(long.prompt)], max_tokens=[long.max_tokens])
+        waits: list[float] = []
+        coming, came = None, begin
+        while True:
+            if coming is None:
+                (coming,) = generator.insert([next(prompts)], max_tokens=[1])
+                came = time.perf_counter()
+            _, responses = generator.next()
+            now = time.perf_counter()
+            first = {response.uid for response in responses}
+            if whole in first:
+                generator.close()
+                return Meanwhile(waits or [now - came], now - begin)
+            if coming in first:
+                waits.append(now - came)
+                coming = None
+
     def alone(self, length: int, number: int) -> float:
         """Our time to first token when nothing else runs."""
         _, newcomer = self.rows(length, number + 500)
@@ -128,6 +177,18 @@ def stall_line(name: str, arrivals: Sequence[Arrival], alone: Sequence[float] | 
         str(ratio([a.worst for a in arrivals], [a.idle_median for a in arrivals])),
         f"{1000 * statistics.median(a.first for a in arrivals):,.0f}",
         "" if alone is None else str(ratio([a.first for a in arrivals], alone)),
+    ]
+
+
+def waiting_line(
+    name: str, rounds: Sequence[Meanwhile], alone: Sequence[float] | None
+) -> list[str]:
+    return [
+        name,
+        f"{1000 * statistics.median(wait for each in rounds for wait in each.short):,.0f}",
+        f"{1000 * max(wait for each in rounds for wait in each.short):,.0f}",
+        f"{1000 * statistics.median(each.long for each in rounds):,.0f}",
+        "" if alone is None else str(ratio([each.long for each in rounds], alone)),
     ]
 
 
@@ -167,6 +228,20 @@ def main() -> None:
                 "÷ alone",
             ],
             lines,
+        )
+        waits = interleave(
+            {
+                "BatchGenerator": lambda n: crowd.their_meanwhile(chosen.prompt, n),
+                "ours": lambda n: crowd.ours_meanwhile(chosen.prompt, n),
+            },
+            chosen.rounds,
+        )
+        alone = interleave({"ours": lambda n: crowd.alone(chosen.prompt, n + 400)}, chosen.rounds)
+        print_report(
+            f"{SHORT} tokens, while {chosen.prompt} are processed and nobody streams: "
+            f"{chosen.model}",
+            ["first token, ms", "median", "largest", "of the long prompt", "÷ alone"],
+            [waiting_line(name, rounds, alone.get(name)) for name, rounds in waits.items()],
         )
         crowd.ours.close()
 

@@ -23,6 +23,15 @@ LIKE = 2
 MEMORY = 64
 # Seconds of a step that is short: what a reader hardly notices, and who gives up waits for.
 SHORT = 0.08
+# Seconds of a step that nobody's next token waits for. Who comes meanwhile waits for its end, so it
+# takes no longer, or as long as costs the prompt little: prompt tokens that keep a device busy, and
+# so many times what a step takes besides what its tokens do.
+LONG = 0.1
+BUSY = 128
+WORTH = 10
+# Of steps of one size nobody can tell what they would take in two: of long ones one in so many is
+# halved.
+HALVED = 4
 # Amounts are counted in these, to be of the order of one.
 ROWS, TOKENS, CONTEXT = 8, 64, 1024
 
@@ -32,7 +41,7 @@ class Pace:
 
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token; see `budget` for
-            when there may be more.
+            when there may be more, and `LONG` for when there are fewer.
         least: prompt tokens of a step at any time.
         grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it: as a
             power of two, so that there are few numbers of them.
@@ -103,6 +112,8 @@ class Pace:
                 if most == wanted:
                     # Perhaps a prompt's last token.
                     return max(most, self._least) - load.tokens
+            if not load.rows:
+                most = min(most, max(load.tokens + self._unhurried(load, before, most), BUSY))
         else:
             if not self._may_compare(load):
                 # Where prompts come without end, all that steps take would be put down to them.
@@ -111,6 +122,17 @@ class Pace:
             affordable = min(self._affordable(load, before), bold)
             most = min(most, load.tokens + max(affordable, 0))
         return self._whole(load.rows, max(most, self._least)) - load.tokens
+
+    def _unhurried(self, load: Load, before: int, most: int) -> int:
+        """How many tokens of a prompt, each seeing those before it, a step without rows processes
+        besides."""
+        if not self._prompts.known:
+            return most
+        _, _, chunk, context = self._prompts.prices
+        besides = chunk + context * (load.context + before) / CONTEXT
+        tokens = self._within(max(LONG, WORTH * besides), load, before, most)
+        long = tokens > self._within(LONG, load, before, most)
+        return tokens // 2 if long and before // most % HALVED == HALVED - 1 else tokens
 
     def _whole(self, rows: int, tokens: int) -> int:
         """Up to `tokens` of prompts, that make a power of two of grains with the rows, if that

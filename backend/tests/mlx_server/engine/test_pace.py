@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.load import Load
-from mlx_manager.mlx_server.engine.pace import BOLDNESS, LIKE, SHORT, STRETCH, Pace
+from mlx_manager.mlx_server.engine.pace import BOLDNESS, BUSY, LIKE, LONG, SHORT, STRETCH, Pace
 
 MOST, PAGE = 512, 16
 EIGHT = Load(rows=8)
@@ -76,7 +76,50 @@ def taught(machine: Machine, rows: int = 8) -> Pace:
 
 def test_with_nobody_waiting_for_a_token_a_prompt_gets_all_there_is() -> None:
     assert Pace(MOST, PAGE).budget(1)(Load(), 0) == MOST
-    assert taught(Machine(token=1.0)).budget(3)(Load(), 1000) == MOST
+    assert taught(Machine(token=1e-4)).budget(3)(Load(), 0) == MOST
+
+
+def alone(machine: Machine, length: int) -> tuple[list[Load], float]:
+    """A prompt's steps while nothing else is there, and the seconds of large ones."""
+    pace = Pace(MOST, PAGE)
+    machine.prompt(pace, 0, length)
+    chunks = machine.prompt(pace, 0, length)
+    whole = (
+        Load().with_chunk(begin, min(MOST, length - begin)) for begin in range(0, length, MOST)
+    )
+    return [Load().with_chunk(c.before, c.tokens) for c in chunks], sum(map(machine.law, whole))
+
+
+@pytest.mark.parametrize("token", [1e-4, 3e-4, 7e-4])
+@pytest.mark.parametrize("seen", [0, 2e-8, 1.5e-7])
+def test_who_comes_while_a_prompt_is_processed_alone_does_not_wait_long(
+    token: float, seen: float
+) -> None:
+    machine = Machine(token=token, seen=seen)
+    steps, whole = alone(machine, 6000)
+    assert all(machine.law(step) <= 1.1 * LONG or step.tokens <= BUSY for step in steps)
+    assert sum(map(machine.law, steps)) <= 1.05 * whole
+
+
+def test_where_steps_are_short_a_prompt_has_them_as_large_as_they_may_be() -> None:
+    steps, _ = alone(Machine(token=5e-5, seen=0, chunk=0.05), 8192)
+    assert {step.tokens for step in steps} == {MOST}
+
+
+def test_steps_of_a_slow_device_keep_it_busy() -> None:
+    steps, _ = alone(Machine(token=0.1), 4096)
+    assert {step.tokens for step in steps} == {BUSY}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "context"), [(0.03, 0), (0.1, 0), (1.0, 0), (0.01, 1e-5), (0.01, 5e-5), (0.01, 1e-4)]
+)
+def test_steps_that_cost_much_besides_their_tokens_are_not_made_many(
+    chunk: float, context: float
+) -> None:
+    machine = Machine(token=2e-3, seen=0, chunk=chunk, context=context)
+    steps, whole = alone(machine, 4096)
+    assert sum(map(machine.law, steps)) <= 1.15 * whole
 
 
 def test_before_anything_is_known_running_rows_have_a_step_alone_and_come_first() -> None:
@@ -262,6 +305,15 @@ def test_longer_steps_of_a_burst_are_short(token: float) -> None:
     assert longest == 2048 or machine.law(load) <= SHORT * 1.05
     assert longest == 8192 or machine.law(load.with_chunk(0, 2048)) > SHORT
     assert pace.is_short(longest) or longest == 2048
+
+
+def test_one_long_prompt_alone_has_longer_steps_as_well() -> None:
+    machine, pace = Machine(token=5e-6, seen=0), Pace(2048, 256, grain=128)
+    given = []
+    for _ in range(4):
+        given.append(pace.budget(1, 8192)(Load(), 0))
+        machine.run(pace, Load().with_chunk(0, given[-1]))
+    assert given == [2048, 4096, 8192, 8192]
 
 
 def test_a_step_takes_all_that_is_wanted_of_it_and_no_more() -> None:
