@@ -9,21 +9,18 @@ way or looked at.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import load_client
-from harness import ROOT, find_model, interleave, parser, print_report
-from servers import Server, our_server
+from harness import find_model, interleave, parser, print_report
+from servers import Server, load, our_server
 from workload import chat
 
 TOKENS = 400
@@ -69,40 +66,24 @@ class Crowd:
     def beside(self, kind: str) -> tuple[float, float]:
         """Seconds: the streams' longest gap while a body of that kind comes, and their median."""
         path, body = KINDS[kind](self._nbytes)
-        with self._running() as finish:
+        with ThreadPoolExecutor(1) as aside:
+            running = aside.submit(load, self._streaming())
             time.sleep(SETTLED)
             answer = asyncio.run(load_client.send(**self._server.request(path, body)))
             if answer.status not in (400, 413):
                 raise RuntimeError(f"{kind}: status {answer.status}: {answer.error}")
-            gaps = [pair for times in finish() for pair in pairwise(times)]
+            gaps = [pair for stream in running.result() for pair in pairwise(stream.arrivals)]
         meanwhile = [b - a for a, b in gaps if b > answer.started and a < answer.ended]
         if not meanwhile:
             raise RuntimeError("no figures: the streams ended before the body was there")
         return max(meanwhile), statistics.median(b - a for a, b in gaps)
 
-    @contextmanager
-    def _running(self) -> Iterator[Callable[[], list[list[float]]]]:
-        """Streams, which end by themselves; call for the moments of their pieces."""
+    def _streaming(self) -> list[dict[str, Any]]:
         asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        requests = [
+        return [
             self._server.request("/chat/completions", {"messages": chat(24, seed), **asked})
             for seed in range(self._streams)
         ]
-        client = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "load_client.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert client.stdin is not None
-        assert client.stdout is not None
-        client.stdin.write(json.dumps(requests).encode())
-        client.stdin.close()
-        read = client.stdout.read
-        try:
-            yield lambda: [answer["arrivals"] for answer in json.loads(read())]
-        finally:
-            client.kill()
-            client.wait()
 
 
 def main() -> None:

@@ -252,17 +252,15 @@ def put_under(tokenizer: PreTrainedTokenizerBase, parts: Parts, shown: Mapping[s
         raise ValueError("it is not one of the library tokenizers")
     backend = tokenizer.backend_tokenizer
     state = json.loads(backend.to_str())
-    match state["model"]:
-        case {"type": "BPE", "vocab": vocab, "merges": []} if vocab == shown:
-            options = {name: state["model"][name] for name in OPTIONS}
-        case _:
-            raise ValueError("its class makes something else of the vocabulary")
+    model = state["model"]
+    if model["type"] != "BPE" or model["vocab"] != shown or model["merges"]:
+        raise ValueError("its class makes something else of the vocabulary")
     if any(shown.get(added["content"]) != added["id"] for added in state["added_tokens"]):
         raise ValueError("tokens have been added to it")
     backend.model = models.BPE(
         vocab={token: _with_turns(n, i) for i, (token, n) in enumerate(parts.vocab.items())},
         merges=_Merges(parts.merges),
-        **{name: value for name, value in options.items() if value is not None},
+        **{name: model[name] for name in OPTIONS if model[name] is not None},
     )
 
 
