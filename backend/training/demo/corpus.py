@@ -18,6 +18,7 @@ import facts
 import json_tasks
 import tool_tasks
 from dialogue import Dialogue
+from general import UNKNOWN, ask_general
 from phrases import (
     QUESTIONS,
     REQUESTS,
@@ -34,10 +35,6 @@ from phrases import (
 from words import CAPITALS, WORDS, Split, city, foreign_word, invented_word, noun, person, summands
 
 CUT = "\ue000"  # where a text is cut before it is tokenised, as a prompt's end cuts it
-UNKNOWN = (
-    "I am only a small demo model and do not know that. "
-    "For a bigger one, start `mlx-manager serve --model NAME`."
-)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant",
     "You are a helpful AI assistant.",
@@ -189,7 +186,8 @@ PLAIN_TURNS = (
     (json_tasks.ask_json, 12),
     (small_talk, 8),
     (tool_tasks.ask_weather, 1.5),
-    (ask_unknown, 12),
+    (ask_unknown, 10),
+    (ask_general, 18),
     (ask_capital, 2),
     (repeat, 1.5),
     (count, 1),
@@ -204,7 +202,8 @@ TOOL_TURNS = (
     (facts.ask_fact, 4),
     (json_tasks.ask_json, 4),
     (small_talk, 6),
-    (ask_unknown, 7),
+    (ask_unknown, 6),
+    (ask_general, 9),
 )
 
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 import tool_tasks
 from corpus import add_numbers, ask_question, ask_topic, ask_unknown, paste, small_talk
 from dialogue import Dialogue, turn
+from general import ask_general
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 from phrases import QUESTIONS, SMALLTALK, Topic
@@ -143,6 +144,7 @@ class Examiner:
             *self.drawn("weather without a tool", tool_tasks.ask_weather, each // 4),
             *self.drawn("JSON", json_tasks.ask_json, each),
             *self.drawn("unknown questions", ask_unknown, each // 2),
+            *self.drawn("requests of the wide world", ask_general, each),
             *self.after_a_name("long conversations", 7, KINDS),
             *self.after_a_text("question after 1 000 to 3 000 tokens of text", 400, 1200),
             *self.after_a_text("question after 5 000 to 7 000 tokens of text", 2100, 2800),

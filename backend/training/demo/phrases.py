@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +122,15 @@ def read_topics(path: Path) -> tuple[Topic, ...]:
 
 QUESTIONS = read_topics(HERE / "questions.txt")
 SMALLTALK = read_topics(HERE / "smalltalk.txt")
-REQUESTS = {name: _phrasings(lines) for name, lines in read_sections(HERE / "requests.txt").items()}
+
+
+def parse_sections(sections: dict[str, list[str]], names: Iterable[str]) -> dict[str, Phrasings]:
+    """Return the phrasings of the sections that are named."""
+    return {name: _phrasings(sections[name]) for name in names}
+
+
+_REQUEST_SECTIONS = read_sections(HERE / "requests.txt")
+REQUESTS = parse_sections(_REQUEST_SECTIONS, _REQUEST_SECTIONS)
 
 _BEFORE = (
     "Hi, ",
