@@ -30,7 +30,7 @@ Parameters = dict[str, Any]
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=22_000)
+    parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens in a batch")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay")
