@@ -258,8 +258,8 @@ Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks: the name of the API key that came with the request ("" without one), the
-    protocol it came by (chat, completions, responses, messages, embeddings, rerank, tokens; ""
-    from a script), and the id of the HTTP request."""
+    protocol it came by (chat, completions, responses, messages, ollama, embeddings, rerank, tokens;
+    "" from a script), and the id of the HTTP request."""
 
     key: str = ""
     protocol: str = ""

@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.api import (
     errors,
     health,
     metrics,
+    ollama,
 )
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
@@ -48,6 +49,13 @@ from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, RerankRequest
+from mlx_manager.mlx_server.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+)
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -85,6 +93,11 @@ BODIES: list[type[BaseModel]] = [
     EmbeddingsRequest,
     InputTokensRequest,
     MessagesRequest,
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingsRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
     PromptRequest,
     RerankRequest,
     ResponsesRequest,
@@ -171,6 +184,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     for prefix in ("", "/v2"):
         app.include_router(rerank.router, prefix=prefix, include_in_schema=False)
     app.include_router(admin.router)
+    app.include_router(ollama.router)
     app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES, need_key=server.settings.access.need_key)
     if server.settings.log_prompts:

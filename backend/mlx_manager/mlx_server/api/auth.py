@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
-from mlx_manager.mlx_server.api.owner import ADMIN_PATHS, check_owner
+from mlx_manager.mlx_server.api.owner import check_owner, is_owners
 from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
@@ -101,7 +101,7 @@ class Gate:
     def _account(self, scope: Scope, path: str) -> Account:
         if path in OPEN_PATHS:
             return UNLIMITED
-        if path.startswith(ADMIN_PATHS):
+        if is_owners(path):
             check_owner(Request(scope), self._rules)
             return UNLIMITED
         if path == METRICS_PATH and self._rules.open_metrics:

@@ -1,7 +1,8 @@
 """Every failure as an answer, with the status of its class, in the shape that the caller knows.
 
-Anthropic's under `/v1/messages`, OpenAI's everywhere else. What nobody expected is caught in
-`Boundary`, one of the two places that catch every exception (the other is the MLX thread).
+Anthropic's under `/v1/messages`, Ollama's under `/api/`, OpenAI's everywhere else. What nobody
+expected is caught in `Boundary`, one of the two places that catch every exception (the other is
+the MLX thread).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import ErrorDetails
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,7 +33,7 @@ from mlx_manager.mlx_server.errors import (
     ServerNotReady,
 )
 from mlx_manager.mlx_server.observability.logs import current_request
-from mlx_manager.mlx_server.protocols import messages
+from mlx_manager.mlx_server.protocols import messages, ollama
 from mlx_manager.mlx_server.protocols.answer import error_body
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ MOST_NAMED = 5
 MOST_REPEATED = 40
 """Characters of a number that is out of its range; JSON's may have thousands of digits."""
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATHS = "/api/"
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's SDKs read the first, Anthropic's the second."""
 
@@ -99,11 +100,17 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     if _is_anthropic(request.scope):
         body = messages.error_shape(status, message, request.state.request_id)
+    elif _is_ollama(request.scope):
+        body = {"error": message}
     return JSONResponse(body, status, error.headers)
 
 
 def _is_anthropic(scope: Scope) -> bool:
     return routed(scope).startswith(ANTHROPIC_PATH)
+
+
+def _is_ollama(scope: Scope) -> bool:
+    return routed(scope).startswith(OLLAMA_PATHS)
 
 
 def refused_head(
@@ -119,6 +126,8 @@ def refused_head(
 def _body(scope: Scope, error: MLXManagerError) -> dict[str, Any]:
     if _is_anthropic(scope):
         return messages.error_body(error, scope["state"]["request_id"])
+    if _is_ollama(scope):
+        return ollama.error_body(error)
     return error_body(error)
 
 
@@ -195,7 +204,7 @@ class Boundary:
             if started is None:
                 said = JSONResponse(_body(scope, failure), failure.status)
                 await said(scope, receive, send_with_id)
-            elif Headers(raw=started["headers"])["content-type"].startswith("text/event-stream"):
+            elif "stream" in scope["state"]:
                 last = scope["state"]["stream"].fail(failure)
                 await send({"type": "http.response.body", "body": last})
 

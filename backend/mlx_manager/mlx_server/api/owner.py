@@ -1,4 +1,4 @@
-"""Who may use `/v1/admin`: the server's owner.
+"""Who may use `/v1/admin`, and pull and delete models by Ollama's API: the server's owner.
 
 With MLX_SERVER_ADMIN_TOKEN set, who brings it may come from anywhere. Without, only programs on
 this machine may, and only while the server listens on loopback; a page in somebody's browser is
@@ -19,8 +19,16 @@ from mlx_manager.mlx_server.errors import PermissionDenied, WrongAdminToken
 ADMIN_PATHS = "/v1/admin/"
 """Known ones and unknown ones: what there is, is for the owner to know."""
 
+OLLAMA_OWNER_PATHS = frozenset({"/api/pull", "/api/delete"})
+"""Of Ollama's API, what changes which models there are."""
+
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 """A proxy on this machine speaks for others."""
+
+
+def is_owners(path: str) -> bool:
+    """Return whether only the owner may ask for the path."""
+    return path.startswith(ADMIN_PATHS) or path in OLLAMA_OWNER_PATHS
 
 
 def check_owner(request: Request, rules: AccessRules) -> None:

@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.api.sse import EventStreamResponse, Wire
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
+from mlx_manager.mlx_server.schemas.ollama import OllamaBody
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
 from mlx_manager.mlx_server.services.inference import Answer, Stream, collect
@@ -24,7 +25,7 @@ BLOCK = 64 * 2**10
 
 async def respond(
     request: Request,
-    body: GenerationParameters | MessagesRequest | ResponsesRequest,
+    body: GenerationParameters | MessagesRequest | OllamaBody | ResponsesRequest,
     progress: AsyncGenerator[Progress, None],
     stream: Stream,
     answer: Answer,

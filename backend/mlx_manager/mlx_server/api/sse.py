@@ -40,7 +40,7 @@ class EventStreamResponse(Response):
         self.keepalive = keepalive
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
-            media_type="text/event-stream",
+            media_type=stream.media_type,
         )
         del self.headers["content-length"]
 

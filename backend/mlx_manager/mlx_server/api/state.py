@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import Reloaded
 
 PROTOCOLS = {
+    "/api/chat": "ollama",
+    "/api/embed": "ollama",
+    "/api/embeddings": "ollama",
+    "/api/generate": "ollama",
     "/apply-template": "tokens",
     "/chat/completions": "chat",
     "/completions": "completions",

@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.family import detect_model_family
 from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
+from mlx_manager.mlx_server.models.removal import Removal, plan_removal
 from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.steps import BROKEN
@@ -129,6 +130,15 @@ class Catalog:
         """Look again at the next question: something was downloaded or removed."""
         with self._lock:
             self._fresh_until = float("-inf")
+
+    def removal(self, model_id: str) -> Removal:
+        """Return the folders to delete for a model; see `removal.plan_removal`.
+
+        Raises:
+            InvalidRequest: it is embedded, no name, or lies elsewhere.
+            ModelNotFound: neither the folder of models nor the cache has it.
+        """
+        return plan_removal(model_id, self._sources.models_dir, self._cache_folder)
 
     def allows(self, model_id: str) -> bool:
         """Whether the owner lets it be named, if it is here at all."""

@@ -41,7 +41,12 @@ class Policy:
     def sampling(self, model_id: str) -> Mapping[str, float]:
         return self.of(model_id).sampling.given()
 
+    def keep(self, model_id: str, seconds: float) -> None:
+        self._wishes.ttls[model_id] = seconds
+
     def ttl(self, model_id: str) -> float:
+        if (asked := self._wishes.ttls.get(model_id)) is not None:
+            return asked
         own = self.of(model_id).ttl
         return self._default_ttl if own is None else own
 

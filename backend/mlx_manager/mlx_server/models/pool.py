@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.errors import (
     ModelLoadFailed,
     ModelNotFound,
     OutOfMemory,
+    StorageFailed,
 )
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
@@ -397,6 +398,49 @@ class ModelPoolManager:
         name = (await self.status(model_id)).id
         self._policy.pin(name, pinned)
         self._returns.announce()
+
+    async def keep(self, model_id: str, seconds: float) -> None:
+        """Keep a model for so long without use, 0: unload it as soon as it is idle.
+
+        Holds until the next call, before what the settings say; a pinned model stays.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        name = self.resolve(model_id)
+        await asyncio.to_thread(self.catalog.find, name)
+        self._policy.keep(name, seconds)
+        self._returns.announce()
+
+    async def download(self, repository: str, report: hub.Report) -> None:
+        """Fetch a model from the hub, or the files of it that are missing.
+
+        Raises:
+            MLXManagerError: see `hub.fetch`.
+        """
+        await asyncio.to_thread(hub.fetch, repository, report)
+        await asyncio.to_thread(self.catalog.rescan)
+
+    async def delete(self, model_id: str) -> None:
+        """Unload a model and delete its files.
+
+        Raises:
+            ModelInUse: it is answering requests, or being loaded.
+            ModelNotFound: nothing of that name lies in `models_dir` or in the hub's cache.
+            InvalidRequest: it is embedded, or lies elsewhere.
+            StorageFailed: a file can't be deleted; others may be gone.
+        """
+        name = self.resolve(model_id)
+        plan = await asyncio.to_thread(self.catalog.removal, name)
+        for resident in self._residents.all():
+            # An adapter's engine reads its base's files.
+            if name in (resident.id, resident.recipe.base):
+                await self.unload(resident.id)
+        try:
+            await asyncio.to_thread(plan.carry_out)
+        except OSError as error:
+            raise StorageFailed(f"{error.filename} can't be deleted: {error.strerror}.") from error
+        await asyncio.to_thread(self.catalog.rescan)
 
     async def clear_prefixes(self, model_id: str | None = None) -> dict[str, int]:
         """Forget the prompts kept for reuse, of one model or of all; bytes given back, by model.

@@ -223,13 +223,15 @@ class ModelsFile:
 
 @dataclass(eq=False, slots=True)
 class Wishes:
-    """The settings in force, and the pins that were set since the start, which go before them.
+    """The settings in force, and the pins and seconds without use that were set since the start,
+    which go before them.
 
     They outlive a pool: the next one is given them.
     """
 
     models: ModelsFile
     pins: dict[str, bool] = field(default_factory=dict)
+    ttls: dict[str, float] = field(default_factory=dict)
 
 
 PLAIN = ModelSettings()

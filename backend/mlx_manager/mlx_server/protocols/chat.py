@@ -263,6 +263,7 @@ class ChatStream:
     it turns up.
     """
 
+    media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
     def __init__(self, head: Head) -> None:

@@ -151,6 +151,7 @@ def _prompts(body: CompletionRequest) -> list[Text | Tokens]:
 class CompletionStream:
     """Writes an answer's events as chunks, the way OpenAI does."""
 
+    media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
     def __init__(self, head: Head) -> None:

@@ -560,6 +560,7 @@ def _stop_reason(head: MessageHead, end: Finished) -> StopReason:
 class MessageStream:
     """Writes an answer's events as Anthropic does: blocks that open, grow and close in turn."""
 
+    media_type = sse.MEDIA_TYPE
     keep_alive = sse.named("ping", {"type": "ping"}).encode()
 
     def __init__(self, head: MessageHead) -> None:

@@ -672,6 +672,7 @@ class ResponseStream:
     by `end`: by then a response that is to be kept has been.
     """
 
+    media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
     _text_open = (
         "event: response.output_text.delta\n"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+MEDIA_TYPE = "text/event-stream"
+
 DONE = "data: [DONE]\n\n"
 
 KEEP_ALIVE = b": keep-alive\n\n"

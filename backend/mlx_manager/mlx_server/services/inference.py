@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 L = TypeVar("L")
 
+Report = Callable[[int, int], None]
+"""Told of a download's progress: bytes there, bytes in all."""
+
 
 class EverShorter(Protocol):
     """Requests of which each is shorter than the one before. There may be thousands; few are looked
@@ -168,6 +171,35 @@ class ModelPool(Protocol):
 
         Raises:
             ModelNotFound: nothing of that name is offered.
+        """
+        ...
+
+    async def keep(self, model_id: str, seconds: float) -> None:
+        """Keep a model for so long without use, 0: unload it as soon as it is idle.
+
+        Holds until the next call; what is pinned stays.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        ...
+
+    async def download(self, repository: str, report: Report) -> None:
+        """Fetch a model from the hub. `report` is called, in another thread, with bytes there and
+        bytes in all.
+
+        Raises:
+            MLXManagerError: it can't be downloaded.
+        """
+        ...
+
+    async def delete(self, model_id: str) -> None:
+        """Unload a model and delete its files.
+
+        Raises:
+            ModelInUse: it is answering requests, or being loaded.
+            ModelNotFound: nothing of that name lies in the owner's folders.
+            InvalidRequest: it is embedded, or lies elsewhere.
         """
         ...
 
@@ -439,11 +471,12 @@ async def close(streams: Sequence[AsyncIterator[list[Event]]]) -> None:
 
 
 class Stream(Protocol):
-    """Writes progress as server-sent events; `protocols` has one for each shape of answer.
+    """Writes progress as a stream of `media_type`; `protocols` has one for each shape of answer.
 
     `keep_alive` is sent whenever there has been nothing to write for a while.
     """
 
+    media_type: str
     keep_alive: bytes
 
     def write(self, progress: Progress) -> bytes: ...
