@@ -28,7 +28,7 @@ they differ.
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Where it listens, and who may come in": (
-        *("host", "port", "api_key", "api_keys_file", "admin_token", "open_access"),
+        *("host", "port", "ollama_port", "api_key", "api_keys_file", "admin_token", "open_access"),
         *("open_metrics", "allowed_hosts", "cors_origins", "key_requests_per_minute"),
         *("key_tokens_per_minute", "key_max_concurrent", "key_max_queued"),
     ),

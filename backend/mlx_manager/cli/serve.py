@@ -60,6 +60,10 @@ TrustRemoteCode = Annotated[
 ]
 Host = Annotated[str | None, option("Address to listen on", "127.0.0.1", "ADDRESS")]
 Port = Annotated[int | None, number("Port to listen on; 0 picks a free one", "8000")]
+OllamaPort = Annotated[
+    int | None,
+    number("Second port to listen on, such as 11434, where Ollama's clients look"),
+]
 ApiKey = Annotated[
     str | None,
     option("A key that requests must bring; best set as a variable, out of sight", None, "KEY"),
@@ -221,6 +225,7 @@ def serve(
     trust_remote_code: TrustRemoteCode = None,
     host: Host = None,
     port: Port = None,
+    ollama_port: OllamaPort = None,
     api_key: ApiKey = None,
     admin_token: AdminToken = None,
     api_keys_file: ApiKeysFile = None,

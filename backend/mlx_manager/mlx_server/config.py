@@ -198,6 +198,12 @@ class MLXServerSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
+    ollama_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Second port to listen on, such as 11434, where Ollama's clients look",
+    )
     api_key: SecretStr | None = Field(
         None,
         min_length=1,

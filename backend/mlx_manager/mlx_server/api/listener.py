@@ -14,7 +14,7 @@ import os
 import signal
 from asyncio import TimerHandle, Transport
 from functools import partial
-from socket import socket
+from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 from types import FrameType
 from typing import Any
 
@@ -317,22 +317,25 @@ class Listener(uvicorn.Server):
     def __init__(self, app: FastAPI, server: Server) -> None:
         super().__init__(configuration(app, server.settings))
         self._server = server
+        self._ollama_port = server.settings.ollama_port
         self._loop = asyncio.get_running_loop()
         self.url: asyncio.Future[str] = self._loop.create_future()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen.
+        """Listen, where it is asked for on Ollama's port as well.
 
         Raises:
             MLXManagerError: it can't be listened there; says why.
         """
+        if self._ollama_port is not None:
+            sockets = [self._bound(port) for port in (self.config.port, self._ollama_port)]
         try:
             await super().startup(sockets)
         except SystemExit as ending:
             # What uvicorn makes of it, and of a lifespan that fails, once it has logged why.
             match ending.__context__:
                 case OSError() as error:
-                    raise self._no_address(error) from None
+                    raise self._no_address(error, self.config.port) from None
             raise
         if self.should_exit:
             return
@@ -351,12 +354,29 @@ class Listener(uvicorn.Server):
         for connection in tuple(connections):
             connection.drop()
 
-    def _no_address(self, error: OSError) -> MLXManagerError:
+    def _bound(self, port: int) -> socket:
+        """Return a socket that is bound to a port of the host.
+
+        Raises:
+            MLXManagerError: it can't be bound; says why.
+        """
+        host = self.config.host
+        bound = socket(AF_INET6 if ":" in host else AF_INET)
+        bound.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            bound.close()
+            raise self._no_address(error, port) from None
+        return bound
+
+    def _no_address(self, error: OSError, port: int) -> MLXManagerError:
         taken = error.errno == errno.EADDRINUSE
         reason = "another program listens there" if taken else error.strerror or str(error)
+        option = "--port" if port == self.config.port else "--ollama-port"
         return MLXManagerError(
-            f"The server can't listen on {self.config.host}, port {self.config.port}: {reason}. "
-            "Choose another with --host and --port; `mlx-manager doctor` says more."
+            f"The server can't listen on {self.config.host}, port {port}: {reason}. "
+            f"Choose another with --host and {option}; `mlx-manager doctor` says more."
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

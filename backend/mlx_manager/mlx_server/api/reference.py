@@ -12,11 +12,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from mlx_manager.mlx_server.core import STRING_FORMATS
-from mlx_manager.mlx_server.protocols import embeddings, messages, parameters, responses
+from mlx_manager.mlx_server.protocols import (
+    embeddings,
+    messages,
+    ollama,
+    parameters,
+    responses,
+)
 from mlx_manager.mlx_server.protocols.parameters import Refusal
 from mlx_manager.mlx_server.protocols.sse import dump
 from mlx_manager.mlx_server.schemas import anthropic, openai
 from mlx_manager.mlx_server.schemas import embeddings as embeddings_schemas
+from mlx_manager.mlx_server.schemas import ollama as ollama_schemas
 from mlx_manager.mlx_server.schemas import responses as responses_schemas
 
 INTRODUCTION = """# Parameters
@@ -114,6 +121,17 @@ that is sent again with its id remains that of the response where it was first.
 `include` of `GET /v1/responses/{id}` and its `/input_items` takes what the request's own does.
 `reasoning.encrypted_content` is made for whatever was thought;
 `message.output_text.logprobs` of a text that was kept without them is refused.
+
+## Ollama's API
+
+`/api/chat` and `/api/generate` stream NDJSON unless `stream` is false; durations are in
+nanoseconds. A name may end in `:latest`. `keep_alive` sets the time without use after which the
+model is unloaded, until another request says otherwise; a pinned model stays. Without messages or
+a prompt a request only loads the model, or unloads it with `keep_alive` 0. Of `options` those of
+the sampling are honoured; those of Ollama's runner (`num_ctx`, `num_gpu`, `num_thread`, ...) have
+no effect: a model keeps its own context. `mirostat`, `tfs_z` and `typical_p` are refused by name.
+`/api/pull` and `DELETE /api/delete` are the owner's, as `/v1/admin` is. What only Ollama has
+(`/api/create`, `/api/copy`, `/api/push`) is a 400.
 """
 
 
@@ -169,6 +187,12 @@ ROUTES = (
     Route("/v1/tokenize", openai.TokenizeRequest),
     Route("/v1/detokenize", openai.DetokenizeRequest),
     Route("/v1/apply-template", openai.PromptRequest),
+    Route("/api/chat", ollama_schemas.OllamaChatRequest),
+    Route("/api/generate", ollama_schemas.OllamaGenerateRequest, ollama.UNSUPPORTED_IN_GENERATE),
+    Route("/api/embed", ollama_schemas.OllamaEmbedRequest),
+    Route("/api/embeddings", ollama_schemas.OllamaEmbeddingsRequest),
+    Route("/api/show", ollama_schemas.OllamaModelRequest),
+    Route("/api/pull", ollama_schemas.OllamaModelRequest),
 )
 
 

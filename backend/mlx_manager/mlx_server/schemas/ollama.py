@@ -29,15 +29,6 @@ from mlx_manager.mlx_server.schemas.wire import (
     text_or_list,
 )
 
-RUNTIME_OPTIONS = frozenset(
-    {
-        *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv"),
-        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
-        *("num_keep", "penalize_newline", "mirostat_tau", "mirostat_eta"),
-    }
-)
-"""Options that say how Ollama's runner is to be started: accepted, and without effect here."""
-
 KeepAlive = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[float, Tag("<number>")],
     choose(
@@ -78,8 +69,24 @@ class OllamaOptions(Wire):
     tfs_z: float | None = None
     typical_p: float | None = None
 
-    def unknown_fields(self) -> list[str]:
-        return [name for name in super().unknown_fields() if name not in RUNTIME_OPTIONS]
+    # How Ollama's runner is to be started: accepted, and without effect here.
+    numa: Any = None
+    num_ctx: Any = None
+    num_batch: Any = None
+    num_gpu: Any = None
+    num_keep: Any = None
+    num_thread: Any = None
+    main_gpu: Any = None
+    low_vram: Any = None
+    f16_kv: Any = None
+    logits_all: Any = None
+    vocab_only: Any = None
+    use_mmap: Any = None
+    use_mlock: Any = None
+    embedding_only: Any = None
+    penalize_newline: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
 
 
 class OllamaFunctionCall(Wire):
