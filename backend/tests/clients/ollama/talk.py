@@ -65,16 +65,18 @@ def official(client: ollama.Client) -> None:
 
     client.generate(model=MODEL, keep_alive="5m")
     assert [model.model for model in client.ps().models] == [f"{MODEL}:latest"]
+    assert refused(client, "none").status_code == 404
+
+
+def refused(client: ollama.Client, model: str) -> ollama.ResponseError:
     try:
-        client.chat(model="none", messages=messages)
+        client.chat(model=model, messages=[{"role": "user", "content": QUESTION}])
     except ollama.ResponseError as error:
-        assert error.status_code == 404
-        assert "none" in error.error
-    else:
-        raise AssertionError("a model that is not there answered")
+        return error
+    raise AssertionError(f"{model} answered")
 
 
-@tool
+@tool("add")
 def sum_of(a: int, b: int) -> int:
     """Add two numbers"""
     return a + b
