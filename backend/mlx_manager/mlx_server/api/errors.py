@@ -97,7 +97,9 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
             message = error.detail
     code = status.phrase.lower().replace(" ", "_")
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else InvalidRequest.type
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    body: dict[str, Any] = {
+        "error": {"message": message, "type": kind, "param": None, "code": code}
+    }
     if _is_anthropic(request.scope):
         body = messages.error_shape(status, message, request.state.request_id)
     elif _is_ollama(request.scope):
