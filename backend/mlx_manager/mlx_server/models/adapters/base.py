@@ -53,7 +53,7 @@ from mlx_manager.mlx_server.models.adapters.tool_schemas import (
     described_function,
     shown_function,
 )
-from mlx_manager.mlx_server.models.adapters.tool_syntax import GENERIC, ToolSyntax, syntax_of
+from mlx_manager.mlx_server.models.adapters.tool_syntax import GENERIC, LLAMA, ToolSyntax, syntax_of
 from mlx_manager.mlx_server.models.adapters.turns import Changes, WriteCalls, turns, with_system
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
 from mlx_manager.mlx_server.models.adapters.writing import written
@@ -151,7 +151,8 @@ class DefaultAdapter:
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
         shape = self._syntax.form([]).shape if self._syntax else None
         # Where answers are messages with headers, calls are no part of one's text.
-        if shape is not None and not shape.whole:
+        known = self._syntax is not LLAMA or self._traits.tools != "nowhere"
+        if shape is not None and known and not shape.whole:
             self._write = partial(written, shape)
         self._fitting = Fitting(partial(self._rendered, tokenizer), self._placed)
 

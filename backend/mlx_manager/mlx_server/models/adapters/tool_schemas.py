@@ -28,6 +28,10 @@ _NONE: Schema = {"type": "object", "properties": {}}
 _ROOTS = ("$ref", "allOf", "anyOf", "oneOf")
 _WHOLE = (*_ROOTS, "enum", "const", "additionalProperties")
 """Keywords that a template shows or doesn't, whatever is in them."""
+_OTHERS = {
+    *("prefixItems", "patternProperties", "propertyNames", "contains", "not", "if", "then", "else"),
+    *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
+}
 
 _WORD = "qinnerq"
 _INNER = {"type": "string", "description": _WORD}
@@ -42,6 +46,8 @@ _SHOWN: Mapping[str, Schema] = {
     "additionalProperties": {"type": "object", "additionalProperties": _INNER},
     "enum": {"type": "string", "enum": ["qtypeq", _WORD]},
     "const": {"const": _WORD},
+    "typed enum": {"type": ["string", "integer"], "enum": ["qtypeq", _WORD]},
+    "others": {"type": "array", "prefixItems": [_INNER]},
 }
 """Keywords, each with a parameter whose words are in the text of a template that shows it."""
 
@@ -57,15 +63,17 @@ class SchemaTraits:
     """How much of a tool's parameters a template shows.
 
     hidden: the keywords that it doesn't; "description" stands for those within a parameter, "items"
-    for more than their type, "types" for lists of types, and "null" for those with null. nullable:
+    for more than their type, "types" for lists of types, "null" for those with null, "typed enum"
+    for enums of more than strings, and "others" for keywords that few templates know. nullable:
     it shows OpenAPI's `nullable`. lost: names of parameters that it leaves out. describes: it shows
-    what is said of parameters.
+    what is said of parameters. dumps: it shows the whole schema beside the types that it prints.
     """
 
     hidden: frozenset[str] = frozenset()
     nullable: bool = True
     lost: frozenset[str] = frozenset()
     describes: bool = True
+    dumps: bool = False
 
     @property
     def all(self) -> bool:
@@ -96,6 +104,9 @@ def probe_schemas(told: Told) -> SchemaTraits:
     if strings == flags:
         hidden.add("item types")
     plain, nullable = (text({"type": "string", **more}) for more in ({}, {"nullable": True}))
+    if not hidden - {"null"} and text({"type": "string"}).count("qparamq") > 1:
+        # The schema is there, and each parameter once more, with a type made of one keyword.
+        return SchemaTraits(frozenset(hidden | {"null", *_ROOTS}), nullable != plain, dumps=True)
     if _WORD not in text(_INNER):
         return SchemaTraits(frozenset(hidden), nullable != plain, describes=False)
     lost = (name for name in _NAMES if _WORD not in text(_INNER, name))
@@ -162,7 +173,7 @@ def _parameter(schema: Any, traits: SchemaTraits) -> Schema:
     if not isinstance(schema, Mapping):
         # True, say: anything.
         return {}
-    if _is_shown(schema, traits):
+    if traits.dumps or _is_shown(schema, traits):
         return schema
     rest = {key: value for key, value in schema.items() if key != "description"}
     description = _joined(schema.get("description"), f"JSON Schema: {_json(rest)}")
@@ -342,6 +353,10 @@ def _used(schema: Schema, within: bool) -> set[str]:
     types, items = schema.get("type"), schema.get("items")
     if isinstance(types, list):
         used.add("null" if "null" in types else "types")
+    if "enum" in used and types != "string":
+        used.add("typed enum")
+    if _OTHERS & schema.keys():
+        used.add("others")
     if within and schema.get("description"):
         used.add("description")
     if _names(schema):
