@@ -291,6 +291,8 @@ def _without_null(schema: dict[str, Any], traits: SchemaTraits) -> dict[str, Any
             merged = _merged([rest, _simplified(others[0], traits)])
             return schema if "allOf" in merged else _nullable(merged, traits)
     types = schema.get("type")
+    if types == "null":
+        types = ["null"]
     if isinstance(types, list) and "null" in types and "null" in traits.hidden:
         others = [kind for kind in types if kind != "null"]
         kept = {key: value for key, value in schema.items() if key != "type"}
