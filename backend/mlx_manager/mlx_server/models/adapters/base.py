@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.models.adapters.answer import (
     opens_thinking,
     region_of,
 )
-from mlx_manager.mlx_server.models.adapters.fitting import LAST_RESORT, NOTHING, Fitting
+from mlx_manager.mlx_server.models.adapters.fitting import ALL, LAST_RESORT, NOTHING, Fitting
 from mlx_manager.mlx_server.models.adapters.generic_tools import tools_text
 from mlx_manager.mlx_server.models.adapters.infill import INFILL
 from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
@@ -193,15 +193,14 @@ class DefaultAdapter:
         changes = self._fitting.changes(conversation)
         if changes is None:
             raise self._refusal(conversation, tokenizer)
-        attempts = [(changes, False)]
-        if conversation.offers_tools:
-            attempts.append((changes, True))
+        # What the outline doesn't tell: a template may fail at the texts themselves.
+        attempts = [(changes, False), (changes, True), (ALL, True), (LAST_RESORT, True)]
         refusals: list[Exception] = []
-        for changes, described in [*attempts, (LAST_RESORT, True)]:
-            if changes is LAST_RESORT and not self._fitting.shows(conversation, changes):
-                break
+        for tried, described in dict.fromkeys(attempts):
+            if tried != changes and not self._fitting.shows(conversation, tried):
+                continue
             try:
-                text = self._rendered(tokenizer, conversation, changes, described=described)
+                text = self._rendered(tokenizer, conversation, tried, described=described)
             except RENDER_ERRORS as error:
                 refusals.append(error)
             else:

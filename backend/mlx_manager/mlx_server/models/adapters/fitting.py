@@ -8,22 +8,23 @@ model would never see. Most conversations need no change.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import combinations, count
+from itertools import combinations, count, pairwise
 from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
 from mlx_manager.mlx_server.models.adapters.messages import call_object
 from mlx_manager.mlx_server.models.adapters.template import RENDER_ERRORS
-from mlx_manager.mlx_server.models.adapters.turns import Change, Changes
+from mlx_manager.mlx_server.models.adapters.turns import Change, Changes, by_turn
 
 Rendered = Callable[[Conversation, Changes], str]
 Placed = Callable[[Conversation, Changes], Sequence[Message]]
 
 NOTHING: Changes = frozenset()
 _CHANGES: Sequence[Change] = ("apart", "alternating", "gathered", "completed", "the user's")
+ALL: Changes = frozenset(_CHANGES)
 _TOGETHER = 2
 """Changes that are tried with each other, before all are."""
 _AS_TEXT: Sequence[Changes] = (
@@ -34,11 +35,14 @@ _AS_TEXT: Sequence[Changes] = (
 LAST_RESORT = _AS_TEXT[-1]
 """With these a conversation is the user's and the assistant's texts in turn, and nothing else."""
 
-_LONG = 256
-"""Messages beyond which few combinations are tried: an outline takes as long as what it is of."""
+_LONG = 128
+"""Messages of an outline beyond which few combinations are tried."""
 _KNOWN = 256
-"""Outlines that are remembered, if they are of `_BRIEF` messages at most."""
+"""Outlines that are remembered, if they have `_BRIEF` messages at most."""
 _BRIEF = 32
+"""Messages of a conversation whose outline leaves none out."""
+_FIRST, _LAST = 4, 8
+"""Turns at either end that are always in the outline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,8 @@ def _candidates(messages: int) -> Iterator[Changes]:
     if messages <= _LONG:
         for size in range(1, _TOGETHER + 1):
             yield from map(frozenset, combinations(_CHANGES, size))
-    yield frozenset(_CHANGES) - {"the user's"}
-    yield frozenset(_CHANGES)
+    yield ALL - {"the user's"}
+    yield ALL
     yield from _AS_TEXT
 
 
@@ -127,7 +131,8 @@ def _candidates(messages: int) -> Iterator[Changes]:
 def outline_of(conversation: Conversation) -> Outline:
     """The outline of a conversation; alike conversations have the same.
 
-    Thinking has words that need not be rendered: templates leave it out on purpose.
+    Of many turns those are left out that follow each other as others before them do. Thinking has
+    words that need not be rendered: templates leave it out on purpose.
     """
     numbers = count()
     words: list[str] = []
@@ -153,7 +158,7 @@ def outline_of(conversation: Conversation) -> Outline:
             tool_call_id=alias(said.tool_call_id),
         )
 
-    messages = tuple(map(message, conversation.messages))
+    messages = tuple(map(message, _essential(conversation.messages)))
     offers = conversation.offers_tools
     return Outline(
         messages,
@@ -163,6 +168,31 @@ def outline_of(conversation: Conversation) -> Outline:
         tuple(sorted(_small(conversation.template_args))),
         (*words, *((_TOOL.name, _TOOL.description or "") if offers else ())),
     )
+
+
+def _essential(messages: Sequence[Message]) -> Sequence[Message]:
+    """Some templates go through all messages for each: a long conversation takes them minutes."""
+    if len(messages) <= _BRIEF:
+        return messages
+    units = [
+        [turn] if isinstance(turn, Message) else [turn.message, *turn.results]
+        for turn in by_turn(messages)
+    ]
+    kinds = [tuple(map(_kind, unit)) for unit in units]
+    kept = {*range(_FIRST), *range(len(units) - _LAST, len(units))}
+    seen: set[Hashable] = set()
+    for place, pair in enumerate(pairwise(kinds)):
+        if pair not in seen:
+            seen.add(pair)
+            kept |= {place, place + 1}
+    return [message for place in sorted(kept & {*range(len(units))}) for message in units[place]]
+
+
+def _kind(message: Message) -> Hashable:
+    """What of a message a template's way with it may depend on."""
+    calls = tuple(_arguments(call.arguments, str) for call in message.tool_calls)
+    said = bool(message.content.strip()), bool(message.reasoning), message.tool_call_id is None
+    return message.role, said, calls
 
 
 def _arguments(text: str, word: Callable[[], str]) -> str:

@@ -162,7 +162,7 @@ def _other(role: Role) -> Role:
 
 
 @dataclass(slots=True)
-class _Turn:
+class Turn:
     """A message with calls, and the results that follow it."""
 
     message: Message
@@ -186,7 +186,8 @@ class _Turn:
         return found, left
 
 
-def _by_turn(messages: Sequence[Message]) -> Iterator[Message | _Turn]:
+def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
+    """The messages, those with calls together with the results that follow them."""
     position = 0
     while position < len(messages):
         message = messages[position]
@@ -197,7 +198,7 @@ def _by_turn(messages: Sequence[Message]) -> Iterator[Message | _Turn]:
         end = position
         while end < len(messages) and messages[end].role == "tool":
             end += 1
-        yield _Turn(message, list(messages[position:end]))
+        yield Turn(message, list(messages[position:end]))
         position = end
 
 
@@ -207,7 +208,7 @@ def _in_order(
     """Results in their calls' order, where the template tells them apart by nothing else; a call a
     message, each with its result, where it shows no more."""
     numbers = 0
-    for given in _by_turn(messages):
+    for given in by_turn(messages):
         if isinstance(given, Message):
             yield given
             continue
@@ -235,7 +236,7 @@ def _in_order(
             yield from [*(r for own in found for r in own), *left] if ordered else turn.results
 
 
-def _numbered(turn: _Turn, first: int) -> _Turn:
+def _numbered(turn: Turn, first: int) -> Turn:
     """The same with ids as Kimi K2 writes them; a model that reads others writes such, too."""
     found, left = turn.matched()
     calls = tuple(
@@ -247,7 +248,7 @@ def _numbered(turn: _Turn, first: int) -> _Turn:
         for call, own in zip(calls, found, strict=True)
         for result in own
     ]
-    return _Turn(replace(turn.message, tool_calls=calls), results + left)
+    return Turn(replace(turn.message, tool_calls=calls), results + left)
 
 
 def _gathered(messages: Sequence[Message]) -> list[Message]:
@@ -256,10 +257,10 @@ def _gathered(messages: Sequence[Message]) -> list[Message]:
     One that follows calls and has another's id is of the call that has no result: ids get rewritten
     on the way.
     """
-    placed: list[Message | _Turn] = []
-    by_call: dict[str, _Turn] = {}
-    for turn in _by_turn(messages):
-        if isinstance(turn, _Turn):
+    placed: list[Message | Turn] = []
+    by_call: dict[str, Turn] = {}
+    for turn in by_turn(messages):
+        if isinstance(turn, Turn):
             found, left = turn.matched()
             open_ids = [
                 call.id for call, own in zip(turn.message.tool_calls, found, strict=True) if not own
@@ -283,7 +284,7 @@ def _gathered(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _gather(result: Message, placed: list[Message | _Turn], by_call: dict[str, _Turn]) -> None:
+def _gather(result: Message, placed: list[Message | Turn], by_call: dict[str, Turn]) -> None:
     turn = by_call.get(result.tool_call_id or "")
     if turn is not None:
         turn.results.append(result)

@@ -213,6 +213,35 @@ def test_a_message_that_a_template_never_shows_is_refused(tmp_path: Any) -> None
     assert (refusal.value.status, refusal.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize("offered", [(), (WEATHER,)], ids=["not offered", "offered"])
+def test_a_long_session_is_in_the_prompt_to_the_last_word(
+    name: str, offered: tuple[Tool, ...]
+) -> None:
+    """Of one this long, an outline leaves turns out; each may need a change all the same."""
+    messages, words = [SYSTEM], []
+    for turn in range(60):
+        said = [f"q{turn}{part}q" for part in ("user", "beside", "argument", "result", "answer")]
+        call = ToolCall(f"call_{turn}", "get_weather", json.dumps({"city": said[2]}))
+        messages += [
+            Message("user", said[0]),
+            Message("assistant", said[1] if turn % 3 else "", tool_calls=(call,)),
+            Message("tool", said[3], tool_call_id=call.id),
+            Message("assistant", said[4]),
+        ]
+        if turn in (20, 40):
+            # A call that was denied, and nobody's result.
+            del messages[-2:]
+            messages.append(Message("user", said[4]))
+            words += [said[0], said[2], said[4]]
+        else:
+            words += [each for each in said if turn % 3 or each != said[1]]
+        if turn == 30:
+            messages.append(Message("tool", "qnobodysq", tool_call_id="unknown"))
+            words.append("qnobodysq")
+    text = rendered(name, *messages, tools=offered)
+    assert [word for word in words if word not in text] == []
+
+
 # ---------------------------------------------------------------------------------------------
 # The template's own defaults
 # ---------------------------------------------------------------------------------------------

@@ -348,6 +348,27 @@ def test_a_call_as_the_template_writes_it_is_what_a_demanded_call_looks_like(
     assert rules.matcher.is_accepting()
 
 
+@pytest.mark.parametrize("name", [R1, GEMMA, PHI])
+def test_calls_in_a_form_that_a_model_was_not_made_for_are_held_to_their_tools(name: str) -> None:
+    adapter, tokenizer = model(name)
+    asked = chat(USER, tools=(WEATHER, NOW))
+    output = adapter.output_format(tokenizer, asked, prompt_ids(adapter, asked, tokenizer))
+    stops = adapter.get_stop_tokens(tokenizer)
+
+    def allowed(text: str) -> bool:
+        _, guide = Guidance(tokenizer, stops).of(GenerationRequest("m", asked), output)
+        assert guide is not None
+        assert guide.rules is not None
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return bool(guide.rules.matcher.validate_tokens(ids) == len(ids))
+
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    for text in ("It rains.", f"Let me see.\n{call}", call, f"{call}\n{call}"):
+        assert allowed(text)
+    for text in ('<tool_call>\n{"name": "fly', "<tool_call> Paris", call.replace('"Paris"', "5")):
+        assert not allowed(text)
+
+
 @pytest.mark.parametrize("choice", ["required", NamedTool("get_weather")])
 @pytest.mark.parametrize("name", [OSS, QWEN3, GLM])
 def test_a_call_is_demanded_once_the_budget_for_thinking_is_spent(
