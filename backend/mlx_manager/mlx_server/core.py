@@ -99,7 +99,7 @@ class Conversation:
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the model is told of tools."""
+        """True if the model is told of tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property

@@ -257,7 +257,7 @@ class DefaultAdapter:
         return turns(messages, self._traits, changes, write)
 
     def _tells_in_text(self, conversation: Conversation) -> bool:
-        """Whether tools are told of in the generic form, as the template has no place for them."""
+        """True if the system message lists the tools, as the template has no place for them."""
         return self._traits.tools == "nowhere" and conversation.offers_tools
 
     def variables(self, conversation: Conversation) -> dict[str, Any]:
@@ -386,8 +386,10 @@ def _template_args(conversation: Conversation) -> dict[str, Any]:
 
 
 def _renderer(tokenizer: Tokenizer) -> Callable[..., Any]:
-    """What renders the tokenizer's template. mlx-lm's wrapper would have it think, by a variable of
-    its own, wherever nobody says anything of it."""
+    """Return the function that renders the tokenizer's template.
+
+    mlx-lm's wrapper is bypassed: it sets `enable_thinking` where the request leaves it open.
+    """
     if isinstance(tokenizer, TokenizerWrapper):
         if tokenizer._chat_template is not None:
             function: Callable[..., Any] = tokenizer._chat_template

@@ -1,4 +1,4 @@
-"""Which changes a conversation needs for a template to show all of it: as few as will do.
+"""Search for the fewest changes with which a template shows all of a conversation.
 
 A template that leaves a message out says nothing of it. So an outline of the conversation, each
 text of which is a word of its own, is rendered first: whatever word is missing is a text that the
@@ -33,7 +33,7 @@ _AS_TEXT: Sequence[Changes] = (
     frozenset({"as text", "alternating", "the user's"}),
 )
 LAST_RESORT = _AS_TEXT[-1]
-"""With these a conversation is the user's and the assistant's texts in turn, and nothing else."""
+"""Leaves nothing but texts of the user and the assistant in turn."""
 
 _LONG = 128
 """Messages of an outline beyond which few combinations are tried."""
@@ -92,7 +92,7 @@ class Fitting:
         return self._remembered(outline) if brief else self._found(outline)
 
     def shows(self, conversation: Conversation, changes: Changes) -> bool:
-        """Whether the template shows all of it, if these changes are made."""
+        """True if the template shows all of the conversation once these changes are made."""
         return self._shows(outline_of(conversation), changes)
 
     def _found(self, outline: Outline) -> Changes | None:
@@ -113,7 +113,7 @@ class Fitting:
 
 
 def _candidates(messages: int) -> Iterator[Changes]:
-    """In the order in which they are tried."""
+    """Yield sets of changes in the order in which they are tried."""
     yield NOTHING
     if messages <= _LONG:
         for size in range(1, _TOGETHER + 1):
@@ -189,7 +189,7 @@ def _essential(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _kind(message: Message) -> Hashable:
-    """What of a message a template's way with it may depend on."""
+    """Return the properties of a message that a template may treat differently."""
     calls = tuple(_arguments(call.arguments, str) for call in message.tool_calls)
     said = bool(message.content.strip()), bool(message.reasoning), message.tool_call_id is None
     return message.role, said, calls

@@ -215,7 +215,7 @@ def _text_arguments(render: Render, user: Mapping[str, Any]) -> bool:
 
 
 def _told_apart(render: Render, user: Mapping[str, Any], as_object: bool) -> bool:
-    """Whether results of calls are shown with an id or a name of the call's."""
+    """True if results are shown with the id or the name of their call."""
     calls = [_call(f"q{id}q", id, as_object) for id in (_ID, _OTHER_ID)]
 
     def told(*ids: str) -> str:
@@ -298,7 +298,7 @@ def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str)
 
 
 def _rendered(render: Render, messages: Messages, tools: Tools | None) -> str:
-    """What the template makes of them; nothing if it refuses."""
+    """Return the template's text, "" if the template refuses the messages."""
     try:
         return render(messages, tools)
     except RENDER_ERRORS:

@@ -60,7 +60,7 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class SchemaTraits:
-    """How much of a tool's parameters a template shows.
+    """Keywords and names in a tool's parameters that a template shows or hides.
 
     hidden: the keywords that it doesn't; "description" stands for those within a parameter, "items"
     for more than their type, "types" for lists of types, "null" for those with null, "typed enum"
@@ -77,7 +77,7 @@ class SchemaTraits:
 
     @property
     def all(self) -> bool:
-        """Whether nothing is hidden: the template dumps the schema."""
+        """True if nothing is hidden: the template dumps the schema."""
         return not self.hidden and not self.lost and self.describes
 
 
@@ -240,7 +240,7 @@ def _inlined(root: Schema) -> Schema:
 
 
 def _target(root: Schema, reference: str) -> Schema | None:
-    """What a reference within the schema names."""
+    """Return the schema that a reference within the schema names, None if there is none."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -348,7 +348,7 @@ def _is_shown(schema: Any, traits: SchemaTraits, within: bool = False) -> bool:
 
 
 def _used(schema: Schema, within: bool) -> set[str]:
-    """What a template must show for this schema, in the words of `SchemaTraits.hidden`."""
+    """Return what this schema uses, in the words of `SchemaTraits.hidden`."""
     used = {key for key in _WHOLE if key in schema}
     if isinstance(schema.get("additionalProperties"), bool):
         used.discard("additionalProperties")

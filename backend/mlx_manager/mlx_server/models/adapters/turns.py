@@ -17,7 +17,7 @@ WriteCalls = Callable[[Sequence[ToolCall]], str]
 """Calls as the model itself would write them, for a template that leaves them out."""
 
 Change = Literal["apart", "alternating", "gathered", "completed", "the user's", "as text"]
-"""What may be done to a conversation that a template refuses, or shows in part.
+"""Changes to a conversation that a template refuses, or shows in part.
 
 apart: text beside calls is a message of its own, before them. alternating: neighbours of one role
 are joined, and empty messages keep user and assistant in turn. gathered: results follow their

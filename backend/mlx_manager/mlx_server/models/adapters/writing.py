@@ -66,7 +66,7 @@ def _texts(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _arguments(shape: CallShape, call: ToolCall) -> str:
-    """What is no object, as broken JSON, is written as it is, or is one argument: text."""
+    """Return the arguments as text; broken JSON is written as it is, or as one argument."""
     found = call_object(call.arguments)
     given = found if isinstance(found, Mapping) else {"arguments": call.arguments}
     match shape.arguments:

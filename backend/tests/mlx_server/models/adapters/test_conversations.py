@@ -59,7 +59,7 @@ def rendered(name: str, *messages: Message, **more: Any) -> str:
 
 
 def as_transformers(name: str, *messages: Message, **more: Any) -> str:
-    """What transformers' own renderer makes of messages as OpenAI's API has them."""
+    """Render messages in the form of OpenAI's API with transformers' own renderer."""
     _, tokenizer = model(name)
     written = [{"role": message.role, "content": message.content} for message in messages]
     text: str = tokenizer._tokenizer.apply_chat_template(
@@ -217,7 +217,7 @@ def test_a_message_that_a_template_never_shows_is_refused(tmp_path: Any) -> None
 def test_a_long_session_is_in_the_prompt_to_the_last_word(
     name: str, offered: tuple[Tool, ...]
 ) -> None:
-    """Of one this long, an outline leaves turns out; each may need a change all the same."""
+    """The outline of a long session leaves turns out; each may need a change all the same."""
     messages, words = [SYSTEM], []
     for turn in range(60):
         said = [f"q{turn}{part}q" for part in ("user", "beside", "argument", "result", "answer")]
