@@ -98,6 +98,11 @@ class Conversation:
     param: str = "messages"
 
     @property
+    def offers_tools(self) -> bool:
+        """True if the model is told of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def size(self) -> int:
         """Characters of all messages."""
         return sum(message.size for message in self.messages)

@@ -178,7 +178,8 @@ class CallFormat:
     bare: calls may also begin an answer with no marker before them; such an object must hold
     arguments, so that an answer in JSON is not taken for a call. shape: how the model is made to
     write calls; None if it can't be. name_key: what the name is called in a call that is a JSON
-    object.
+    object. held: calls are held to their tools' schemas even where these are not strict, since the
+    model has not been trained to write them.
     """
 
     item: str
@@ -187,6 +188,7 @@ class CallFormat:
     bare: bool = False
     shape: CallShape | None = None
     name_key: str = "name"
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,25 @@ So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for
 OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's
 names of types ("dict", "float", "tuple", "any") are understood in parameters.
 
+## Conversations
+
+The model's own chat template renders them, and a variable that nobody sets, such as
+`enable_thinking`, has the template's default. Messages come as they are where the template shows
+all of them. Where it refuses some, or would leave a text out, as little as possible is changed:
+neighbours of one role are joined and an empty message keeps the turns in order, text beside calls
+becomes a message before them, results move to their calls, and system messages become part of what
+the user says. Ids of calls are shortened where a template wants 9 characters. Arguments that are no
+JSON object, as those that the token limit cut off, stay text, or one argument `arguments`. What a
+template shows in no form is refused.
+
+A model whose template has no place for tools (Gemma 2, Phi 3.5, R1's distilled models) is told of
+them in the system message, and calls them in Hermes's form: `<tool_call>` around a JSON object.
+Such calls are held to their tools' parameters as if these were `strict`, as far as they can be.
+
+A template that dumps a tool's JSON Schema gets it unchanged. For one that prints types itself
+(gpt-oss, Hermes, Gemma 4) references are inlined, and what it has no words for is put into the
+description of the parameter or the tool, as JSON.
+
 ## Anthropic's messages
 
 With `thinking.display` "omitted" the answer's thinking blocks have no text, and their signature

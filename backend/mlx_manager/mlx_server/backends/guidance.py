@@ -69,7 +69,7 @@ class Guidance:
             matcher = self._grammars.calls(shape, forced, parallel=several)
             whole = shape.whole
         elif constraint is None:
-            return self._strict(conversation, output) if conversation else None
+            return self._called(conversation, output) if conversation else None
         elif conversation is None or output.calls is None or output.header is not None:
             # Where headers announce calls, the content is never one.
             matcher = self._grammars.answer(constraint)
@@ -86,12 +86,22 @@ class Guidance:
         param = "tool_choice" if constraint is None or forced else constraint.param
         return Rules(matcher, self._grammars.texts, self._end_ids, param, openers, whole)
 
-    def _strict(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
-        """The rules of an answer that is free but for its calls, if there are strict tools."""
-        strict = [tool for tool in conversation.tools if tool.strict]
-        if conversation.tool_choice != "auto" or not strict:
+    def _called(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
+        """The rules of an answer that is free but for its calls, if these are held to anything."""
+        if conversation.tool_choice != "auto":
             return None
-        param = f"{strict[0].param}.strict"
+        strict = next((tool for tool in conversation.tools if tool.strict), None)
+        if strict is not None:
+            return self._free_calls(conversation, output, f"{strict.param}.strict")
+        if output.calls is None or not output.calls.held:
+            return None
+        try:
+            return self._free_calls(conversation, output, "tools")
+        except (InvalidParameter, UnsupportedParameter):
+            # Nobody asked for it.
+            return None
+
+    def _free_calls(self, conversation: Conversation, output: OutputFormat, param: str) -> Rules:
         shape = _known(output.calls.shape if output.calls else None, param)
         if shape.whole and not shape.message:
             raise UnsupportedParameter(

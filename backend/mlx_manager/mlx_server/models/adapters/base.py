@@ -7,13 +7,15 @@ tokenizer and template are in order. The families override what they do otherwis
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jinja2
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from mlx_manager.mlx_server.core import Conversation
+from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
@@ -33,6 +35,8 @@ from mlx_manager.mlx_server.models.adapters.answer import (
     opens_thinking,
     region_of,
 )
+from mlx_manager.mlx_server.models.adapters.fitting import ALL, LAST_RESORT, NOTHING, Fitting
+from mlx_manager.mlx_server.models.adapters.generic_tools import tools_text
 from mlx_manager.mlx_server.models.adapters.infill import INFILL
 from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
 from mlx_manager.mlx_server.models.adapters.template import (
@@ -45,8 +49,14 @@ from mlx_manager.mlx_server.models.adapters.template import (
     functions_text,
     probe,
 )
-from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax, syntax_of
+from mlx_manager.mlx_server.models.adapters.tool_schemas import (
+    described_function,
+    shown_function,
+)
+from mlx_manager.mlx_server.models.adapters.tool_syntax import GENERIC, LLAMA, ToolSyntax, syntax_of
+from mlx_manager.mlx_server.models.adapters.turns import Changes, WriteCalls, turns, with_system
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
+from mlx_manager.mlx_server.models.adapters.writing import written
 from mlx_manager.mlx_server.utils.text import encodable
 
 Tokenizer = Any
@@ -132,12 +142,19 @@ class DefaultAdapter:
     ) -> None:
         self._config_eos = _as_ids((config or {}).get("eos_token_id"))
         self._syntax: ToolSyntax | None = None
+        self._write: WriteCalls = _write_generic
         self._traits = TemplateTraits()
         self._learned_turn_end: int | None = None
         if tokenizer is not None and tokenizer.has_chat_template:
             self._syntax = syntax_of(tokenizer)
             self._traits = probe(self._render_plainly(tokenizer))
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
+        shape = self._syntax.form([]).shape if self._syntax else None
+        # Where answers are messages with headers, calls are no part of one's text.
+        known = self._syntax is not LLAMA or self._traits.tools != "nowhere"
+        if shape is not None and known and not shape.whole:
+            self._write = partial(written, shape)
+        self._fitting = Fitting(partial(self._rendered, tokenizer), self._placed)
 
     # -- Ends ----------------------------------------------------------------------------------
 
@@ -163,9 +180,8 @@ class DefaultAdapter:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
-        )
+        render = _renderer(tokenizer)
+        text: str = render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         return text
 
     def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
@@ -174,28 +190,75 @@ class DefaultAdapter:
                 "This model has no chat template; use /v1/completions with a prompt.",
                 param=conversation.param,
             )
-        write = self._syntax.write if self._syntax else None
-        messages = template_messages(conversation, self._traits, write)
-        if self._traits.tools_as == "text" and _offers(conversation):
+        changes = self._fitting.changes(conversation)
+        if changes is None:
+            raise self._refusal(conversation, tokenizer)
+        # What the outline doesn't tell: a template may fail at the texts themselves.
+        attempts = [(changes, False), (changes, True), (ALL, True), (LAST_RESORT, True)]
+        refusals: list[Exception] = []
+        for tried, described in dict.fromkeys(attempts):
+            if tried != changes and not self._fitting.shows(conversation, tried):
+                continue
+            try:
+                text = self._rendered(tokenizer, conversation, tried, described=described)
+            except RENDER_ERRORS as error:
+                refusals.append(error)
+            else:
+                # JSON can escape half a character; no tokenizer takes one.
+                return encodable(text)
+        raise _refused(conversation, refusals[0]) from refusals[0]
+
+    def _refusal(self, conversation: Conversation, tokenizer: Tokenizer) -> MLXManagerError:
+        """Why the template can't show all of the conversation."""
+        try:
+            self._rendered(tokenizer, conversation, NOTHING)
+        except jinja2.TemplateSyntaxError as error:
+            return MLXManagerError(
+                f"The model's chat template is broken: {error.message}, in line {error.lineno}. "
+                "Its owner has to mend it; /v1/completions takes prompts without it."
+            )
+        except RENDER_ERRORS as error:
+            return _refused(conversation, error)
+        return InvalidRequest(
+            "The model's chat template leaves out a part of these messages or tools; "
+            "/v1/completions takes prompts without it.",
+            param=conversation.param,
+        )
+
+    def _rendered(
+        self,
+        tokenizer: Tokenizer,
+        conversation: Conversation,
+        changes: Changes,
+        *,
+        described: bool = False,
+    ) -> str:
+        """The template's text. described: parameters of tools are a part of their descriptions."""
+        placed = self._placed(conversation, changes)
+        messages = template_messages(placed, self._traits)
+        options = self.variables(conversation) | self._tool_options(conversation, described)
+        if self._traits.tools_as == "text" and conversation.offers_tools:
             messages[0]["tools"] = functions_text(template_tools(conversation.tools))
-        options = self.variables(conversation) | self._tool_options(conversation)
         if conversation.continue_final_message:
             options["continue_final_message"] = True
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
-        try:
-            text = self.apply_chat_template(tokenizer, messages, prompted, **options)
-        except jinja2.TemplateSyntaxError as error:
-            raise MLXManagerError(
-                f"The model's chat template is broken: {error.message}, in line {error.lineno}. "
-                "Its owner has to mend it; /v1/completions takes prompts without it."
-            ) from error
-        except RENDER_ERRORS as error:
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}",
-                param=conversation.param,
-            ) from error
-        # JSON can escape half a character, in arguments and in tools; no tokenizer takes one.
-        return encodable(text)
+        return self.apply_chat_template(tokenizer, messages, prompted, **options)
+
+    def _placed(self, conversation: Conversation, changes: Changes) -> list[Message]:
+        messages: Sequence[Message] = conversation.messages
+        write = self._write
+        if self._tells_in_text(conversation):
+            write = _write_generic
+            changes |= {"as text"}
+            told = tools_text(template_tools(conversation.tools))
+            messages = with_system(messages, told)
+        elif self._traits.tools == "in system" and conversation.offers_tools:
+            messages = with_system(messages, "")
+        return turns(messages, self._traits, changes, write)
+
+    def _tells_in_text(self, conversation: Conversation) -> bool:
+        """True if the system message lists the tools, as the template has no place for them."""
+        return self._traits.tools == "nowhere" and conversation.offers_tools
 
     def variables(self, conversation: Conversation) -> dict[str, Any]:
         """Those of the template. Thinking is switched by the one that this template reads."""
@@ -208,20 +271,21 @@ class DefaultAdapter:
                 args.setdefault("thinking_budget", 0)
         return args
 
-    def _tool_options(self, conversation: Conversation) -> dict[str, Any]:
-        if not _offers(conversation):
+    def _tool_options(self, conversation: Conversation, described: bool) -> dict[str, Any]:
+        if not conversation.offers_tools or self._tells_in_text(conversation):
             past = any(each.tool_calls or each.role == "tool" for each in conversation.messages)
             empty = self._traits.empty_tools or (past and self._traits.history_wants_tools)
             return {"tools": []} if empty else {}
-        if self._traits.tools == "nowhere":
-            raise InvalidRequest(
-                "This model's chat template has no place for tools.", param="tools"
-            )
+        shown = described_function if described else partial(shown_function, self._traits.schemas)
+        tools = [
+            {**tool, "function": shown(tool["function"])}
+            for tool in template_tools(conversation.tools)
+        ]
         match self._traits.tools_as:
             case "tools":
-                return {"tools": template_tools(conversation.tools)}
+                return {"tools": tools}
             case "functions":
-                return {"tools": functions_of(template_tools(conversation.tools))}
+                return {"tools": functions_of(tools)}
             case "text":
                 return {}
 
@@ -271,7 +335,9 @@ class DefaultAdapter:
     def _answer(
         self, tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]
     ) -> OutputFormat:
-        syntax = self._syntax if _offers(conversation) else None
+        syntax = self._syntax if conversation.offers_tools else None
+        if self._tells_in_text(conversation):
+            syntax = GENERIC
         form = syntax.form(template_tools(conversation.tools)) if syntax else None
         openers = syntax.openers if syntax else ()
         marks = self.reasoning_marks(tokenizer, conversation)
@@ -288,7 +354,7 @@ class DefaultAdapter:
             parallel=conversation.parallel_tool_calls,
             keep=kept_tokens(tokenizer, edges, form),
             thinking_end=marks[1] if marks else "",
-            new_call_id=short_call_id if self._traits.short_ids else openai_call_id,
+            new_call_id=short_call_id if self._traits.call_ids == "short" else openai_call_id,
         )
 
     def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
@@ -319,8 +385,28 @@ def _template_args(conversation: Conversation) -> dict[str, Any]:
     return dict(conversation.template_args)
 
 
-def _offers(conversation: Conversation) -> bool:
-    return bool(conversation.tools) and conversation.tool_choice != "none"
+def _renderer(tokenizer: Tokenizer) -> Callable[..., Any]:
+    """Return the function that renders the tokenizer's template.
+
+    mlx-lm's wrapper is bypassed: it sets `enable_thinking` where the request leaves it open.
+    """
+    if isinstance(tokenizer, TokenizerWrapper):
+        if tokenizer._chat_template is not None:
+            function: Callable[..., Any] = tokenizer._chat_template
+            return function
+        tokenizer = tokenizer._tokenizer
+    return partial(tokenizer.apply_chat_template, tokenize=False)
+
+
+def _write_generic(calls: Sequence[ToolCall]) -> str:
+    shape = GENERIC.form([]).shape
+    return f"\n{written(shape, calls)}" if shape else ""
+
+
+def _refused(conversation: Conversation, error: Exception) -> InvalidRequest:
+    return InvalidRequest(
+        f"The model's chat template refuses these messages: {error}", param=conversation.param
+    )
 
 
 def _tokenizer_eos(tokenizer: Tokenizer) -> list[int]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import string
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
-from mlx_manager.mlx_server.errors import InvalidRequest
+from mlx_manager.mlx_server.core import Message, Tool, ToolCall
 from mlx_manager.mlx_server.models.adapters.template import TemplateTraits
-
-WriteCalls = Callable[[Sequence[ToolCall]], str]
-"""Calls as the model itself would write them, for a template that leaves them out."""
 
 _BASE62 = string.digits + string.ascii_letters
 
@@ -36,147 +31,42 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def template_messages(
-    conversation: Conversation, traits: TemplateTraits, write_calls: WriteCalls | None
-) -> list[dict[str, Any]]:
-    """The conversation's messages as dicts.
-
-    Raises:
-        InvalidRequest: the template would leave some of them out.
-    """
-    param = conversation.param
-    messages = _place_system(conversation.messages, traits)
-    if traits.tools == "in system" and conversation.tools and messages[0].role != "system":
-        messages = [Message("system"), *messages]
-    if any(message.role == "tool" for message in messages) and not traits.results:
-        raise _refused("messages of role 'tool'", param)
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
-    if names:
-        messages = _place_calls(messages, traits, write_calls, param)
-    if traits.answered:
-        messages = _with_answers(messages)
-    return [_entry(message, traits, names) for message in messages]
-
-
-def _refused(what: str, param: str) -> InvalidRequest:
-    return InvalidRequest(f"This model's chat template has no place for {what}.", param=param)
-
-
-# ---------------------------------------------------------------------------------------------
-# System messages
-# ---------------------------------------------------------------------------------------------
-
-
-def _place_system(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    if traits.system == "anywhere" and traits.tools != "in system":
-        return list(messages)
-    leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-    rest = list(messages[leading:])
-    if traits.system != "anywhere":
-        rest = _as_the_users(rest)
-    if not leading:
-        return rest
-    system = "\n\n".join(message.content for message in messages[:leading])
-    if traits.system != "nowhere":
-        return [Message("system", system), *rest]
-    if rest and rest[0].role == "user":
-        return [replace(rest[0], content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
-    return [Message("user", system), *rest]
-
-
-def _as_the_users(messages: Sequence[Message]) -> list[Message]:
-    """System messages as the user's, part of what the user says beside them: agents such as Claude
-    Code have them anywhere, and templates without a place for them want turns that alternate."""
-    placed: list[Message] = []
-    lent = False
-    for message in messages:
-        system = message.role == "system"
-        said = Message("user", message.content) if system else message
-        if (system or lent) and placed and placed[-1].role == said.role == "user":
-            placed[-1] = replace(placed[-1], content=f"{placed[-1].content}\n\n{said.content}")
-            lent = True
-        else:
-            placed.append(said)
-            lent = system
-    return placed
-
-
-# ---------------------------------------------------------------------------------------------
-# Tool calls
-# ---------------------------------------------------------------------------------------------
-
-
-def _place_calls(
-    messages: list[Message], traits: TemplateTraits, write_calls: WriteCalls | None, param: str
-) -> list[Message]:
-    if traits.calls == "many":
-        return messages
-    if traits.calls == "one":
-        return _one_call_each(messages)
-    if write_calls is None:
-        raise _refused("tool calls", param)
-    return [_with_calls_written(message, write_calls) for message in messages]
-
-
-def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of a message as several messages, each followed by its own result."""
-    placed: list[Message] = []
-    position = 0
-    while position < len(messages):
-        message = messages[position]
-        position += 1
-        if len(message.tool_calls) < 2:
-            placed.append(message)
-            continue
-        results: list[Message] = []
-        while position < len(messages) and messages[position].role == "tool":
-            results.append(messages[position])
-            position += 1
-        placed += _calls_and_results(message, results)
-    return placed
-
-
-def _calls_and_results(message: Message, results: list[Message]) -> list[Message]:
-    """Calls that share an id, as some clients' do, have one result each, the last what is left."""
-    placed: list[Message] = []
-    left = Counter(call.id for call in message.tool_calls)
-    by_call: defaultdict[str | None, deque[Message]] = defaultdict(deque)
-    for result in results:
-        by_call[result.tool_call_id].append(result)
-    for number, call in enumerate(message.tool_calls):
-        said = message if number == 0 else Message("assistant")
-        placed.append(replace(said, tool_calls=(call,)))
-        left[call.id] -= 1
-        own = by_call[call.id]
-        placed += [own.popleft() for _ in range(min(len(own), 1) if left[call.id] else len(own))]
-    return placed + [result for result in results if result.tool_call_id not in left]
-
-
-def _with_answers(messages: Sequence[Message]) -> list[Message]:
-    """An empty answer between results and what the user says next, as agents' users do."""
-    placed: list[Message] = []
-    for message in messages:
-        if message.role == "user" and placed and placed[-1].role == "tool":
-            placed.append(Message("assistant"))
-        placed.append(message)
-    return placed
-
-
-def _with_calls_written(message: Message, write_calls: WriteCalls) -> Message:
-    if not message.tool_calls:
-        return message
-    written = message.content + write_calls(message.tool_calls)
-    return replace(message, content=written, tool_calls=())
+def template_messages(messages: Iterable[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Messages as dicts. Each has a place in the template; see `turns`."""
+    known = list(messages)
+    names = {call.id: call.name for message in known for call in message.tool_calls}
+    return [_entry(message, traits, names) for message in known]
 
 
 def call_object(text: str) -> Any:
-    """Arguments as the object that most templates want, or as they are if they are no JSON."""
+    """Arguments as the object that most templates want, or as they are if they are no JSON.
+
+    JSON that Python would change (names twice, numbers too large) stays text as well.
+    """
     if text.strip() in ("", "null"):
         return {}
     try:
-        return json.loads(text)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_float=_float, parse_constant=_refused
+        )
     except (ValueError, RecursionError):
         return text
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name twice")
+    return found
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refused(text)
+
+
+def _refused(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
 
 
 def _short_id(call_id: str) -> str:
@@ -187,18 +77,19 @@ def _short_id(call_id: str) -> str:
     return "".join(_BASE62[number // 62**place % 62] for place in range(9))
 
 
-# ---------------------------------------------------------------------------------------------
-# One message
-# ---------------------------------------------------------------------------------------------
-
-
 def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> dict[str, Any]:
     """Keys without a value are left out: templates ask whether a key is there."""
-    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = message.content
+    if message.role == "assistant" and not message.tool_calls:
+        content = content or traits.filler
+    entry: dict[str, Any] = {"role": message.role, "content": content}
     name = message.name
-    if message.tool_call_id is not None:
-        name = name or names.get(message.tool_call_id)
-        entry["tool_call_id"] = _call_id(message.tool_call_id, traits)
+    call_id = message.tool_call_id
+    if message.role == "tool" and traits.call_ids == "short":
+        call_id = call_id or ""
+    if call_id is not None:
+        name = name or names.get(call_id)
+        entry["tool_call_id"] = _call_id(call_id, traits)
     if name is not None:
         entry["name"] = name
     if message.reasoning is not None:
@@ -212,12 +103,20 @@ def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> d
 
 
 def _call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments = call_object(call.arguments)
-    if not (traits.object_arguments or isinstance(arguments, str)):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call.name, "arguments": arguments}
+    function = {"name": call.name, "arguments": _arguments(call.arguments, traits)}
     return {"id": _call_id(call.id, traits), "type": "function", "function": function}
 
 
+def _arguments(text: str, traits: TemplateTraits) -> Any:
+    """Arguments as the template reads them; nothing of broken ones, as those that the token limit
+    cut off, is left out."""
+    found = call_object(text)
+    if not traits.object_arguments:
+        return text if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    if isinstance(found, Mapping):
+        return found
+    return text if traits.text_arguments else {"arguments": text}
+
+
 def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    return _short_id(call_id) if traits.short_ids else call_id
+    return _short_id(call_id) if traits.call_ids == "short" else call_id

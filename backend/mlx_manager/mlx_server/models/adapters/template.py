@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import jinja2
+
+from mlx_manager.mlx_server.models.adapters.tool_schemas import SchemaTraits, probe_schemas
 
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -37,11 +39,13 @@ class Render(Protocol):
 
 
 _SYSTEM, _LATER, _USER, _ANSWER, _RESULT = "qsystemq", "qlaterq", "quserq", "qanswerq", "qresultq"
-_ID = "abcdefghi"
+_ID, _OTHER_ID = "abcdefghi", "bcdefghij"
 
 
+SystemPlace = Literal["anywhere", "first", "before last", "nowhere"]
 ToolPlace = Literal["anywhere", "in system", "nowhere"]
 ToolForm = Literal["tools", "functions", "text"]
+CallIds = Literal["any", "short", "numbered", "numbered anew"]
 ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_budget"]
 
 
@@ -49,28 +53,35 @@ ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_b
 class TemplateTraits:
     """What conversations a template renders in full.
 
-    system: where system messages may be. tools: whether it tells the model of tools, and whether
-    only in a system message. tools_as: what it reads them from: its `tools`, in the form of
-    OpenAI's API or as their functions, or JSON text of these, a system message's `tools`. calls:
-    how many calls a message of the assistant may hold. object_arguments: their arguments are an
-    object, not JSON text. results: whether it renders messages of role tool. answered: whether the
-    user's next message may come only after an answer to them. short_ids: call ids must have 9
-    characters. empty_tools: it wants an empty list where no tools are offered.
-    history_wants_tools: it leaves past calls or results out where it gets no list at all.
-    turn_end: what it writes between an answer and the next user's message. thinking: its name of
-    the variable that switches thinking on and off (a budget does so by 0), if it has one.
-    opens_thinking: it begins answers with `<think>` itself, if only where it is told to.
-    drops_thinking: it leaves out of past answers what stands before `</think>`.
+    system: where system messages may be; "before last" is one that is shown with the user's last
+    message, and only where that ends the conversation. tools: whether it tells the model of tools,
+    and whether only in a system message. tools_as: what it reads them from: its `tools`, in the
+    form of OpenAI's API or as their functions, or JSON text of these, a system message's `tools`.
+    schemas: how much of their parameters' schemas it shows. calls: how many calls a message of the
+    assistant may hold. object_arguments: their arguments are an object, not JSON text.
+    text_arguments: it takes text that is no JSON for arguments, too. results: whether it renders
+    messages of role tool. told_apart: it says whose result one is. call_ids: what ids of calls must
+    be: "short" ones have 9 characters, "numbered" ones are `functions.NAME:N`, counted from the
+    conversation's beginning or anew in each message. filler: what an answer without text has to
+    hold. empty_tools: it wants an empty list where no tools are offered. history_wants_tools: it
+    leaves past calls or results out where it gets no list at all. turn_end: what it writes between
+    an answer and the next user's message. thinking: its name of the variable that switches thinking
+    on and off (a budget does so by 0), if it has one. opens_thinking: it begins answers with
+    `<think>` itself, if only where it is told to. drops_thinking: it leaves out of past answers
+    what stands before `</think>`.
     """
 
-    system: Literal["anywhere", "first", "nowhere"] = "anywhere"
+    system: SystemPlace = "anywhere"
     tools: ToolPlace = "anywhere"
     tools_as: ToolForm = "tools"
+    schemas: SchemaTraits = field(default_factory=SchemaTraits)
     calls: Literal["many", "one", "none"] = "many"
     object_arguments: bool = True
+    text_arguments: bool = True
     results: bool = True
-    answered: bool = False
-    short_ids: bool = False
+    told_apart: bool = True
+    call_ids: CallIds = "any"
+    filler: str = ""
     empty_tools: bool = False
     history_wants_tools: bool = False
     turn_end: str = ""
@@ -88,24 +99,20 @@ def probe(render: Render) -> TemplateTraits:
     empty_tools = not _shows(render, [user], None, _USER) and _shows(render, [user], [], _USER)
     nothing: Tools | None = [] if empty_tools else None
     called, object_arguments = _calls(render, user)
-    call = _call("qcalledq", _ID, object_arguments)
-    turn = [user, _message("assistant", "", tool_calls=[call]), _result(_ID)]
-    long_id = "call_" + _ID * 2
-    long_turn = [
-        user,
-        _message("assistant", "", tool_calls=[_call("qcalledq", long_id, object_arguments)]),
-        _result(long_id),
-    ]
+    turn = [user, _called(_call("qcalledq", _ID, object_arguments)), _result(_ID)]
     past = (_RESULT,) if called == "none" else ("qcalledq", "qvalueq", _RESULT)
     return TemplateTraits(
         system=_system(render, user, answer, nothing),
         tools=place,
         tools_as=tools_as,
+        schemas=_schemas(render, user, place, tools_as),
         calls=called,
         object_arguments=object_arguments,
+        text_arguments=_text_arguments(render, user),
         results=_shows(render, turn, [_tool("qofferedq")], _RESULT),
-        answered=_answered(render, turn),
-        short_ids=called != "none" and not _shows(render, long_turn, [_tool("qofferedq")], _RESULT),
+        told_apart=_told_apart(render, user, object_arguments),
+        call_ids="any" if called == "none" else _call_ids(render, user, object_arguments),
+        filler=_filler(render, user, nothing),
         empty_tools=empty_tools,
         history_wants_tools=not _shows(render, turn, nothing, *past)
         and _shows(render, turn, [], *past),
@@ -118,10 +125,16 @@ def probe(render: Render) -> TemplateTraits:
 
 def _system(
     render: Render, user: Mapping[str, Any], answer: Mapping[str, Any], tools: Tools | None
-) -> Literal["anywhere", "first", "nowhere"]:
+) -> SystemPlace:
     first, later = _message("system", _SYSTEM), _message("system", _LATER)
+    more = _message("user", "qmoreq")
     if not _shows(render, [first, user], tools, _SYSTEM, _USER):
         return "nowhere"
+    text = _rendered(render, [first, user, answer, more], tools)
+    if _ANSWER in text.partition(_SYSTEM)[0] and not _shows(
+        render, [first, user, answer], tools, _SYSTEM
+    ):
+        return "before last"
     for messages in ([first, later, user], [first, user, answer, later, user]):
         if not _shows(render, messages, tools, _SYSTEM, _LATER):
             return "first"
@@ -161,39 +174,82 @@ def _given_functions(render: Render) -> Render:
     return given
 
 
+def _schemas(
+    render: Render, user: Mapping[str, Any], place: ToolPlace, tools_as: ToolForm
+) -> SchemaTraits:
+    if place == "nowhere" or tools_as == "text":
+        return SchemaTraits()
+
+    def told(parameters: Mapping[str, Any]) -> str:
+        function = {"name": "f", "description": "d", "parameters": parameters}
+        tool = {"type": "function", "function": function}
+        system = [_message("system", "")] if place == "in system" else []
+        return _rendered(render, [*system, user], [tool])
+
+    return probe_schemas(told)
+
+
 def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:
     """How many calls a message may hold, and whether their arguments are objects."""
     tools = [_tool("qofferedq")]
     for as_object in (True, False):
-        one = _call("qcalledq", _ID, as_object)
-        two = _call("qotherq", "bcdefghij", as_object)
-        turn = [user, _message("assistant", "", tool_calls=[one]), _result(_ID)]
-        if not _shows(render, turn, tools, "qcalledq", "qvalueq"):
+        one = _call("qcalledq", "functions.qcalledq:0", as_object)
+        short_one = _call("qcalledq", _ID, as_object)
+        two = _call("qotherq", _OTHER_ID, as_object)
+        turns = ([user, _called(each), _result(each["id"])] for each in (short_one, one))
+        if not any(_shows(render, turn, tools, "qcalledq", "qvalueq") for turn in turns):
             continue
-        turn = [
-            user,
-            _message("assistant", "", tool_calls=[one, two]),
-            _result(_ID),
-            _result("bcdefghij"),
-        ]
-        many = _shows(render, turn, tools, "qcalledq", "qotherq")
-        return ("many" if many else "one"), as_object
+        for pair in ((short_one, two), (one, {**two, "id": "functions.qotherq:1"})):
+            turn = [user, _called(*pair), *(_result(call["id"]) for call in pair)]
+            if _shows(render, turn, tools, "qcalledq", "qotherq"):
+                return "many", as_object
+        return "one", as_object
     return "none", True
 
 
-def _answered(render: Render, turn: Messages) -> bool:
-    """Whether the user can't go on after results, but for an answer in between."""
-    tools, later = [_tool("qofferedq")], _message("user", _LATER)
-    if _shows(render, [*turn, later], tools, _RESULT, _LATER):
-        return False
-    return _shows(render, [*turn, _message("assistant", ""), later], tools, _RESULT, _LATER)
+def _text_arguments(render: Render, user: Mapping[str, Any]) -> bool:
+    call = _call("qcalledq", _ID, True)
+    call["function"]["arguments"] = '{"word": "qbrokenq'
+    turn = [user, _called(call), _result(_ID)]
+    return _shows(render, turn, [_tool("qofferedq")], "qcalledq", "qbrokenq")
+
+
+def _told_apart(render: Render, user: Mapping[str, Any], as_object: bool) -> bool:
+    """True if results are shown with the id or the name of their call."""
+    calls = [_call(f"q{id}q", id, as_object) for id in (_ID, _OTHER_ID)]
+
+    def told(*ids: str) -> str:
+        results = [_message("tool", _RESULT, tool_call_id=id, name=f"q{id}q") for id in ids]
+        return _rendered(render, [user, _called(*calls), *results], [_tool("qofferedq")])
+
+    return told(_ID, _OTHER_ID) != told(_OTHER_ID, _ID)
+
+
+def _call_ids(render: Render, user: Mapping[str, Any], as_object: bool) -> CallIds:
+    def turn(call_id: str) -> list[Mapping[str, Any]]:
+        return [user, _called(_call("qcalledq", call_id, as_object)), _result(call_id)]
+
+    tools, long_id = [_tool("qofferedq")], "call_" + _ID * 2
+    text = _rendered(render, turn(long_id), tools)
+    if _RESULT not in text and _RESULT in _rendered(render, turn(_ID), tools):
+        return "short"
+    if "functions.qcalledq:0" in text and long_id in text:
+        return "numbered anew"
+    return "any" if "qcalledq" in text else "numbered"
+
+
+def _filler(render: Render, user: Mapping[str, Any], tools: Tools | None) -> str:
+    """Some templates, as Ministral 3's, refuse an answer that is empty."""
+
+    def takes(content: str) -> bool:
+        answer, later = _message("assistant", content), _message("user", _LATER)
+        return _shows(render, [user, answer, later], tools, _USER, _LATER)
+
+    return " " if not takes("") and takes(" ") else ""
 
 
 def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:
-    try:
-        text = render(messages, tools)
-    except RENDER_ERRORS:
-        return ""
+    text = _rendered(render, messages, tools)
     _, answered, rest = text.partition(_ANSWER)
     return rest.partition(_LATER)[0] if answered else ""
 
@@ -237,15 +293,24 @@ def _drops_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None
 
 
 def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:
-    try:
-        text = render(messages, tools)
-    except RENDER_ERRORS:
-        return False
+    text = _rendered(render, messages, tools)
     return all(word in text for word in words)
+
+
+def _rendered(render: Render, messages: Messages, tools: Tools | None) -> str:
+    """Return the template's text, "" if the template refuses the messages."""
+    try:
+        return render(messages, tools)
+    except RENDER_ERRORS:
+        return ""
 
 
 def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
+
+
+def _called(*calls: Mapping[str, Any]) -> dict[str, Any]:
+    return _message("assistant", "", tool_calls=list(calls))
 
 
 def _call(name: str, call_id: str, as_object: bool) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from mlx_lm.tool_parsers import function_gemma, gemma4, pythonic
 
-from mlx_manager.mlx_server.core import ToolCall
 from mlx_manager.mlx_server.formats import (
     Aside,
     AsObject,
@@ -31,7 +30,6 @@ from mlx_manager.mlx_server.formats import (
     Parameters,
     Pattern,
 )
-from mlx_manager.mlx_server.models.adapters.messages import WriteCalls, call_object
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
 
 _WORD = r"[^\s\"'<>\[\]{}\\]{1,128}"
@@ -61,24 +59,22 @@ class ToolSyntax:
     """How one kind of model writes calls.
 
     openers: the markers that open them. form: how they are written, given the tools offered.
-    write: calls as text, where it is known that templates leave them out of the history.
     """
 
     openers: tuple[str, ...]
     form: Callable[[ToolDicts], CallFormat]
-    write: WriteCalls | None = None
 
 
 def _json(
     openers: tuple[str, ...],
     item: str,
     shape: CallShape,
-    write: WriteCalls | None = None,
     *,
     name_key: str = "name",
+    held: bool = False,
 ) -> ToolSyntax:
-    form = CallFormat(item, shape=shape, name_key=name_key)
-    return ToolSyntax(openers, lambda _: form, write)
+    form = CallFormat(item, shape=shape, name_key=name_key, held=held)
+    return ToolSyntax(openers, lambda _: form)
 
 
 def _objects(key: str, opening: str = "", between: str = ", ", closing: str = "") -> CallShape:
@@ -135,21 +131,18 @@ def _finite(value: Any) -> Any:
 _LIST_OF_OBJECTS = r"[\s,\[\]}]*(?:(?P<object>\{)"
 """A brace too many is what some models end a call with."""
 
-HERMES = _json(
-    ("<tool_call>",),
-    _LIST_OF_OBJECTS + r"|(?P<close></tool_call>))",
-    CallShape(
-        head=('<tool_call>\n{"name": "',),
-        middle=('", "arguments": ',),
-        tail=("}\n</tool_call>",),
-        between=("\n",),
-    ),
+_HERMES_ITEM = _LIST_OF_OBJECTS + r"|(?P<close></tool_call>))"
+_HERMES_SHAPE = CallShape(
+    head=('<tool_call>\n{"name": "',),
+    middle=('", "arguments": ',),
+    tail=("}\n</tool_call>",),
+    between=("\n",),
 )
+HERMES = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE)
 
 
-def _written_as_objects(calls: Sequence[ToolCall]) -> str:
-    objects = [{"name": call.name, "arguments": call_object(call.arguments)} for call in calls]
-    return json.dumps(objects, ensure_ascii=False)
+GENERIC = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE, held=True)
+"""Hermes's format for models whose template has no place for tools; see `generic_tools`."""
 
 
 _GRANITE_ITEM = _LIST_OF_OBJECTS + r"|(?P<close><\|/tool_call\|>))"
@@ -157,14 +150,12 @@ GRANITE = _json(
     ("<|tool_call|>",),
     _GRANITE_ITEM,
     _objects("arguments", "<|tool_call|>[", ", ", "]"),
-    lambda calls: f"<|tool_call|>{_written_as_objects(calls)}",
 )
 
 PHI_4 = _json(
     ("<|tool_call|>",),
     _GRANITE_ITEM,
     _objects("arguments", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
-    lambda calls: f"<|tool_call|>{_written_as_objects(calls)}<|/tool_call|>",
 )
 """Phi-4-mini, whose template has a place for tools and none for calls:
 llama-cpp-microsoft-Phi-4-mini-instruct.jinja in llama.cpp's models/templates has. Both are read
@@ -209,15 +200,6 @@ KIMI_K2 = _json(
 )
 
 
-def _write_deepseek(calls: Sequence[ToolCall]) -> str:
-    written = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n"
-        f"```json\n{call.arguments}\n```<｜tool▁call▁end｜>"
-        for call in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
-
-
 _DEEPSEEK_ITEM = (
     r"(?:\s|```|<｜tool▁call▁end｜>)*(?:(?P<close><｜tool▁calls▁end｜>)"
     rf"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>{NAME}\s*```json\s*(?P<args>\{{)"
@@ -235,7 +217,6 @@ DEEPSEEK = _json(
         closing=("<｜tool▁calls▁end｜>",),
         name=_WORD,
     ),
-    _write_deepseek,
 )
 """V3 and R1: `function`, then the name, then fenced JSON."""
 
@@ -250,7 +231,6 @@ DEEPSEEK_31 = _json(
         closing=("<｜tool▁calls▁end｜>",),
         name=_WORD,
     ),
-    _write_deepseek,
 )
 """V3.1: the name, then JSON. Both are read either way."""
 

@@ -1,0 +1,39 @@
+"""Tools, calls and results as text, for templates that have no place for them.
+
+The form is Hermes's: JSON between `<tools>`, `<tool_call>` and `<tool_response>`, which most models
+have seen. `tool_syntax.GENERIC` reads the calls, and writes past ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_INSTRUCTIONS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>
+
+Results are given to you within <tool_response></tool_response> XML tags."""
+
+
+def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The part of a system message that tells a model of its tools."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return _INSTRUCTIONS.format(tools=listed)
+
+
+def result_text(content: str) -> str:
+    """The result of a call, as the user's text."""
+    return f"<tool_response>\n{content}\n</tool_response>"

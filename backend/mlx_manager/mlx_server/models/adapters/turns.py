@@ -1,0 +1,323 @@
+"""A conversation's turns, changed into such as a chat template shows.
+
+Each change keeps every text. `fitting` finds out which of them a conversation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mlx_manager.mlx_server.core import Message, Role, ToolCall
+from mlx_manager.mlx_server.models.adapters.generic_tools import result_text
+from mlx_manager.mlx_server.models.adapters.template import SystemPlace, TemplateTraits
+
+WriteCalls = Callable[[Sequence[ToolCall]], str]
+"""Calls as the model itself would write them, for a template that leaves them out."""
+
+Change = Literal["apart", "alternating", "gathered", "completed", "the user's", "as text"]
+"""Changes to a conversation that a template refuses, or shows in part.
+
+apart: text beside calls is a message of its own, before them. alternating: neighbours of one role
+are joined, and empty messages keep user and assistant in turn. gathered: results follow their
+calls; those without one are the user's text. completed: calls without a result get an empty one.
+the user's: system messages are part of what the user says. as text: so are results, and calls are
+part of what the assistant says.
+"""
+
+Changes = frozenset[Change]
+
+
+def turns(
+    messages: Sequence[Message], traits: TemplateTraits, changes: Changes, write: WriteCalls
+) -> list[Message]:
+    """The messages, each in a place that the template has for it, with `changes` made."""
+    system: SystemPlace = "nowhere" if "the user's" in changes else traits.system
+    placed = _place_system(messages, system, joined=traits.tools == "in system")
+    calls, results = traits.calls, traits.results
+    if "as text" in changes:
+        calls, results = "none", False
+    if "gathered" in changes:
+        placed = _gathered(placed)
+    if any(message.tool_calls for message in placed):
+        placed = list(_in_order(placed, traits, completed="completed" in changes))
+    if "apart" in changes:
+        placed = list(_apart(placed))
+    if calls == "none":
+        placed = [_with_calls_written(message, write) for message in placed]
+    if not results:
+        placed = _results_as_text(placed)
+    return _alternating(placed) if "alternating" in changes else placed
+
+
+# ---------------------------------------------------------------------------------------------
+# System messages
+# ---------------------------------------------------------------------------------------------
+
+
+def with_system(messages: Sequence[Message], told: str) -> list[Message]:
+    """The messages with a system message at the beginning, which also says what is `told`."""
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return [replace(first, content=_paragraphs([first.content, told])), *messages[1:]]
+    return [Message("system", told), *messages]
+
+
+def _place_system(messages: Sequence[Message], place: SystemPlace, joined: bool) -> list[Message]:
+    """joined: those at the beginning are one, which tools are a part of."""
+    if place == "anywhere" and not joined:
+        return list(messages)
+    leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+    rest = list(messages[leading:])
+    if place != "anywhere":
+        rest = _as_the_users(rest)
+    if not leading:
+        return rest
+    system = _paragraphs(message.content for message in messages[:leading])
+    host = _host(rest, place)
+    if host is None:
+        return [Message("user" if place == "nowhere" else "system", system), *rest]
+    said = replace(rest[host], content=_paragraphs([system, rest[host].content]))
+    return [*rest[:host], said, *rest[host + 1 :]]
+
+
+def _host(rest: Sequence[Message], place: SystemPlace) -> int | None:
+    """The message of the user's that what the system says is a part of, if any is."""
+    if place == "nowhere":
+        return 0 if rest and rest[0].role == "user" else None
+    if place != "before last" or (rest and rest[-1].role == "user"):
+        return None
+    return next((i for i in reversed(range(len(rest))) if rest[i].role == "user"), None)
+
+
+def _as_the_users(messages: Sequence[Message]) -> list[Message]:
+    """System messages as the user's, part of what the user says beside them: agents such as Claude
+    Code have them anywhere, and templates without a place for them want turns that alternate."""
+    placed: list[Message] = []
+    lent = False
+    for message in messages:
+        system = message.role == "system"
+        said = Message("user", message.content) if system else message
+        if (system or lent) and placed and placed[-1].role == said.role == "user":
+            placed[-1] = _joined(placed[-1], said)
+            lent = True
+        else:
+            placed.append(said)
+            lent = system
+    return placed
+
+
+def _paragraphs(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+# ---------------------------------------------------------------------------------------------
+# Neighbours
+# ---------------------------------------------------------------------------------------------
+
+
+def _joined(first: Message, second: Message) -> Message:
+    reasoning = _paragraphs([first.reasoning or "", second.reasoning or ""])
+    return replace(
+        second,
+        content=_paragraphs([first.content, second.content]),
+        name=first.name if first.name == second.name else None,
+        reasoning=reasoning or second.reasoning,
+    )
+
+
+def _alternating(messages: Sequence[Message]) -> list[Message]:
+    """User and assistant in turn, the user first. Calls and results count for nothing."""
+    placed: list[Message] = []
+    due: Role = "user"
+    for message in messages:
+        plain = message.role in ("user", "assistant") and not message.tool_calls
+        began = any(each.role != "system" for each in placed)
+        if plain and began and _is_plain(placed[-1]) and placed[-1].role == message.role:
+            placed[-1] = _joined(placed[-1], message)
+            continue
+        if message.role != "system" and (message.role != due if plain else not began):
+            placed.append(Message(due))
+            due = _other(due)
+        placed.append(message)
+        if plain:
+            due = _other(message.role)
+    if all(message.role == "system" for message in placed):
+        placed.append(Message("user"))
+    return placed
+
+
+def _is_plain(message: Message) -> bool:
+    return message.role in ("user", "assistant") and not message.tool_calls
+
+
+def _other(role: Role) -> Role:
+    return "assistant" if role == "user" else "user"
+
+
+# ---------------------------------------------------------------------------------------------
+# Calls and results
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Turn:
+    """A message with calls, and the results that follow it."""
+
+    message: Message
+    results: list[Message]
+
+    def matched(self) -> tuple[list[list[Message]], list[Message]]:
+        """The results of each call, and those of none.
+
+        Calls that share an id, as some clients' do, have one result each, the last what is left. A
+        result without an id is the first call's that has no other.
+        """
+        calls = self.message.tool_calls
+        found: list[list[Message]] = [[] for _ in calls]
+        left: list[Message] = []
+        for result in self.results:
+            own = [n for n, call in enumerate(calls) if call.id == result.tool_call_id]
+            if result.tool_call_id is None:
+                own = [n for n in range(len(calls)) if not found[n]]
+            free = [n for n in own if not found[n]] or own[-1:]
+            (found[free[0]] if free else left).append(result)
+        return found, left
+
+
+def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
+    """The messages, those with calls together with the results that follow them."""
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        if not message.tool_calls:
+            yield message
+            continue
+        end = position
+        while end < len(messages) and messages[end].role == "tool":
+            end += 1
+        yield Turn(message, list(messages[position:end]))
+        position = end
+
+
+def _in_order(
+    messages: Sequence[Message], traits: TemplateTraits, *, completed: bool
+) -> Iterator[Message]:
+    """Results in their calls' order, where the template tells them apart by nothing else; a call a
+    message, each with its result, where it shows no more."""
+    numbers = 0
+    for given in by_turn(messages):
+        if isinstance(given, Message):
+            yield given
+            continue
+        turn = given
+        if traits.call_ids in ("numbered", "numbered anew"):
+            turn = _numbered(given, 0 if traits.call_ids == "numbered anew" else numbers)
+            numbers += len(turn.message.tool_calls)
+        found, left = turn.matched()
+        calls = turn.message.tool_calls
+        if completed:
+            found = [
+                own or [Message("tool", name=call.name, tool_call_id=call.id)]
+                for call, own in zip(calls, found, strict=True)
+            ]
+        if traits.calls == "one":
+            said = turn.message
+            for call, own in zip(calls, found, strict=True):
+                yield replace(said, tool_calls=(call,))
+                yield from own
+                said = Message("assistant")
+            yield from left
+        else:
+            yield turn.message
+            ordered = completed or not traits.told_apart
+            yield from [*(r for own in found for r in own), *left] if ordered else turn.results
+
+
+def _numbered(turn: Turn, first: int) -> Turn:
+    """The same with ids as Kimi K2 writes them; a model that reads others writes such, too."""
+    found, left = turn.matched()
+    calls = tuple(
+        replace(call, id=f"functions.{call.name}:{number}")
+        for number, call in enumerate(turn.message.tool_calls, first)
+    )
+    results = [
+        replace(result, tool_call_id=call.id)
+        for call, own in zip(calls, found, strict=True)
+        for result in own
+    ]
+    return Turn(replace(turn.message, tool_calls=calls), results + left)
+
+
+def _gathered(messages: Sequence[Message]) -> list[Message]:
+    """Results right after their calls, wherever they came. One without a call is the user's text.
+
+    One that follows calls and has another's id is of the call that has no result: ids get rewritten
+    on the way.
+    """
+    placed: list[Message | Turn] = []
+    by_call: dict[str, Turn] = {}
+    for turn in by_turn(messages):
+        if isinstance(turn, Turn):
+            found, left = turn.matched()
+            open_ids = [
+                call.id for call, own in zip(turn.message.tool_calls, found, strict=True) if not own
+            ]
+            turn.results = [result for own in found for result in own]
+            placed.append(turn)
+            by_call |= {call.id: turn for call in turn.message.tool_calls}
+            for result in left:
+                if open_ids and result.tool_call_id not in by_call:
+                    turn.results.append(replace(result, tool_call_id=open_ids.pop(0)))
+                else:
+                    _gather(result, placed, by_call)
+        elif turn.role == "tool":
+            _gather(turn, placed, by_call)
+        else:
+            placed.append(turn)
+    return [
+        message
+        for turn in placed
+        for message in ([turn] if isinstance(turn, Message) else [turn.message, *turn.results])
+    ]
+
+
+def _gather(result: Message, placed: list[Message | Turn], by_call: dict[str, Turn]) -> None:
+    turn = by_call.get(result.tool_call_id or "")
+    if turn is not None:
+        turn.results.append(result)
+    else:
+        placed.append(Message("user", result_text(result.content)))
+
+
+def _apart(messages: Sequence[Message]) -> Iterator[Message]:
+    for message in messages:
+        if message.tool_calls and message.content.strip():
+            yield replace(message, tool_calls=())
+            yield replace(message, content="", reasoning=None)
+        else:
+            yield message
+
+
+def _with_calls_written(message: Message, write: WriteCalls) -> Message:
+    if not message.tool_calls:
+        return message
+    content = (message.content + write(message.tool_calls)).lstrip("\n")
+    return replace(message, content=content, tool_calls=())
+
+
+def _results_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Results as the user's text, those of one turn in one message."""
+    placed: list[Message] = []
+    before: Role | None = None
+    for message in messages:
+        said = message
+        if message.role == "tool":
+            said = Message("user", result_text(message.content))
+            if before == "tool":
+                said = replace(said, content=f"{placed.pop().content}\n{said.content}")
+        placed.append(said)
+        before = message.role
+    return placed
