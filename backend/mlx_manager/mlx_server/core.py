@@ -280,7 +280,8 @@ class GenerationRequest:
     and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; what
     ends it is then written for the model. Lower `priority` goes first. `return_ids` asks for token
     ids in `Started` and `Finished`. `inputs` are what is read instead of the prompt, of a call that
-    generates nothing, for those who watch it.
+    generates nothing, for those who watch it. `context_length` limits prompt and answer together
+    where the owner allows fewer tokens than the model takes.
     """
 
     model: str
@@ -295,8 +296,47 @@ class GenerationRequest:
     priority: int = 0
     return_ids: bool = False
     inputs: tuple[str | tuple[int, ...], ...] = ()
+    context_length: int | None = None
     request_id: str = ""
     caller: Caller = Caller()
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """Defaults of a model's owner that lie over what a request leaves open.
+
+    system: a text before the request's own system messages. template_args: for the chat template,
+    where the request does not set them. thinking_budget: tokens, where the request names none.
+    context_length: the most tokens of prompt and answer together, whatever the request says.
+    """
+
+    system: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
+    context_length: int | None = None
+
+    def prompt(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with the system text and the template's arguments."""
+        if not isinstance(prompt, Conversation) or not (self.system or self.template_args):
+            return prompt
+        messages = prompt.messages
+        if self.system:
+            messages = (Message("system", self.system), *messages)
+        arguments = {**self.template_args, **prompt.template_args}
+        return replace(prompt, messages=messages, template_args=arguments)
+
+    def request(self, request: GenerationRequest, prompt: Prompt) -> GenerationRequest:
+        """Return the request with `prompt`, and with what it leaves open filled in."""
+        budget = request.thinking_budget
+        return replace(
+            request,
+            prompt=prompt,
+            thinking_budget=self.thinking_budget if budget is None else budget,
+            context_length=self.context_length,
+        )
+
+
+NO_OVERLAY = Overlay()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
+    NO_OVERLAY,
     Admitted,
     Conversation,
     EmbeddingRequest,
@@ -18,6 +19,7 @@ from mlx_manager.mlx_server.core import (
     Finished,
     GenerationRequest,
     Kind,
+    Overlay,
     Prompt,
     RerankRequest,
     RowStatus,
@@ -152,6 +154,9 @@ class ScriptedPool:
 
     def offers(self, model_id: str) -> bool:
         return model_id == MODEL
+
+    def overlay(self, model_id: str) -> Overlay:
+        return NO_OVERLAY
 
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}

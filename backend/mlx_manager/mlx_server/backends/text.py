@@ -211,7 +211,7 @@ class TextBackend:
         Raises:
             InvalidRequest: as `tokenize`.
         """
-        context = self._loaded.context_length
+        context = self._context(request)
         most = context - min(request.max_tokens or 1, context // 2)
         return len(self._tokenise(request.prompt, most)[0].ids) <= most
 
@@ -280,7 +280,7 @@ class TextBackend:
     def _prepare(self, request: GenerationRequest) -> Prepared:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
-        content, output = self._tokenise(request.prompt, self._loaded.context_length)
+        content, output = self._tokenise(request.prompt, self._context(request))
         ids = content.ids
         if not ids:
             raise InvalidRequest(
@@ -290,8 +290,13 @@ class TextBackend:
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
         return Prepared(ids, *self._guidance.of(request, output))
 
-    def _check_length(self, request: GenerationRequest, content: Content) -> None:
+    def _context(self, request: GenerationRequest) -> int:
+        """Return the most tokens of prompt and answer: the model's, or the owner's."""
         context = self._loaded.context_length
+        return min(context, request.context_length or context)
+
+    def _check_length(self, request: GenerationRequest, content: Content) -> None:
+        context = self._context(request)
         asked, length = request.max_tokens, len(content.ids)
         if length + (1 if asked is None else min(asked, 1)) > context:
             count = f"{length}" if content.whole else f"more than {length}"
@@ -304,7 +309,7 @@ class TextBackend:
     def _sequence(
         self, request: GenerationRequest, prepared: Prepared, stream: EventStream
     ) -> Sequence:
-        room = self._loaded.context_length - len(prepared.ids)
+        room = self._context(request) - len(prepared.ids)
         rules = request.stop
         own = frozenset() if rules.ignore_eos else self._stop_ids
         return Sequence(

@@ -157,8 +157,10 @@ class Catalog:
         made: dict[str, ModelSource] = {}
         for name, settings in self._models.models.items():
             if settings.base is not None:
-                base = found.get(settings.base) or self._named(
-                    settings.base, downloadable=self._sources.allow_download
+                base = (
+                    found.get(settings.base)
+                    or made.get(settings.base)
+                    or self._named(settings.base, downloadable=self._sources.allow_download)
                 )
                 made[name] = replace(base, id=name, origin="configured")
         return found | made

@@ -39,7 +39,26 @@ class Policy:
         return self.models.of(model_id)
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
-        return self.of(model_id).sampling.given()
+        own = self.of(model_id)
+        below = self.of(own.base).sampling.given() if own.is_preset and own.base else {}
+        return {**below, **own.sampling.given()}
+
+    def engine_of(self, model_id: str) -> str:
+        """Return the id of the model that answers for a name: a preset's base, or the name itself.
+
+        A base that is not on offer is loaded under the name of its first preset.
+        """
+        own = self.of(model_id)
+        if not own.is_preset or own.base is None:
+            return model_id
+        if self._catalog.has(own.base):
+            return own.base
+        return next(n for n, s in self.models.models.items() if s.is_preset and s.base == own.base)
+
+    def preset(self, base: str, name: str) -> str | None:
+        """Return the id that `base:name` means: a preset of that base; None if there is none."""
+        own = self.models.models.get(name)
+        return name if own is not None and own.is_preset and own.base == base else None
 
     def keep(self, model_id: str, seconds: float) -> None:
         self._wishes.ttls[model_id] = seconds

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar, cast
 import mlx.core as mx
 
 from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
-from mlx_manager.mlx_server.core import Kind, RowStatus
+from mlx_manager.mlx_server.core import Kind, Overlay, RowStatus
 from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
@@ -212,7 +212,8 @@ class ModelPoolManager:
         name = self.resolve(model_id)
         if not self.catalog.allows(name):
             await asyncio.to_thread(self.catalog.find, name)
-        resident = self._residents.lease(name) or await self._lease_loaded(name, kind)
+        engine = self._policy.engine_of(name)
+        resident = self._residents.lease(engine) or await self._lease_loaded(engine, kind)
         try:
             self._check_kind(name, resident.loaded.kind, kind)
             yield resident
@@ -239,12 +240,17 @@ class ModelPoolManager:
     def resolve(self, model_id: str | None) -> str:
         """The id that a request's `model` means: none, "" and "default" mean the default one.
 
-        What is on offer or loaded means itself. Any other name is an alias if it fits one's
-        pattern, as may be what that stands for; if that leads round in a circle, it is none. What
-        comes of it means itself.
+        What is on offer or loaded means itself. `model:preset` is a preset of that model. Any other
+        name is an alias if it fits one's pattern, as may be what that stands for; if that leads
+        round in a circle, it is none. What comes of it means itself.
         """
         if model_id is None or model_id in ("", "default"):
             return self._default
+        base, colon, preset = model_id.rpartition(":")
+        if colon and not self.offers(model_id):
+            found = self._policy.preset(self.resolve(base), preset)
+            if found is not None:
+                return found
         aliases = self._all_aliases()
         name, passed = model_id, {model_id}
         while not self.offers(name):
@@ -272,12 +278,16 @@ class ModelPoolManager:
 
     def is_loaded(self, model_id: str) -> bool:
         """Whether the model is in memory now."""
-        return self.resolve(model_id) in self._residents
+        return self._policy.engine_of(self.resolve(model_id)) in self._residents
+
+    def overlay(self, model_id: str) -> Overlay:
+        """Return what the owner lays over requests that name the model."""
+        return self._policy.of(model_id).overlay
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What is drawn by where a request is silent: what the owner has set, and for a model that
         is loaded what its makers say."""
-        resident = self._residents.get(model_id)
+        resident = self._residents.get(self._policy.engine_of(model_id))
         makers = {} if resident is None else resident.sampling
         return {**makers, **self._policy.sampling(model_id)}
 
@@ -293,7 +303,10 @@ class ModelPoolManager:
         sources = {source.id: source for source in await asyncio.to_thread(self.catalog.models)}
         residents = {resident.id: resident for resident in self._residents.all()}
         sources |= {r.id: r.source for r in residents.values() if r.id not in sources}
-        return tuple(self._status(source, residents.get(id)) for id, source in sources.items())
+        return tuple(
+            self._status(source, residents.get(self._policy.engine_of(id)))
+            for id, source in sources.items()
+        )
 
     async def status(self, model_id: str) -> ModelStatus:
         """One of them, also by an alias.
@@ -326,7 +339,7 @@ class ModelPoolManager:
         context = min(source.context_length, settings.context_length or source.context_length)
         status = ModelStatus(
             source.id,
-            "loading" if source.id in self._loads else "loadable",
+            "loading" if self._policy.engine_of(source.id) in self._loads else "loadable",
             source.origin,
             source.family,
             source.model_type,
@@ -342,20 +355,23 @@ class ModelPoolManager:
         if resident is None:
             return status
         loaded = resident.loaded
+        shares = resident.id != source.id
+        if shares:
+            context = min(loaded.context_length, settings.context_length or loaded.context_length)
         return replace(
             status,
             state="loaded",
             family=loaded.family,
-            context_length=loaded.context_length,
+            context_length=context if shares else loaded.context_length,
             nbytes=loaded.nbytes,
             weights=loaded.weights,
             leases=resident.leases,
-            recipe=resident.recipe,
+            recipe=settings.recipe if shares else resident.recipe,
             idle=None if resident.leases else self._residents.idle_for(resident),
             outdated=self._policy.is_outdated(resident),
-            memory=self._memory(resident.id),
+            memory={} if shares else self._memory(resident.id),
             kind=loaded.kind,
-            sampling=self.sampling(resident.id) if loaded.kind == "text" else {},
+            sampling=self.sampling(source.id) if loaded.kind == "text" else {},
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:
@@ -372,7 +388,7 @@ class ModelPoolManager:
             ModelInUse: it is answering requests, or being loaded.
             ModelNotFound: nothing of that name is offered.
         """
-        name = self.resolve(model_id)
+        name = self._policy.engine_of(self.resolve(model_id))
         if name in self._loads:
             raise ModelInUse(f"{name} is being loaded.", param="model")
         gone = await self._evict(lambda r: r.id == name)
@@ -395,7 +411,7 @@ class ModelPoolManager:
         Raises:
             ModelNotFound: nothing of that name is offered.
         """
-        name = (await self.status(model_id)).id
+        name = self._policy.engine_of((await self.status(model_id)).id)
         self._policy.pin(name, pinned)
         self._returns.announce()
 
@@ -409,7 +425,7 @@ class ModelPoolManager:
         """
         name = self.resolve(model_id)
         await asyncio.to_thread(self.catalog.find, name)
-        self._policy.keep(name, seconds)
+        self._policy.keep(self._policy.engine_of(name), seconds)
         self._returns.announce()
 
     async def download(self, repository: str, report: hub.Report) -> None:
@@ -448,7 +464,9 @@ class ModelPoolManager:
         Raises:
             ModelNotFound: nothing of that name is offered.
         """
-        name = None if model_id is None else (await self.status(model_id)).id
+        name = None
+        if model_id is not None:
+            name = self._policy.engine_of((await self.status(model_id)).id)
         return await self._thread.call(partial(self._clear_prefixes_on_mlx, name))
 
     async def tend(self) -> None:

@@ -12,6 +12,12 @@
     base = "mlx-community/Llama-3.2-3B-Instruct-4bit"
     adapter = "adapters/support"
 
+    [models.brief]                              # a preset: its base, asked in another way
+    base = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+    system = "Answer in one sentence."
+    template_args = { enable_thinking = false }
+    thinking_budget = 500
+
 It is parsed once into frozen pieces; nothing reads it but `read_models_file`.
 """
 
@@ -39,7 +45,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from mlx_manager.mlx_server.config import expanded
-from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS
+from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS, Overlay
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed
 from mlx_manager.mlx_server.limits import (
     MinP,
@@ -179,7 +185,9 @@ AS_IT_IS = Recipe()
 class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None as the server has it.
 
-    The first four make up its `recipe`.
+    The first four make up its `recipe`. A name with a base and without an adapter or a form of
+    weights of its own is a preset: it shares the base's engine, pages and prefix cache, and what
+    its table says lies over the requests that name it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
@@ -193,6 +201,23 @@ class ModelSettings:
     preload: Switch = False
     ttl: Duration | None = None
     sampling: SamplingDefaults = SamplingDefaults()
+    system: Annotated[str, Field(strict=True)] | None = None
+    template_args: Mapping[Name, Any] = field(default_factory=dict)
+    thinking_budget: Annotated[int, Field(strict=True, ge=0)] | None = None
+
+    @property
+    def is_preset(self) -> bool:
+        return self.base is not None and self.adapter is None and self.weights is None
+
+    @property
+    def overlay(self) -> Overlay:
+        """Return what lies over requests; the limit of the context is the preset's alone."""
+        return Overlay(
+            self.system,
+            self.template_args,
+            self.thinking_budget,
+            self.context_length if self.is_preset else None,
+        )
 
     @property
     def recipe(self) -> Recipe:

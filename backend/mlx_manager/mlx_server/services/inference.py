@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     GenerationRequest,
     Kind,
+    Overlay,
     Progress,
     Prompt,
     RowStatus,
@@ -136,6 +137,10 @@ class ModelPool(Protocol):
     def sampling(self, model_id: str) -> Mapping[str, float]:
         """What is drawn by where a request is silent: what the owner has set, and for a model that
         is loaded what its makers say."""
+        ...
+
+    def overlay(self, model_id: str) -> Overlay:
+        """Return what the owner lays over requests that name the model."""
         ...
 
     async def models(self) -> Sequence[ModelStatus]:
@@ -301,10 +306,13 @@ class Inference:
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """With what is drawn by where they are silent, in the caller's name."""
-        defaults = self.pool.sampling(requests[0].model)
+        model = requests[0].model
+        defaults, overlay = self.pool.sampling(model), self.pool.overlay(model)
+        # The answers to one prompt go on sharing it.
+        prompts = {id(request.prompt): overlay.prompt(request.prompt) for request in requests}
         return [
             replace(
-                request,
+                overlay.request(request, prompts[id(request.prompt)]),
                 caller=self.caller,
                 sampling=request.sampling.filled(defaults),
                 priority=self.account.priority(request.priority),
@@ -367,7 +375,7 @@ class Inference:
             MLXManagerError: as `ask`.
         """
         async with self._asking(requests[0].model, "text") as (call, backend):
-            fitting = await call.wait(first_fitting(backend, requests))
+            fitting = await call.wait(first_fitting(backend, requests, self._own))
             tokenize = partial(backend.tokenize, fitting.prompt)
             return len((await call.wait(self.calls.questions.run(tokenize))).ids)
 
@@ -407,17 +415,21 @@ async def fitting(
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await first_fitting(backend, requests)
-    async with aclosing(rows(backend, own([request]))) as progress:
+    request = await first_fitting(backend, requests, own)
+    async with aclosing(rows(backend, [request])) as progress:
         async for step in progress:
             yield step
 
 
-async def first_fitting(backend: TokenBackend, requests: EverShorter) -> GenerationRequest:
+async def first_fitting(
+    backend: TokenBackend,
+    requests: EverShorter,
+    own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
+) -> GenerationRequest:
     """Found by halves; who has hung up costs no more than the look at the one under way."""
 
     def fits(index: int) -> bool:
-        return backend.leaves_room(requests[index])
+        return backend.leaves_room(own([requests[index]])[0])
 
     first, last = 0, len(requests) - 1
     while first < last:
@@ -426,7 +438,7 @@ async def first_fitting(backend: TokenBackend, requests: EverShorter) -> Generat
             last = middle
         else:
             first = middle + 1
-    return requests[first]
+    return own([requests[first]])[0]
 
 
 async def rows(

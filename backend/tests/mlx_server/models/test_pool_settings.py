@@ -255,13 +255,13 @@ async def test_who_waits_for_room_gets_that_of_a_pinned_model_that_is_unloaded(
 async def test_a_load_that_waited_for_room_makes_the_model_as_the_settings_have_it_now(
     models_dir: Path, tmp_path: Path, waits: asyncio.Event
 ):
-    file = write(tmp_path, '[models.s]\nbase = "b"')
+    file = write(tmp_path, '[models.s]\nbase = "b"\nweights = "keep"')
     async with open_pool(models_dir, models_file=file, max_models=1) as pool:
         wanted = await answer(pool, "c")
         async with pool.lease("a"):
             waiting = asyncio.create_task(answer(pool, "s"))
             await waits.wait()
-            write(tmp_path, '[models.s]\nbase = "c"')
+            write(tmp_path, '[models.s]\nbase = "c"\nweights = "keep"')
             await pool.reload()
         assert await waiting == wanted
 

@@ -44,7 +44,8 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     server = server_of(request)
     body = await read(request, CountTokensRequest, server.settings.api)
     response.headers.update(unknown_header(body))
-    prompt, model = messages.conversation(body), server.pool.resolve(body.model)
+    model = server.pool.resolve(body.model)
+    prompt = server.pool.overlay(model).prompt(messages.conversation(body))
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         found = await inference.ask(model, lambda backend: backend.tokenize(prompt), "text")

@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_hea
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.core import Conversation, Prompt
 from mlx_manager.mlx_server.protocols.tokens import rendered, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
@@ -45,6 +46,12 @@ async def ask(
         return await inference.ask(server.pool.resolve(model), question, kind)
 
 
+def overlaid(request: Request, model: str | None, prompt: Prompt) -> Prompt:
+    """Return the prompt with what the owner lays over requests that name the model."""
+    pool = server_of(request).pool
+    return pool.overlay(pool.resolve(model)).prompt(prompt)
+
+
 @router.post(
     "/tokenize",
     openapi_extra=takes(TokenizeRequest),
@@ -54,9 +61,10 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     body = await read(request, TokenizeRequest, server_of(request).settings.api)
     asked = tokenizing(body)
+    prompt = overlaid(request, body.model, asked.prompt)
 
     def answer(model: TokenBackend) -> Iterator[str]:
-        found = model.tokenize(asked.prompt, asked.special)
+        found = model.tokenize(prompt, asked.special)
         texts = found.texts() if body.return_token_strs else None
         return tokenized(found.ids, found.context_length, texts)
 
@@ -83,7 +91,8 @@ async def detokenize(request: Request) -> Response:
 async def apply_template(request: Request) -> Response:
     """A conversation as the text that the model gets to see."""
     body = await read(request, PromptRequest, server_of(request).settings.api)
-    asked = rendered(body.messages, body)
+    asked = overlaid(request, body.model, rendered(body.messages, body))
+    assert isinstance(asked, Conversation)
     text = await ask(request, body.model, lambda model: model.render(asked), body, "text")
     return LargeResponse(told(text), unknown_header(body))
 
