@@ -36,7 +36,7 @@ types: setup
 	cd backend && $(BIN)/mypy --num-workers=$(WORKERS)
 
 check: setup
-	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 audit: setup
 	cd backend && $(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlx_manager

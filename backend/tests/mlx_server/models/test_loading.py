@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_adapters, load_model
-from tiny_models import EOS_ID, EOT_ID, make_tiny_adapter, make_tiny_model
+from tiny_models import make_tiny_adapter, make_tiny_model
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -181,13 +181,6 @@ def test_abandoned_load_gives_its_memory_back(tmp_path: Path):
         advance(steps)
     steps.close()
     assert "weights:m" not in ledger.figures()
-
-
-def test_the_ends_of_both_configs_stop_a_model(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "m", "llama", eos_token_id=EOS_ID)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOT_ID, 65]}))
-    loaded = load(source(folder), PoolLimits(weights="keep"), Ledger(1 << 30))
-    assert {EOS_ID, EOT_ID, 65} <= set(loaded.adapter.get_stop_tokens(loaded.tokenizer))
 
 
 TOKENS = mx.array([[256, 104, 101, 108, 108, 111]])
