@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -37,6 +37,17 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
         "cache": mx.get_cache_memory(),
         "limit": mx.get_memory_limit() - room,
     }
+
+
+def gigabytes(nbytes: int) -> str:
+    """`6.72 GB`: powers of 1000, as files are counted, in one unit for all sizes of a line."""
+    return f"{nbytes / 1e9:,.2f} GB"
+
+
+def in_words(usage: Mapping[str, int]) -> str:
+    """What `get_memory_usage` has found, for the log."""
+    active, peak, cache = (gigabytes(usage[name]) for name in ("active", "peak", "cache"))
+    return f"memory: {active} active, {peak} peak, {cache} cache"
 
 
 def set_memory_limit(nbytes: int) -> Callable[[], None]:
@@ -87,7 +98,8 @@ def default_limit() -> int:
     """The limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
-        log.info("of the device's %s bytes %s are in use already", f"{total:,}", f"{others:,}")
+        used, whole = gigabytes(others), gigabytes(total)
+        log.info("of the device's %s other programs use %s already", whole, used)
     return max(0, int(LIMIT_SHARE * total) - others)
 
 
