@@ -68,7 +68,6 @@ from mlx_manager.mlx_server.utils.memory import (
     clear_cache,
     default_limit,
     device_memory,
-    get_memory_usage,
     gigabytes,
     in_words,
     set_memory_limit,
@@ -317,7 +316,7 @@ class ModelPoolManager:
         """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
         return {
             "ledger": self.ledger.figures(),
-            "mlx": get_memory_usage(self.ledger.room),
+            "mlx": self.ledger.usage(),
             "engines": {r.id: asdict(r.backend.stats()) for r in self._residents.all()},
             "loads": dict(self._loads_done),
             "unloads": dict(self._unloads_done),
@@ -729,7 +728,7 @@ class ModelPoolManager:
 
     def _tell(self, said: str, **facts: object) -> None:
         """Log what has happened, and what MLX holds now: in words, and in bytes for machines."""
-        usage = get_memory_usage(self.ledger.room)
+        usage = self.ledger.usage()
         told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
         log.info("%s; %s", said, in_words(usage), extra={"facts": {**facts, **told}})
 
@@ -792,7 +791,7 @@ class ModelPoolManager:
         if resident is None:
             return None
         model_id, nbytes, leases = resident.id, resident.loaded.nbytes, resident.leases
-        before = get_memory_usage(self.ledger.room)["active"]
+        before = self.ledger.usage()["active"]
         self._unloads_done[model_id] += 1
         resident.backend.close()
         self.ledger.record(weights_line(resident.id), 0)
@@ -800,7 +799,7 @@ class ModelPoolManager:
         del resident
         gc.collect()
         clear_cache()
-        after = get_memory_usage(self.ledger.room)["active"]
+        after = self.ledger.usage()["active"]
         gone = Unloaded(model_id, nbytes, before, after)
         freed = gigabytes(max(0, gone.before - gone.after))
         self._tell(f"{model_id} is unloaded: {freed} are free again", model=model_id)

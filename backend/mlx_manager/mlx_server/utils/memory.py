@@ -186,6 +186,7 @@ class Ledger:
     ) -> None:
         self.limit = limit
         self.room = 0
+        self._peak = 0
         self._lent = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
@@ -269,13 +270,27 @@ class Ledger:
             if not nbytes:
                 del self._lines[line]
 
+    def usage(self) -> dict[str, int]:
+        """`get_memory_usage`, less what takes no memory, now and when the most was in use."""
+        usage = get_memory_usage(self.room)
+        return usage | {"peak": max(self._peak, usage["peak"], usage["active"])}
+
+    def note_peak(self) -> None:
+        """Keep the peak so far: of MLX's nobody can tell what was `room` once that has changed.
+
+        To be called before arrays are made or freed that `allow_for` is told of.
+        """
+        self._peak = self.usage()["peak"]
+
     def allow_for(self, nbytes: int) -> None:
         """MLX counts so much more (less, if negative) that takes no memory; its limit follows.
 
         Over its limit it computes one operation at a time, which takes a CPU twice as long.
         """
-        self.room += nbytes
-        _move_limit(nbytes)
+        if nbytes:
+            self.room += nbytes
+            _move_limit(nbytes)
+            mx.reset_peak_memory()
 
     def heed(self, error: Exception) -> bool:
         """Promise no more from now on than the device has, if `error` says that it had no more.
