@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
 from mlx_manager.mlx_server.models.loading import load, loading
 from mlx_manager.mlx_server.models.settings import Recipe
+from mlx_manager.mlx_server.models.weights import default_device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.steps import advance
 
@@ -47,6 +48,14 @@ def test_model_comes_with_tokenizer_adapter_and_measured_size(tmp_path: Path):
     prompt = mx.array([loaded.tokenizer.encode("hi")])
     assert loaded.model(prompt).shape == (1, 3, len(loaded.tokenizer))
     assert loaded.adapter.get_stop_tokens(loaded.tokenizer)
+
+
+@pytest.mark.skipif(default_device() != "cpu", reason="the layout is a CPU's")
+def test_the_log_says_how_the_weights_of_a_model_lie(tmp_path: Path, caplog):
+    with caplog.at_level("INFO"):
+        load(source(make_tiny_model(tmp_path / "m")), PoolLimits(), Ledger(PLENTY))
+    [line] = [line for line in caplog.messages if "by columns" in line]
+    assert line.startswith("m: of ")
 
 
 def test_converted_model_stands_in_the_ledger_with_its_new_size(tmp_path: Path):
