@@ -48,7 +48,9 @@ dashboard: setup
 	@$(BIN)/python backend/tests/dashboard/look.py $(ARGS)
 
 bench: setup
-	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+	@failed=; \
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || failed="$$failed $$name"; done; \
+	[ -z "$$failed" ] || { echo "make bench: without figures:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf .venv .venv-clients build backend/tests/clients/*/node_modules backend/tests/dashboard/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache

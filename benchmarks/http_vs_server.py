@@ -93,8 +93,12 @@ class Comparison:
                 for messages in chats
             ]
         )
-        if any(answer.tokens != self._tokens for answer in found):
-            refuse(f"{server.name} ended answers before {self._tokens} tokens")
+        for answer in found:
+            if answer.tokens != self._tokens:
+                refuse(
+                    f"{server.name} ended an answer after {answer.tokens} of {self._tokens} tokens "
+                    f"({answer.finish_reason}): {answer.text[-60:]!r}"
+                )
         return found
 
     def run(self, scenario: Scenario) -> list[list[str]]:
