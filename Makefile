@@ -36,7 +36,7 @@ types: setup
 	cd backend && $(BIN)/mypy --num-workers=$(WORKERS)
 
 check: setup
-	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	cd backend && HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 audit: setup
 	cd backend && $(BIN)/bandit --quiet --configfile pyproject.toml --recursive mlx_manager
@@ -48,7 +48,9 @@ dashboard: setup
 	@$(BIN)/python backend/tests/dashboard/look.py $(ARGS)
 
 bench: setup
-	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || exit 1; done
+	@failed=; \
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(ARGS) || failed="$$failed $$name"; done; \
+	[ -z "$$failed" ] || { echo "make bench: without figures:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf .venv .venv-clients build backend/tests/clients/*/node_modules backend/tests/dashboard/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache

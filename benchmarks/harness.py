@@ -133,7 +133,8 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
     result.add_argument(
         "--model",
         default=model,
-        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, experts, hybrid, latent or a folder",
+        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, smollm2, experts, hybrid, latent "
+        "or a folder",
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
@@ -153,7 +154,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def endless_demo(folder: Path, form: str = "bf16", context: int = 16_384) -> Path:
-    """The embedded model with end-of-turn rows of the output layer zeroed, and a longer context.
+    """The embedded model, never ending a turn by itself (see `outvoted`), and a longer context.
 
     Its greedy answers run to `max_tokens`, so that both sides of a comparison do the same work
     whichever parameters they offer for ignoring an end of turn. `form` is as it is stored: bf16
@@ -172,9 +173,7 @@ def endless_demo(folder: Path, form: str = "bf16", context: int = 16_384) -> Pat
     model, config = load_model(DEMO)
     config["max_position_embeddings"] = context
     output = model.model.embed_tokens if config["tie_word_embeddings"] else model.lm_head
-    keep = mx.ones((output.weight.shape[0], 1), dtype=output.weight.dtype)
-    keep[mx.array(end_tokens(target))] = 0
-    output.weight = output.weight * keep
+    output.weight = outvoted(output.weight, end_tokens(target))
     if form == "f32":
         model.set_dtype(mx.float32)
     if form == "4bit":
@@ -183,6 +182,22 @@ def endless_demo(folder: Path, form: str = "bf16", context: int = 16_384) -> Pat
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
     return target
+
+
+def outvoted(weight: Any, ids: Sequence[int]) -> Any:
+    """An output layer's weight, (tokens, inputs), with the mean of all others as the rows of `ids`.
+
+    A logit of theirs is the mean of the others' logits, and so never the largest. Rows of zeros
+    would not do: where a model expects no token, every other logit is negative.
+    """
+    import mlx.core as mx
+
+    few = mx.array(list(ids))
+    kept = mx.ones((weight.shape[0], 1))
+    kept[few] = 0
+    rows = weight.astype(mx.float32)
+    rows[few] = (rows * kept).sum(axis=0) / kept.sum()
+    return rows.astype(weight.dtype)
 
 
 def end_tokens(folder: Path) -> list[int]:
@@ -222,6 +237,24 @@ def synthetic_llama(folder: Path, form: str, shape: LlamaShape = LlamaShape()) -
         "max_position_embeddings": shape.context,
     }
     return written_once(folder / f"llama-{shape.layers}x{shape.hidden}-{form}", form, sizes)
+
+
+def synthetic_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M's shape: 135 million parameters in float32, which no cache of a CPU holds. Its
+    output layer has 49 152 rows, more than the embedded model's tokenizer has tokens. Written once.
+    """
+    sizes = {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49_152,
+        "rope_theta": 1e5,
+        "max_position_embeddings": 8192,
+    }
+    return written_once(folder / "smollm2-30x576", "f32", sizes)
 
 
 def synthetic_experts(folder: Path) -> Path:
@@ -314,6 +347,7 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
     import mlx.core as mx
     from mlx import nn
     from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_tokenizer
 
     shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
     config = json.loads((DEMO / "config.json").read_text()) | {
@@ -325,8 +359,10 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
     model = family.Model(family.ModelArgs.from_dict(config))
     model.set_dtype(mx.float32 if form == "f32" else mx.bfloat16)
     embedding = model.model.embed_tokens
-    # No greedy answer ends before `max_tokens`, as those of `endless_demo` don't.
-    embedding.weight[mx.array(end_tokens(target))] = 0
+    # No greedy answer ends before `max_tokens`, nor has tokens that the tokenizer does not know.
+    known = len(load_tokenizer(target))
+    never = [*end_tokens(target), *range(known, embedding.weight.shape[0])]
+    embedding.weight = outvoted(embedding.weight, never)
     if "num_experts_per_tok" in config:
         # So that tokens decide which experts a row gets, and not what random layers make alike of
         # all: of trained models all experts have rows.
@@ -341,8 +377,9 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
 
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
-    f32, bf16, 4bit, experts, hybrid and latent are synthetic; anything else is a path."""
+    f32, bf16, 4bit, smollm2, experts, hybrid and latent are synthetic; anything else is a path."""
     synthetic = {
+        "smollm2": synthetic_smollm2,
         "experts": synthetic_experts,
         "hybrid": synthetic_hybrid,
         "latent": synthetic_latent,

@@ -93,8 +93,12 @@ class Comparison:
                 for messages in chats
             ]
         )
-        if any(answer.tokens != self._tokens for answer in found):
-            refuse(f"{server.name} ended answers before {self._tokens} tokens")
+        for answer in found:
+            if answer.tokens != self._tokens:
+                refuse(
+                    f"{server.name} ended an answer after {answer.tokens} of {self._tokens} tokens "
+                    f"({answer.finish_reason}): {answer.text[-60:]!r}"
+                )
         return found
 
     def run(self, scenario: Scenario) -> list[list[str]]:
@@ -176,17 +180,18 @@ def main() -> None:
             *(Server(url, url.rstrip("/"), first_model(url)) for url in chosen.url),
         ]
         comparison = Comparison(model, servers, chosen.tokens, chosen.rounds, cold=chosen.cold)
-        lines = [
-            line
-            for scenario in scenarios(chosen.message)
-            if wanted(scenario.name, chosen.only)
-            for line in comparison.run(scenario)
-        ]
-        print_report(
-            f"Over HTTP: {chosen.model}, {chosen.tokens} tokens a stream",
-            ["load", "peer", "its tok/s", "ours", "ratio", "its first token, ms", "ours"],
-            lines,
-        )
+        lines: list[list[str]] = []
+        try:
+            for scenario in scenarios(chosen.message):
+                if wanted(scenario.name, chosen.only):
+                    lines += comparison.run(scenario)
+        finally:
+            # What was measured before something went wrong is as good as it would be otherwise.
+            print_report(
+                f"Over HTTP: {chosen.model}, {chosen.tokens} tokens a stream",
+                ["load", "peer", "its tok/s", "ours", "ratio", "its first token, ms", "ours"],
+                lines,
+            )
         if wanted("in process", chosen.only):
             print_report(
                 f"HTTP against the engine in process: {chosen.model}",

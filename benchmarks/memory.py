@@ -22,7 +22,6 @@ import mlx.core as mx
 from checks import check_engine
 from engines import MlxLm, OurEngine
 from harness import find_model, interleave, parser, print_report, ratio
-from mlx_manager.mlx_server.utils.memory import get_memory_usage
 from workload import Row, prompt_of
 
 TOKENS = 128
@@ -55,7 +54,7 @@ def measure_ours(model: Path, lengths: Sequence[int], number: int) -> Footprint:
     loaded = engine.run(engine.thread.call(mx.get_active_memory))
     engine.run(engine.thread.call(mx.reset_peak_memory))
     overheads = engine.run(watch(engine, rows_of(tokenizer, lengths, number)))
-    usage = engine.run(engine.thread.call(lambda: get_memory_usage(engine.ledger.room)))
+    usage = engine.run(engine.thread.call(engine.ledger.usage))
     engine.close()
     return Footprint(usage["peak"] - loaded, resident(), statistics.median(overheads))
 

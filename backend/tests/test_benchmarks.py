@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+from mlx_lm.utils import load_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -17,3 +22,37 @@ def test_the_http_rim_serves_its_stand_in_without_complaint():
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "\nin process: best " in ended.stdout
+
+
+def loaded(name: str) -> ModuleType:
+    """A module of the benchmarks, which are no package."""
+    found = util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def test_tokens_that_are_outvoted_are_never_the_likeliest():
+    never = [3, *range(90, 100)]
+    weight = mx.random.normal((100, 8), key=mx.random.key(0))
+    # Where a model expects nothing, all logits are negative.
+    weight[:, 0] = 5 + mx.abs(weight[:, 0])
+    outvoted = loaded("harness").outvoted(weight, never)
+    assert mx.array_equal(outvoted[:3], weight[:3])
+    hidden = mx.random.normal((500, 8), key=mx.random.key(1))
+    hidden[:, 0] = mx.arange(500) - 250
+    logits = hidden @ outvoted.T
+    assert not set(logits.argmax(axis=-1).tolist()) & set(never)
+    assert (logits[:100] < 0).all()
+
+
+def test_the_embedded_model_of_the_benchmarks_never_ends_by_itself(tmp_path: Path):
+    harness = loaded("harness")
+    folder = harness.find_model("demo", tmp_path)
+    weight = load_model(folder)[0].model.embed_tokens.weight
+    ends = harness.end_tokens(folder)
+    assert mx.array_equal(weight, harness.outvoted(weight, ends))
+    assert len(ends) == 3

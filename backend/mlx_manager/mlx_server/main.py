@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.api import (
 )
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
-from mlx_manager.mlx_server.api.v1 import rerank, tokens, v1_router
+from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
@@ -181,11 +181,9 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(metrics.router)
     app.include_router(audit.router)
     app.include_router(v1_router)
-    for prefix in ("", "/v2"):
-        app.include_router(rerank.router, prefix=prefix, include_in_schema=False)
+    app.include_router(unversioned_router)
     app.include_router(admin.router)
     app.include_router(ollama.router)
-    app.include_router(tokens.router, include_in_schema=False)
     documentation.describe(app, BODIES, need_key=server.settings.access.need_key)
     if server.settings.log_prompts:
         server.observers.append(logs.PromptLog())

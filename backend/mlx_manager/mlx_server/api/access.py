@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.records import CallRecord
 
@@ -63,16 +62,8 @@ class AccessLog:
 
 
 def template(scope: Scope) -> str:
-    """The path of the route that was found, `/v1/responses/{response_id}` say; "" if none was.
-
-    A route knows only the part of its path that its own router adds. A line break may follow, which
-    a route's expression does not look at.
-    """
-    if "route" not in scope:
-        return ""
-    own: str = scope["route"].path_format
-    before, _, _ = routed(scope).rpartition(own.format(**scope["path_params"]))
-    return before + own
+    """The path of the route that was found, `/v1/responses/{response_id}` say; "" if none was."""
+    return scope["route"].path_format if "route" in scope else ""
 
 
 def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) -> dict[str, Any]:

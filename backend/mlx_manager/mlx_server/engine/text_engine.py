@@ -841,6 +841,7 @@ class TextEngine:
         self._ledger.record(self._line, 0)
 
     def _resize(self, pages: int) -> None:
+        self._ledger.note_peak()
         copied = [store.resize(pages, self._most_pages()) for store in self._forward.stores]
         before, self._room = self._room, sum(store.room_bytes for store in self._forward.stores)
         self._ledger.allow_for(self._room - before)

@@ -6,17 +6,21 @@ By rows or by columns a BLAS packs the weight for every product, and with few ro
 takes the time. It crawls where the stride is a large power of two, which for one layout is the
 number of inputs and for the other that of outputs. Blocks it need not pack, if it has kernels for
 that (see `blocked`).
+
+Products are timed with weights that lie in memory, unless the caches hold a whole model: what a
+step has read before it comes to a layer has pushed that layer's weight out of them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_manager.mlx_server.models.blocked import (
@@ -26,17 +30,17 @@ from mlx_manager.mlx_server.models.blocked import (
     can_be_blocked,
     experts_can_be_blocked,
 )
-from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, part_of, seconds
+from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, CacheFlush, part_of, seconds
+from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
 from mlx_manager.mlx_server.utils.steps import Steps
 
 SMALLEST = 2**16
 """Numbers of a weight whose layout is tried."""
-COLD = 2**22
-"""Bytes of weights that are multiplied in turn, more than a core's caches keep: in a step no layer
-finds its weight there."""
-COLD_EXPERTS = 2**26
-"""The same of experts, more than cores keep that share their caches: a step goes through so many
-that in the next none is found there. Of each no more outputs are taken than that has room for."""
+SAMPLE = 2**23
+"""Bytes of weights that are multiplied in turn, where layers have so many: that takes long beside
+the time in which the thread that computes wakes up."""
+EXPERTS_SAMPLE = 2**26
+"""The same of experts. Of each no more outputs are taken than that has room for."""
 GAIN = 0.9
 """Of a product's time, that a change of layout must bring it below."""
 
@@ -53,25 +57,63 @@ Times = list[float]
 """Seconds of products with so many rows as `ROWS` has, and with `MANY_ROWS`."""
 
 
-def lay_out(model: nn.Module) -> Steps[None]:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many of a model's products have their weights in which layout.
+
+    cache: bytes of the CPU's largest. cached: whether it holds all the weights.
+    """
+
+    blocks: int
+    columns: int
+    rows: int
+    cache: int
+    cached: bool
+
+    def __str__(self) -> str:
+        where = "from the caches, which hold" if self.cached else "from memory; the caches hold"
+        return (
+            f"of {self.blocks + self.columns + self.rows} products in float32 {self.blocks} have "
+            f"their weights in blocks, {self.columns} by columns and {self.rows} as stored "
+            f"(timed {where} {self.cache / 2**20:,.0f} MiB)"
+        )
+
+
+def lay_out(model: nn.Module, cache: int | None = None) -> Steps[Layout]:
     """Turn the weights whose products are faster for it, pausing after each product timed.
 
     Lazily, as `weights.convert`. All that can be in blocks is, or nothing: what is not alike could
-    not be joined.
+    not be joined. cache: bytes of the CPU's largest, this machine's unless told.
     """
+    cache = cache or last_level_cache()
+    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    flush = CacheFlush(cache).before(nbytes)
+    columns = yield from _lay_out_layers(model, flush)
+    yield from _lay_out_experts(model, flush)
+    modules = [module for _, module in model.named_modules()]
+    blocks = sum(isinstance(module, BlockedLinear | BlockedExperts) for module in modules)
+    rows = sum(
+        type(module) in (nn.Linear, SwitchLinear) and module.weight.dtype == mx.float32
+        for module in modules
+    )
+    return Layout(blocks, columns, rows - columns, cache, flush is None)
+
+
+def _lay_out_layers(model: nn.Module, flush: CacheFlush | None) -> Steps[int]:
+    """Returns how many lie by columns."""
     blockable = blockable_layers(model)
     in_blocks = {id(layer) for layer in blockable.values()}
     turned: list[nn.Linear] = []
     without: list[Times] = []
     with_blocks: list[Times] = []
     for layers in layers_alike(model):
-        best = yield from times_of(layers, lambda layer: layer)
-        columns = yield from times_of(layers, by_columns)
+        best = yield from times_of(layers, lambda layer: layer, flush)
+        columns = yield from times_of(layers, by_columns, flush)
         if gains(columns, best):
             best = columns
             turned += layers
         blocked = [layer for layer in layers if id(layer) in in_blocks]
-        times = (yield from times_of(blocked, BlockedLinear)) if blocked else best
+        times = (yield from times_of(blocked, BlockedLinear, flush)) if blocked else best
         without += [best] * len(layers)
         with_blocks += [times] * len(blocked) + [best] * (len(layers) - len(blocked))
         yield None
@@ -82,10 +124,14 @@ def lay_out(model: nn.Module) -> Steps[None]:
         turned = [layer for layer in turned if id(layer) not in in_blocks]
     for layer in turned:
         layer.weight = by_columns(layer).weight
+    return len(turned)
+
+
+def _lay_out_experts(model: nn.Module, flush: CacheFlush | None) -> Steps[None]:
     for alike in experts_alike(model):
         first = next(iter(alike.values()))
-        stored = yield from times_of_experts(first, lambda experts: experts)
-        times = yield from times_of_experts(first, BlockedExperts)
+        stored = yield from times_of_experts(first, lambda experts: experts, flush)
+        times = yield from times_of_experts(first, BlockedExperts, flush)
         if are_better([times], [stored]):
             model.update_modules(
                 tree_unflatten([(name, BlockedExperts(layer)) for name, layer in alike.items()])
@@ -142,16 +188,20 @@ def blockable_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def times_of(layers: Sequence[nn.Linear], laid: Callable[[nn.Linear], nn.Linear]) -> Steps[Times]:
+def times_of(
+    layers: Sequence[nn.Linear],
+    laid: Callable[[nn.Linear], nn.Linear],
+    flush: CacheFlush | None = None,
+) -> Steps[Times]:
     """Of a product with one of `layers`, which are alike, in that layout."""
-    sample = [laid(layer) for layer in layers[: -(-COLD // layers[0].weight.nbytes)]]
+    sample = [laid(layer) for layer in layers[: -(-SAMPLE // layers[0].weight.nbytes)]]
     times = []
     for rows in ROWS:
-        times.append((yield from seconds(sample, rows, mx.float32)) / len(sample))
+        times.append((yield from seconds(sample, rows, mx.float32, flush)) / len(sample))
     outputs = layers[0].weight.shape[0]
     whole = max(1.0, outputs / MOST_OUTPUTS)
     first = part_of(layers[0], (slice(MOST_OUTPUTS),))
-    times.append(whole * (yield from seconds([laid(first)], MANY_ROWS, mx.float32)))
+    times.append(whole * (yield from seconds([laid(first)], MANY_ROWS, mx.float32, flush)))
     return times
 
 
@@ -167,7 +217,9 @@ def experts_alike(model: nn.Module) -> list[dict[str, SwitchLinear]]:
 
 
 def times_of_experts(
-    experts: SwitchLinear, laid: Callable[[SwitchLinear], SwitchLinear]
+    experts: SwitchLinear,
+    laid: Callable[[SwitchLinear], SwitchLinear],
+    flush: CacheFlush | None = None,
 ) -> Steps[Times]:
     """Of a product with `experts` in that layout: a row has other ones than the row before, and of
     a prompt's rows each expert has many."""
@@ -175,13 +227,13 @@ def times_of_experts(
     times = []
     for rows in ROWS:
         together = min(rows * CHOSEN, count)
-        fitting = COLD_EXPERTS // (4 * together * inputs)
+        fitting = EXPERTS_SAMPLE // (4 * together * inputs)
         most = min(outputs, max(fitting // OUTPUTS, 1) * OUTPUTS)
         parts = min(count // together, -(-fitting // most))
         starts = [number * together for number in range(parts)]
         cuts = [(slice(start, start + together), slice(most)) for start in starts]
         sample = [laid(part_of(experts, cut)) for cut in cuts]
-        times.append((yield from seconds(sample, rows, mx.float32)) / parts)
+        times.append((yield from seconds(sample, rows, mx.float32, flush)) / parts)
     few = laid(part_of(experts, (slice(FEW_EXPERTS), slice(MOST_OUTPUTS))))
-    times.append((yield from seconds([few], MANY_ROWS, mx.float32)))
+    times.append((yield from seconds([few], MANY_ROWS, mx.float32, flush)))
     return times

@@ -187,7 +187,8 @@ def settled(
     weights = yield from settle_weights(model, model_id, limits, ledger, foresight)
     yield None
     if default_device() == "cpu":
-        yield from lay_out(model)
+        layout = yield from lay_out(model)
+        log.info("%s: %s", model_id, layout)
     yield from evaluated(model)
     nbytes = bytes_of(model)
     ledger.record(weights_line(model_id), nbytes)

@@ -69,7 +69,8 @@ from mlx_manager.mlx_server.utils.memory import (
     clear_cache,
     default_limit,
     device_memory,
-    get_memory_usage,
+    gigabytes,
+    in_words,
     set_memory_limit,
     working_line,
 )
@@ -184,6 +185,7 @@ class ModelPoolManager:
         self._undo_limit = set_memory_limit(self.ledger.limit)
         # Before any name is asked about.
         self.catalog.configure(self._policy.models)
+        self._tell("ready to load models")
 
     # -- asking for a model --------------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class ModelPoolManager:
         """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
         return {
             "ledger": self.ledger.figures(),
-            "mlx": get_memory_usage(self.ledger.room),
+            "mlx": self.ledger.usage(),
             "engines": {r.id: asdict(r.backend.stats()) for r in self._residents.all()},
             "loads": dict(self._loads_done),
             "unloads": dict(self._unloads_done),
@@ -752,6 +754,7 @@ class ModelPoolManager:
 
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Make place, load a model, make its backend, and take it among the residents."""
+        begun = time.perf_counter()
         way = way_of(source)
         if self._idle():
             yield from self._check_on_mlx(way, source, recipe)
@@ -776,13 +779,20 @@ class ModelPoolManager:
         self._loads_done[loaded.id] += 1
         if self._rehearsals is not None:
             yield from beside(partial(self._rehearsals.note, source, recipe))
-        log.info(
-            "%s is loaded: %s bytes, weights %s (%s)",
-            loaded.id,
-            f"{loaded.nbytes:,}",
-            loaded.weights.name,
-            loaded.weights.reason,
+        took = time.perf_counter() - begun
+        self._tell(
+            f"{loaded.id} is loaded in {took:.1f} s: {gigabytes(loaded.nbytes)} of weights, "
+            f"{loaded.weights.name} ({loaded.weights.reason})",
+            model=loaded.id,
+            seconds=round(took, 3),
+            weights_bytes=loaded.nbytes,
         )
+
+    def _tell(self, said: str, **facts: object) -> None:
+        """Log what has happened, and what MLX holds now: in words, and in bytes for machines."""
+        usage = self.ledger.usage()
+        told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
+        log.info("%s; %s", said, in_words(usage), extra={"facts": {**facts, **told}})
 
     @contextmanager
     def _blaming_the_device(self, model_id: str) -> Iterator[None]:
@@ -843,7 +853,7 @@ class ModelPoolManager:
         if resident is None:
             return None
         model_id, nbytes, leases = resident.id, resident.loaded.nbytes, resident.leases
-        before = get_memory_usage(self.ledger.room)["active"]
+        before = self.ledger.usage()["active"]
         self._unloads_done[model_id] += 1
         resident.backend.close()
         self.ledger.record(weights_line(resident.id), 0)
@@ -851,18 +861,15 @@ class ModelPoolManager:
         del resident
         gc.collect()
         clear_cache()
-        after = get_memory_usage(self.ledger.room)["active"]
+        after = self.ledger.usage()["active"]
         gone = Unloaded(model_id, nbytes, before, after)
-        log.info(
-            "%s is unloaded: MLX held %s bytes, and holds %s now",
-            model_id,
-            f"{gone.before:,}",
-            f"{gone.after:,}",
-        )
+        freed = gigabytes(max(0, gone.before - gone.after))
+        self._tell(f"{model_id} is unloaded: {freed} are free again", model=model_id)
         # What another load reads meanwhile, or a caller that is cut off holds on to, is no leak.
         quiet = not self._loads and not leases
         if quiet and gone.before - gone.after < nbytes:
-            log.warning("of the weights of %s, %s bytes, not all came back", model_id, nbytes)
+            whole = gigabytes(nbytes)
+            log.warning("of the weights of %s, %s, not all came back", model_id, whole)
         return gone
 
     def _clear_prefixes_on_mlx(self, model_id: str | None) -> dict[str, int]:

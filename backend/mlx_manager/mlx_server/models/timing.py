@@ -1,4 +1,8 @@
-"""Which form of the weights is fastest: one product of a typical layer, timed in each."""
+"""Which form of the weights is fastest: one product of a typical layer, timed in each.
+
+On a CPU what is timed lies where a step will find it: in the caches if they hold all of a model's
+weights, and otherwise in memory, which may take ten times as long.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf, prod
-from time import perf_counter
+from time import perf_counter, process_time
 
 import mlx.core as mx
 from mlx import nn
@@ -18,9 +22,11 @@ from mlx_manager.mlx_server.models.weights import (
     activation_dtype,
     computed,
     converted,
+    default_device,
     elements,
 )
-from mlx_manager.mlx_server.utils.steps import TURN, Steps
+from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
+from mlx_manager.mlx_server.utils.steps import TURN, Steps, in_turns
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)
@@ -37,6 +43,14 @@ ROUNDS = 2
 """In which every form has its turn, since what else the machine does outlasts a form's turn."""
 SAMPLES, ENOUGH = 3, 0.002
 """A product is timed so many times, and so many seconds in all, at least."""
+ALIKE, MOST_SAMPLES = 1.05, 12
+"""The least time is believed once another is as little, but for a twentieth, or after so many: what
+else a busy machine does lengthens single ones."""
+FLUSHED, LEAST_FLUSHED, MOST_FLUSHED = 2, 2**26, 2**29
+"""Times the last-level cache that are read to empty it, and bytes at least and at most: a virtual
+machine may be told a size that is not its own."""
+FLUSHED_AT_ONCE = 2**24
+"""Bytes, which take a millisecond or two."""
 AT_ONCE = 0.001
 """Seconds of products that are timed together, as a step has many: to wake the thread that computes
 may take 0.1 ms, ten times a small product."""
@@ -54,6 +68,7 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
     # The likely winner first, so that the slow forms are found hopeless.
     likely = sorted(forms, key=lambda form: (form.dense, form.wide), reverse=True)
     samples = {form: converted(sample_of(layer, device), form) for form in likely}
+    flush = CacheFlush(last_level_cache())
     times: dict[Form, dict[int, float]] = {form: {} for form in likely}
     for _ in range(ROUNDS):
         for form, sample in samples.items():
@@ -61,7 +76,8 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
             for rows in ROWS:
                 if rows != ROWS[0] and is_hopeless(form, times):
                     break
-                taken = yield from seconds([sample], rows, dtype)
+                cold = flush.before(form.nbytes) if device == "cpu" else None
+                taken = yield from seconds([sample], rows, dtype, cold)
                 times[form][rows] = min(taken, times[form].get(rows, inf))
     best = min(times, key=lambda form: prod(times[form].get(rows, inf) for rows in ROWS))
     figures = ", ".join(
@@ -109,8 +125,39 @@ def part_of(layer: nn.Module, cut: tuple[slice, ...]) -> nn.Module:
     return part
 
 
-def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[float]:
-    """The least time of products with `layers`, which are alike, and `rows` rows of activations."""
+class CacheFlush:
+    """Empties a CPU's caches of weights by reading something else. cache: bytes of the largest."""
+
+    def __init__(self, cache: int) -> None:
+        self._cache = cache
+        self.nbytes = min(max(FLUSHED * cache, LEAST_FLUSHED), MOST_FLUSHED)
+        self._parts: list[mx.array] = []
+
+    def before(self, nbytes: int) -> CacheFlush | None:
+        """Itself if steps that go through weights of `nbytes` find none in the caches."""
+        return self if nbytes > self._cache else None
+
+    def __call__(self) -> Steps[None]:
+        if not self._parts:
+            shape = FLUSHED_AT_ONCE // 4096, 1024
+            self._parts = [mx.ones(shape) for _ in range(-(-self.nbytes // FLUSHED_AT_ONCE))]
+            yield from computed(self._parts)
+        # By the thread that computes the products: some caches are a core's own. Sums of columns
+        # are the fastest that MLX reads.
+        yield from in_turns(map(_read, self._parts))
+
+
+def _read(array: mx.array) -> None:
+    mx.eval(array.sum(axis=0))
+
+
+def seconds(
+    layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype, flush: CacheFlush | None = None
+) -> Steps[float]:
+    """The least time of products with `layers`, which are alike, and `rows` rows of activations.
+
+    flush: before each time that is taken.
+    """
     layer = layers[0]
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
     # A decode step's shape: the CUDA kernel for quantised weights takes each row alone there.
@@ -134,20 +181,43 @@ def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[fl
     def products(times: int) -> None:
         mx.eval([layer(*arguments, **how) for _ in range(times) for layer in layers])
 
-    alone = yield from least_seconds(partial(products, 1))
-    times = int(AT_ONCE / alone)
+    alone = yield from least_seconds(partial(products, 1), flush)
+    times = 1 if flush else int(AT_ONCE / alone)
     return (yield from least_seconds(partial(products, times))) / times if times > 1 else alone
 
 
-def least_seconds(work: Callable[[], object]) -> Steps[float]:
+def least_seconds(work: Callable[[], object], flush: CacheFlush | None = None) -> Steps[float]:
     """Of several times that `work` is done, with pauses."""
+    taken_by = cpu_seconds if default_device() == "cpu" else wall_seconds
     taken: list[float] = []
     turn = 0
-    while len(taken) < SAMPLES or sum(taken) < ENOUGH:
-        start = perf_counter()
-        work()
-        taken.append(perf_counter() - start)
+    while not is_believed(taken):
+        if flush is not None:
+            yield from flush()
+        taken.append(taken_by(work))
         if sum(taken[turn:]) > TURN:
             turn = len(taken)
             yield None
     return min(taken)
+
+
+def wall_seconds(work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """What the work takes where no other program has the CPU: the time that this program had it,
+    unless several threads had it at once."""
+    start = process_time()
+    whole = wall_seconds(work)
+    return min(whole, process_time() - start)
+
+
+def is_believed(taken: Sequence[float]) -> bool:
+    """Whether the least of these seconds is what the work takes on a machine that does no other."""
+    if len(taken) < SAMPLES or sum(taken) < ENOUGH:
+        return False
+    least, second, *_ = sorted(taken)
+    return second <= ALIKE * least or len(taken) >= MOST_SAMPLES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -37,6 +37,17 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
         "cache": mx.get_cache_memory(),
         "limit": mx.get_memory_limit() - room,
     }
+
+
+def gigabytes(nbytes: int) -> str:
+    """`6.72 GB`: powers of 1000, as files are counted, in one unit for all sizes of a line."""
+    return f"{nbytes / 1e9:,.2f} GB"
+
+
+def in_words(usage: Mapping[str, int]) -> str:
+    """What `get_memory_usage` has found, for the log."""
+    active, peak, cache = (gigabytes(usage[name]) for name in ("active", "peak", "cache"))
+    return f"memory: {active} active, {peak} peak, {cache} cache"
 
 
 def set_memory_limit(nbytes: int) -> Callable[[], None]:
@@ -87,7 +98,8 @@ def default_limit() -> int:
     """The limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
-        log.info("of the device's %s bytes %s are in use already", f"{total:,}", f"{others:,}")
+        used, whole = gigabytes(others), gigabytes(total)
+        log.info("of the device's %s other programs use %s already", whole, used)
     return max(0, int(LIMIT_SHARE * total) - others)
 
 
@@ -174,6 +186,7 @@ class Ledger:
     ) -> None:
         self.limit = limit
         self.room = 0
+        self._peak = 0
         self._lent = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
@@ -257,13 +270,27 @@ class Ledger:
             if not nbytes:
                 del self._lines[line]
 
+    def usage(self) -> dict[str, int]:
+        """`get_memory_usage`, less what takes no memory, now and when the most was in use."""
+        usage = get_memory_usage(self.room)
+        return usage | {"peak": max(self._peak, usage["peak"], usage["active"])}
+
+    def note_peak(self) -> None:
+        """Keep the peak so far: of MLX's nobody can tell what was `room` once that has changed.
+
+        To be called before arrays are made or freed that `allow_for` is told of.
+        """
+        self._peak = self.usage()["peak"]
+
     def allow_for(self, nbytes: int) -> None:
         """MLX counts so much more (less, if negative) that takes no memory; its limit follows.
 
         Over its limit it computes one operation at a time, which takes a CPU twice as long.
         """
-        self.room += nbytes
-        _move_limit(nbytes)
+        if nbytes:
+            self.room += nbytes
+            _move_limit(nbytes)
+            mx.reset_peak_memory()
 
     def heed(self, error: Exception) -> bool:
         """Promise no more from now on than the device has, if `error` says that it had no more.

@@ -54,17 +54,6 @@ async def test_a_mixed_crowd_draws_what_each_draws_alone(llama: Path) -> None:
         await nothing_left(rig)
 
 
-async def test_a_stop_token_ends_the_row_and_is_counted_but_not_shown(llama: Path) -> None:
-    async with Rig(llama) as rig:
-        drawn = await reference(rig, prompt(9))
-        place = next(i for i in range(3, 16) if drawn[i] not in drawn[:i])
-        row = rig.submit(prompt(9), stop_ids=frozenset({drawn[place]}))
-        finished = await row.finished()
-        assert row.tokens == drawn[:place]
-        assert finished.reason == "stop"
-        assert finished.usage.completion_tokens == place + 1
-
-
 async def test_a_stop_string_in_what_was_held_back_to_the_limit_ends_the_row(llama: Path) -> None:
     async with Rig(llama) as rig:
         shown = await rig.submit(prompt(9)).events()
@@ -78,15 +67,6 @@ async def test_a_stop_string_in_what_was_held_back_to_the_limit_ends_the_row(lla
         assert isinstance(finished, Finished)
         assert said == text[: text.index(stop)]
         assert (finished.reason, finished.stop_sequence) == ("stop", stop)
-
-
-async def test_min_tokens_forbids_the_stop_token_before_them(llama: Path) -> None:
-    async with Rig(llama) as rig:
-        drawn = await reference(rig, prompt(9))
-        row = rig.submit(prompt(9), stop_ids=frozenset(drawn), min_tokens=12)
-        await row.finished()
-        assert len(row.tokens) >= 12
-        assert not set(row.tokens[:12]) & set(drawn)
 
 
 async def test_a_shared_prefix_is_computed_once_and_changes_nothing(llama: Path) -> None:

@@ -58,6 +58,29 @@ def test_a_model_that_is_laid_out_computes_the_same_in_the_same_bytes(tmp_path: 
     assert nbytes(model) == stored
 
 
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (2**30, "from the caches, which hold 1,024 MiB"),
+        (2**20, "from memory; the caches hold 1 MiB"),
+    ],
+)
+def test_the_layout_says_how_weights_lie_and_whence_they_were_timed(
+    tmp_path: Path, cache: int, said: str
+):
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    make_tiny_model(tmp_path / "m", "llama", dtype=mx.float32, **sizes)
+    model = load_model(tmp_path / "m", lazy=True)[0]
+    layout = finish(lay_out(model, cache))
+    modules = [module for _, module in model.named_modules()]
+    assert layout.blocks == sum(isinstance(module, BlockedLinear) for module in modules)
+    assert layout.blocks + layout.columns + layout.rows == sum(
+        isinstance(module, nn.Linear) for module in modules
+    )
+    assert str(layout).startswith(f"of {7 * len(model.layers) + 1} products in float32 ")
+    assert str(layout).endswith(f"as stored (timed {said})")
+
+
 EXPERTS = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_adapters, load_model
-from tiny_models import EOS_ID, EOT_ID, make_tiny_adapter, make_tiny_model
+from tiny_models import make_tiny_adapter, make_tiny_model
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
 from mlx_manager.mlx_server.models.loading import load, loading
 from mlx_manager.mlx_server.models.settings import Recipe
+from mlx_manager.mlx_server.models.weights import default_device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.steps import advance
 
@@ -47,6 +48,14 @@ def test_model_comes_with_tokenizer_adapter_and_measured_size(tmp_path: Path):
     prompt = mx.array([loaded.tokenizer.encode("hi")])
     assert loaded.model(prompt).shape == (1, 3, len(loaded.tokenizer))
     assert loaded.adapter.get_stop_tokens(loaded.tokenizer)
+
+
+@pytest.mark.skipif(default_device() != "cpu", reason="the layout is a CPU's")
+def test_the_log_says_how_the_weights_of_a_model_lie(tmp_path: Path, caplog):
+    with caplog.at_level("INFO"):
+        load(source(make_tiny_model(tmp_path / "m")), PoolLimits(), Ledger(PLENTY))
+    [line] = [line for line in caplog.messages if "by columns" in line]
+    assert line.startswith("m: of ")
 
 
 def test_converted_model_stands_in_the_ledger_with_its_new_size(tmp_path: Path):
@@ -181,13 +190,6 @@ def test_abandoned_load_gives_its_memory_back(tmp_path: Path):
         advance(steps)
     steps.close()
     assert "weights:m" not in ledger.figures()
-
-
-def test_the_ends_of_both_configs_stop_a_model(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "m", "llama", eos_token_id=EOS_ID)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOT_ID, 65]}))
-    loaded = load(source(folder), PoolLimits(weights="keep"), Ledger(1 << 30))
-    assert {EOS_ID, EOT_ID, 65} <= set(loaded.adapter.get_stop_tokens(loaded.tokenizer))
 
 
 TOKENS = mx.array([[256, 104, 101, 108, 108, 111]])

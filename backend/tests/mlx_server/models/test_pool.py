@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -190,6 +191,24 @@ async def test_no_idle_model_goes_for_weights_that_leave_their_steps_no_memory(t
         with pytest.raises(OutOfMemory, match=said):
             await pool.get_model("c")
         assert await states(pool) == {"a": "loaded", "c": "loadable"}
+
+
+async def test_the_log_tells_what_memory_starts_loads_and_unloads_leave(
+    models_dir: Path, caplog: pytest.LogCaptureFixture
+):
+    memory_now = r"; memory: \d+\.\d\d GB active, \d+\.\d\d GB peak, \d+\.\d\d GB cache"
+    with caplog.at_level("INFO", pool_module.log.name):
+        async with open_pool(models_dir) as pool:
+            nbytes = (await pool.get_model("b")).loaded.nbytes
+            await pool.unload("b")
+    started, loaded, unloaded = (record for record in caplog.records if "memory" in record.message)
+    assert re.fullmatch("ready to load models" + memory_now, started.message)
+    weights = r"b is loaded in \d+\.\d s: \d+\.\d\d GB of weights, \w+ \(.*\)"
+    assert re.fullmatch(weights + memory_now, loaded.message)
+    assert re.fullmatch(r"b is unloaded: \d\.\d\d GB are free again" + memory_now, unloaded.message)
+    assert (loaded.facts["model"], loaded.facts["weights_bytes"]) == ("b", nbytes)
+    assert loaded.facts["memory_active_bytes"] >= nbytes + unloaded.facts["memory_active_bytes"]
+    assert loaded.facts["seconds"] > 0
 
 
 async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,15 @@ from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.models import timing
-from mlx_manager.mlx_server.models.timing import fastest, sample_of, typical_layer
+from mlx_manager.mlx_server.models.timing import (
+    CacheFlush,
+    cpu_seconds,
+    fastest,
+    is_believed,
+    sample_of,
+    seconds,
+    typical_layer,
+)
 from mlx_manager.mlx_server.models.weights import Form, default_device, forms_of
 from mlx_manager.mlx_server.utils.steps import Steps, finish
 
@@ -30,7 +39,9 @@ def times_by_turn(*milliseconds: float) -> Any:
     """In place of `seconds`: what each product takes, in the order in which they are timed."""
     left = iter(milliseconds)
 
-    def seconds(layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype) -> Steps[float]:
+    def seconds(
+        layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype, flush: CacheFlush | None = None
+    ) -> Steps[float]:
         yield None
         return 0.001 * next(left)
 
@@ -91,3 +102,46 @@ def test_sample_of_a_large_layer_is_small_on_a_cpu():
     assert sample.bias.shape == (256,)
     assert sample(mx.ones((2, 4096))).shape == (2, 256)
     assert layer.weight.shape == sample_of(layer, "cuda").weight.shape == (4096, 512)
+
+
+MIB = 2**20
+
+
+def test_weights_that_the_caches_hold_are_timed_from_them_and_others_from_memory():
+    flush = CacheFlush(32 * MIB)
+    assert flush.before(32 * MIB) is None
+    assert flush.before(32 * MIB + 1) is flush
+
+
+@pytest.mark.parametrize(
+    ("cache", "read"), [(MIB, 64 * MIB), (96 * MIB, 192 * MIB), (2**34, 512 * MIB)]
+)
+def test_caches_are_emptied_by_twice_what_they_hold_within_bounds(cache: int, read: int):
+    assert CacheFlush(cache).nbytes == read
+
+
+class CountedFlush(CacheFlush):
+    times = 0
+
+    def __call__(self) -> Steps[None]:
+        self.times += 1
+        yield from super().__call__()
+
+
+def test_the_caches_are_emptied_before_each_time_that_is_taken():
+    flush = CountedFlush(MIB)
+    assert finish(seconds([nn.Linear(512, 512)], 1, mx.float32, flush)) > 0
+    assert timing.SAMPLES <= flush.times <= timing.MOST_SAMPLES
+
+
+def test_a_time_is_believed_once_it_was_met_twice():
+    assert not is_believed([])
+    assert not is_believed([0.001, 0.002])
+    assert not is_believed([0.001, 0.002, 0.004])
+    assert is_believed([0.001, 0.002, 0.004, 0.00104])
+    assert not is_believed([0.0001, 0.0001, 0.0001])
+    assert is_believed([0.001 * 1.2**place for place in range(timing.MOST_SAMPLES)])
+
+
+def test_time_in_which_a_program_waits_is_none_that_its_work_takes():
+    assert cpu_seconds(lambda: sleep(0.2)) < 0.1

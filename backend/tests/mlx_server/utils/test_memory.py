@@ -35,6 +35,29 @@ def test_a_limit_that_was_set_can_be_undone():
     assert memory.get_memory_usage()["limit"] == before
 
 
+def test_what_took_no_memory_is_no_part_of_the_peak_once_it_is_gone():
+    ledger = empty_cache_ledger(10**9)
+    mx.reset_peak_memory()
+    ledger.note_peak()
+    in_use = ledger.usage()["active"]
+    taken = mx.ones(250_000)
+    mx.eval(taken)
+    del taken
+    ledger.note_peak()
+    room = mx.zeros(25_000_000)
+    mx.eval(room)
+    ledger.allow_for(room.nbytes)
+    # MLX rounds sizes up.
+    peak = pytest.approx(in_use + 10**6, abs=1000)
+    assert ledger.usage()["peak"] == peak
+    ledger.note_peak()
+    del room
+    ledger.allow_for(-100_000_000)
+    usage = ledger.usage()
+    assert usage["peak"] == peak
+    assert usage["active"] < in_use + 10**5
+
+
 def test_what_takes_no_memory_is_not_counted_and_leaves_mlx_as_far_from_its_limit():
     ledger = empty_cache_ledger(1000)
     before = memory.get_memory_usage()

@@ -1,4 +1,8 @@
-"""The routes that OpenAI's and Anthropic's clients know."""
+"""The routes that OpenAI's and Anthropic's clients know.
+
+Each module's router has whole paths: a router that includes others has no routes of its own to
+list, and whoever looks through `v1_router.routes` wants to see what is served.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,17 @@ from mlx_manager.mlx_server.api.v1 import (
     tokens,
 )
 
-v1_router = APIRouter(prefix="/v1", tags=["openai"])
-v1_router.include_router(chat.router)
-v1_router.include_router(completions.router)
-v1_router.include_router(embeddings.router)
-v1_router.include_router(messages.router)
-v1_router.include_router(models.router)
-v1_router.include_router(rerank.router)
-v1_router.include_router(responses.router)
-v1_router.include_router(tokens.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    embeddings.router,
+    messages.router,
+    models.router,
+    rerank.router,
+    responses.router,
+    tokens.router,
+)
+
+v1_router = APIRouter(routes=[route for router in ROUTERS for route in router.routes])
+unversioned_router = APIRouter(routes=[*rerank.unversioned.routes, *tokens.unversioned.routes])
+"""What clients ask for under other paths as well."""

@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     CompletionResponse,
 )
 
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 
 @router.post(

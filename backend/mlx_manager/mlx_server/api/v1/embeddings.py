@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from mlx_manager.mlx_server.services.embeddings import embed
 
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 
 @router.post(

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     TokenCount,
 )
 
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 
 @router.post(

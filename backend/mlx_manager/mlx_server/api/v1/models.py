@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.services.inference import ModelPool
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus
 
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 FOR_METRICS = frozenset({"host_time", "token_gaps"})
 """Distributions, which `/metrics` shows as histograms."""

@@ -18,9 +18,13 @@ from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.schemas.embeddings import RerankRequest, RerankResponse
 from mlx_manager.mlx_server.services.embeddings import rank
 
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
+unversioned = APIRouter(include_in_schema=False)
+"""The same routes by the paths that Cohere's and Jina's clients put together."""
 
 
+@unversioned.post("/rerank")
+@unversioned.post("/v2/rerank")
 @router.post(
     "/rerank",
     openapi_extra=takes(RerankRequest),

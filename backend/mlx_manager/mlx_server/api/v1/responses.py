@@ -31,7 +31,7 @@ from mlx_manager.mlx_server.schemas.responses import (
 from mlx_manager.mlx_server.services.response_store import StoredResponse, saving
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+router = APIRouter(prefix="/v1", tags=["openai"])
 
 
 @router.post(

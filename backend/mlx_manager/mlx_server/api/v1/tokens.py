@@ -29,7 +29,9 @@ from mlx_manager.mlx_server.schemas.wire import Timed
 from mlx_manager.mlx_server.services.inference import TokenBackend
 
 T = TypeVar("T")
-router = APIRouter(tags=["tokens"])
+router = APIRouter(prefix="/v1", tags=["openai", "tokens"])
+unversioned = APIRouter(include_in_schema=False)
+"""The same routes without the `/v1`, as vLLM has them."""
 
 
 async def ask(
@@ -52,6 +54,7 @@ def overlaid(request: Request, model: str | None, prompt: Prompt) -> Prompt:
     return pool.overlay(pool.resolve(model)).prompt(prompt)
 
 
+@unversioned.post("/tokenize")
 @router.post(
     "/tokenize",
     openapi_extra=takes(TokenizeRequest),
@@ -71,6 +74,7 @@ async def tokenize(request: Request) -> Response:
     return LargeResponse(await ask(request, body.model, answer, body), unknown_header(body))
 
 
+@unversioned.post("/detokenize")
 @router.post(
     "/detokenize",
     openapi_extra=takes(DetokenizeRequest),
@@ -83,6 +87,7 @@ async def detokenize(request: Request) -> Response:
     return LargeResponse(told(text), unknown_header(body))
 
 
+@unversioned.post("/apply-template")
 @router.post(
     "/apply-template",
     openapi_extra=takes(PromptRequest),
@@ -97,6 +102,7 @@ async def apply_template(request: Request) -> Response:
     return LargeResponse(told(text), unknown_header(body))
 
 
+@unversioned.get("/tokenizer_info")
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfoResponse:
     """A model's special tokens and chat template, for clients that make prompts themselves."""

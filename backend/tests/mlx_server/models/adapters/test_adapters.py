@@ -18,10 +18,10 @@ from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters import (
     DefaultAdapter,
     LlamaAdapter,
+    detect_model_family,
     get_adapter,
 )
 from mlx_manager.mlx_server.models.adapters.answer import answer_edges, region_of
-from mlx_manager.mlx_server.models.family import detect_model_family
 
 
 @pytest.mark.parametrize(
@@ -70,44 +70,6 @@ def test_a_family_is_found_by_name(name: str, family: str) -> None:
 def test_the_config_decides_before_the_name(model_type: str, family: str) -> None:
     assert detect_model_family({"model_type": model_type}) == family
     assert get_adapter({"model_type": model_type}, "my/Llama-like").family == family
-
-
-def vocabulary(**tokens: int) -> SimpleNamespace:
-    asked: list[str] = []
-
-    def convert_tokens_to_ids(name: str) -> int | None:
-        asked.append(name)
-        return tokens.get(name.strip("<|>"))
-
-    return SimpleNamespace(
-        eos_token_id=128001, convert_tokens_to_ids=convert_tokens_to_ids, asked=asked
-    )
-
-
-def test_llama_stops_at_the_end_of_a_turn_too() -> None:
-    tokenizer = vocabulary(eot_id=128009)
-    assert LlamaAdapter().get_stop_tokens(tokenizer) == [128001, 128009]
-    assert tokenizer.asked[-1] == "<|eot_id|>"
-
-
-def test_llama_stops_where_it_awaits_a_tool_if_it_has_a_token_for_that() -> None:
-    tokenizer = vocabulary(eot_id=128009, eom_id=128008)
-    assert set(LlamaAdapter().get_stop_tokens(tokenizer)) == {128001, 128008, 128009}
-    assert tokenizer.asked[-1] == "<|eot_id|>"
-
-
-def test_a_tokenizer_without_the_family_tokens_has_its_own_eos() -> None:
-    assert LlamaAdapter().get_stop_tokens(vocabulary()) == [128001]
-    unknown = SimpleNamespace(eos_token_id=2, unk_token_id=0, convert_tokens_to_ids=lambda name: 0)
-    assert LlamaAdapter().get_stop_tokens(unknown) == [2]
-
-
-def test_stop_tokens_are_the_union_of_all_that_name_one() -> None:
-    tokenizer = vocabulary(eot_id=9)
-    tokenizer.eos_token_ids = {128001, 5}
-    adapter = LlamaAdapter({"eos_token_id": [7, 5]})
-    assert set(adapter.get_stop_tokens(tokenizer)) == {128001, 5, 7, 9}
-    assert len(adapter.get_stop_tokens(tokenizer)) == 4
 
 
 def test_the_template_text_comes_from_the_tokenizer() -> None:
