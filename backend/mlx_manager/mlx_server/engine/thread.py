@@ -137,12 +137,14 @@ class MLXThread:
         return 0.0 if progress is None else self._clock() - progress
 
     def start(self) -> None:
-        record_whole_steps()
         keep_kernels()
         answer_mlx()
-        import mlx.core as mx
+        from mlx_manager.mlx_server.utils import devices
 
-        if mx.default_device() == mx.cpu:
+        device = devices.current()
+        if device.records_steps:
+            record_whole_steps()
+        if device.kind == "cpu":
             keep_cpu_kernels()
             keep_freed_memory()
         self._thread.start()

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
@@ -147,7 +148,11 @@ def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expans
 
 
 class KernelSet:
-    """The kernels of one model: layers of the same shape share them."""
+    """The kernels of one model: layers of the same shape share them.
+
+    Attributes:
+        order: of their launches, those of all layers.
+    """
 
     def __init__(
         self,
@@ -158,6 +163,7 @@ class KernelSet:
         self._build = build
         self._build_chunks = build_chunks
         self._build_writer = build_writer
+        self.order = LaunchOrder()
         self._writers: dict[Pools, Writer | Unsupported] = {}
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
         self._chunks: dict[AttentionShape, ChunkKernels | Unsupported] = {}
