@@ -806,9 +806,11 @@ class TextEngine:
         return fewer if self._grants(fewer, urgent=urgent) else 0
 
     def _usual_growth(self) -> int:
-        """Half of what there is, within the device's limits. Where steps are compiled, each new
-        size of the pool costs a compilation."""
-        device = self._device if self._forward.horizon else devices.CPU
+        """Half of what there is, within the device's limits; those of a GPU with memory of its own
+        are for steps that are compiled, as each new size of the pool costs a compilation."""
+        device = self._device
+        if device.growth_part and not self._forward.horizon:
+            device = devices.CPU
         least, most = device.growth
         part = 0.0
         if device.growth_part:

@@ -86,8 +86,17 @@ class LateGPU:
         """Have MLX queue, wait and read as on this GPU."""
         for name in ("eval", "async_eval", "synchronize"):
             patch.setattr(mx, name, getattr(self, name))
-        patch.setattr(Letter, "read", lambda letter: self.read(letter))
-        patch.setattr(LaunchOrder, "then", lambda order, result: self.then(order, result))
+
+        def read(letter: Letter) -> list[int]:
+            self.eval(letter.sent)
+            return real_read(letter)
+
+        def then(order: LaunchOrder, result: mx.array) -> None:
+            self.know(result, self.before([result]))
+            real_then(order, result)
+
+        patch.setattr(Letter, "read", read)
+        patch.setattr(LaunchOrder, "then", then)
 
     # -- what comes after what -----------------------------------------------------------------
 
@@ -148,16 +157,6 @@ class LateGPU:
     def synchronize(self, *stream: mx.Stream) -> None:
         self._run(self.put_off)
         real_synchronize(*stream)
-
-    def read(self, letter: Letter) -> list[int]:
-        """As `Letter.read`."""
-        self.eval(letter.sent)
-        return real_read(letter)
-
-    def then(self, order: LaunchOrder, result: mx.array) -> None:
-        """As `LaunchOrder.then`."""
-        self.know(result, self.before([result]))
-        real_then(order, result)
 
     def _run(self, names: Iterable[str]) -> None:
         for name in self._in_order(names):
