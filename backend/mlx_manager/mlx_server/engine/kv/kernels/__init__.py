@@ -64,19 +64,22 @@ BuildWriter = Callable[[Pools], Writer | Unsupported]
 BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+"""Head sizes that every device's kernels serve."""
 # Of a block on Apple GPUs.
 MOST_THREADS = 1024
 
 
 def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
-    if shape.head_dim not in HEAD_DIMS:
-        return Unsupported(f"head size {shape.head_dim}: the kernels serve {HEAD_DIMS}")
+    on_metal = mx.metal.is_available()
+    served = metal.HEAD_DIMS if on_metal else HEAD_DIMS
+    if shape.head_dim not in served:
+        return Unsupported(f"head size {shape.head_dim}: the kernels serve {served}")
     if shape.page_size % TILE:
         return Unsupported(f"page size {shape.page_size} is no multiple of {TILE}")
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
-    return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
+    return metal.build(shape) if on_metal else cuda.build(shape)
 
 
 def build_writer(of: Pools) -> Writer | Unsupported:
