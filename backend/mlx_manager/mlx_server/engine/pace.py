@@ -154,7 +154,8 @@ class Pace:
             most = min(tokens, limits.first - load.tokens)
         elif limits.seconds < inf:
             left = limits.seconds - self._alone_time(load)
-            most = self._within(left, load, before, tokens)
+            bold = max(int(BOLDNESS * self._tried) - load.tokens, 0)
+            most = self._within(left, load, before, min(tokens, bold))
         else:
             most = tokens
         if limits.seen < inf:
