@@ -238,6 +238,8 @@ class TextEngine:
         least = min(device.least_chunk, most)
         self._pace = Pace(most, least, self._forward.grain, self._size.limits)
         self._under_way: Step | None = None
+        # The step whose tokens are waited for.
+        self._awaited: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
         # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
@@ -524,8 +526,9 @@ class TextEngine:
         """
         if step is None or step.read:
             return False
-        asked = self._clock()
+        asked, self._awaited = self._clock(), step
         tokens = step.letter.read()
+        self._awaited = None
         now = self._clock()
         self._waited += now - asked
         self._observe(step, now)
@@ -747,7 +750,8 @@ class TextEngine:
         would fail again."""
         if not self._device.halves_failed:
             return
-        failed = [step.load.tokens for step in (self._under_way, self._undrawn) if step is not None]
+        steps = (self._awaited, self._under_way, self._undrawn)
+        failed = [step.load.tokens for step in steps if step is not None]
         tokens = min(max(failed, default=0), self._most_tokens)
         if tokens > FEWEST:
             self._most_tokens = max(tokens // 2, FEWEST)
