@@ -95,7 +95,7 @@ class Decode:
 
     def after(self, order: LaunchOrder) -> Decode:
         """The same rows, in a step that comes after what came before."""
-        return replace(self, tokens=order.after(self.tokens))
+        return self if order.kept else replace(self, tokens=order.after(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)

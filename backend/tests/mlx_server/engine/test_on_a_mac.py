@@ -12,10 +12,20 @@ import mlx.core as mx
 import pytest
 from engine.portable import Portable, PortableWriter, plainly
 from engine.rig import HandRig, Row, alone, prompt
+from mlx import nn
 
 from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode
+from mlx_manager.mlx_server.engine.forward import (
+    AloneForward,
+    Chunk,
+    Decode,
+    Forward,
+    RaggedForward,
+    SeparateForward,
+)
 from mlx_manager.mlx_server.engine.fused import forward as forwards
+from mlx_manager.mlx_server.engine.kv.attention import Reading
+from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
 from mlx_manager.mlx_server.engine.letter import Letter
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.utils import devices
@@ -71,10 +81,27 @@ async def fails(row: Row) -> bool:
     return False
 
 
+def ragged(model: nn.Module, size: int) -> Forward:
+    return RaggedForward(model, size, Reading.PAGES, kernels(), plainly)
+
+
+def separate(model: nn.Module, size: int) -> Forward:
+    return SeparateForward(model, size, Reading.GATHERED, kernels(), plainly)
+
+
+def by_itself(model: nn.Module, size: int) -> Forward:
+    return AloneForward(model)
+
+
+def kernels() -> KernelSet:
+    return KernelSet(Portable, build_writer=PortableWriter)
+
+
+@pytest.mark.parametrize("way", [on_kernels, choose, ragged, separate, by_itself])
 async def test_a_prompt_begins_with_few_tokens_until_it_is_known_what_they_cost(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch, way
 ):
-    async with HandRig(llama, choose=on_kernels, max_rows=4) as rig:
+    async with HandRig(llama, choose=way, prefill_chunk=2048) as rig:
         ran = Ran(rig, monkeypatch)
         rig.submit(prompt(900), 2)
         rig.run()
