@@ -37,8 +37,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("allow_download", "trust_remote_code"),
     ),
     "Memory and speed": (
-        *("memory_limit_gb", "max_models", "model_ttl_seconds", "weights", "max_rows"),
-        *("max_waiting", "page_size", "prefill_chunk", "prefix_cache"),
+        *("memory_limit_gb", "max_models", "model_ttl_seconds", "weights", "wire_weights"),
+        *("max_rows", "max_waiting", "page_size", "prefill_chunk", "prefix_cache"),
     ),
     "Requests and answers": (
         *("max_headers_kb", "max_body_mb", "max_messages", "max_parts", "max_images"),
@@ -75,7 +75,8 @@ BESIDES: Mapping[str, str] = {
     "unless set",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; 4000 unless set",
     "MLX_MAX_OPS_PER_BUFFER": "There: most operations in a recording; 1000 unless set, and "
-    "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one",
+    "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one. On a Mac MLX's own 40 or 50, since "
+    "macOS ends a recording that takes seconds",
     "MLX_PTX_CACHE_DIR": "There: the folder of MLX's own compiled kernels; "
     "`~/.cache/mlx-manager/kernels` unless set",
     "HF_HOME": "Where Hugging Face's cache is",

@@ -40,7 +40,7 @@ MAY_IMPORT = {
 }
 """Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
 
-MLX_ROOMS = ("engine/", "models/", "utils/memory.py")
+MLX_ROOMS = ("engine/", "models/", "utils/devices.py", "utils/memory.py")
 FASTAPI_ROOMS = ("api/", "main.py")
 CATCH_ALL = ("api/errors.py", "engine/thread.py")
 LONGEST_FUNCTION = 60

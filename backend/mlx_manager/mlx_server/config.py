@@ -48,6 +48,7 @@ class PoolLimits:
     """How many models stay loaded and how many bytes everything may take (None: ask the device).
 
     ttl: seconds without use after which a model is unloaded, unless its own settings say otherwise.
+    wire_weights: whether macOS is to keep as many bytes in memory as the weights have.
     """
 
     max_models: int = 4
@@ -55,6 +56,7 @@ class PoolLimits:
     memory_limit: int | None = None
     weights: Literal["auto", "keep", "dequantize"] = "auto"
     trust_remote_code: bool = False
+    wire_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,10 @@ class MLXServerSettings(BaseSettings):
     weights: Literal["auto", "keep", "dequantize"] = Field(
         "auto", description="Form of the weights in memory: fastest that fits, as stored, or dense"
     )
+    wire_weights: bool = Field(
+        False,
+        description="On a Mac: never page the weights out; macOS may panic, see docs/operations.md",
+    )
     trust_remote_code: bool = Field(
         False, description="Run Python code that a model repository ships"
     )
@@ -451,7 +457,14 @@ class MLXServerSettings(BaseSettings):
     def pool(self) -> PoolLimits:
         limit = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 2**30)
         ttl = math.inf if self.model_ttl_seconds is None else self.model_ttl_seconds
-        return PoolLimits(self.max_models, ttl, limit, self.weights, self.trust_remote_code)
+        return PoolLimits(
+            self.max_models,
+            ttl,
+            limit,
+            self.weights,
+            self.trust_remote_code,
+            self.wire_weights,
+        )
 
     @cached_property
     def catalog(self) -> CatalogSources:

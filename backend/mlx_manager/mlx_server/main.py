@@ -81,6 +81,8 @@ log = logging.getLogger(__name__)
 
 STALLED = 70
 """Exit code (EX_SOFTWARE) when the MLX thread hangs in native code: to be started again."""
+LOST_GPU = 69
+"""Exit code (EX_UNAVAILABLE) when the GPU takes no more work from this process: likewise."""
 
 BODIES: list[type[BaseModel]] = [
     ClearRequest,
@@ -243,18 +245,23 @@ async def guard(server: Server, thread: MLXThread | None) -> None:
     """Return when the thread has died; what it was working on has failed then.
 
     A thread that makes no progress is interrupted, which its engines survive. One that hangs in
-    native code can't be ended, and what it holds can't be freed: a new process is needed.
+    native code can't be ended, and what it holds can't be freed: a new process is needed. So it is
+    where the GPU ignores this one.
     """
     if thread is None:
         await asyncio.Event().wait()
         return
     limit = server.settings.watchdog_seconds
-    while await find_fault(thread, limit) is Fault.STALLED:
+    while (fault := await find_fault(thread, limit)) is not Fault.DEAD:
+        if fault is Fault.LOST_GPU:
+            server.fail(MLXThreadFailed("The GPU has failed. The request can be retried."))
+            server.lose(f"the GPU takes no more work: {thread.lost_gpu}", LOST_GPU)
+            await asyncio.Event().wait()
         stall = f"no step was done for {limit:g} s (MLX_SERVER_WATCHDOG_SECONDS)"
         log.error("%s: all running requests fail, and the engine starts over", stall)
         server.fail(MLXThreadFailed(f"The model got stuck: {stall}. The request can be retried."))
         if not await revive(thread, limit):
-            server.lost.set()
+            server.lose("the MLX thread hangs in native code", STALLED)
             await asyncio.Event().wait()
         if thread.alive:
             log.warning("the engine works again")
@@ -452,10 +459,10 @@ async def reread_settings(server: Server) -> None:
 async def end_lost(server: Server) -> None:
     """End the program once nothing else can help, when the clients have been told."""
     await server.lost.wait()
-    log.critical("the MLX thread hangs in native code; ending with %d, to be restarted", STALLED)
+    log.critical("%s; ending with %d, to be restarted", server.last_word, server.exit_code)
     await server.calls.ended(LAST_WORDS)
     await asyncio.sleep(LAST_WORDS / 10)
-    os._exit(STALLED)
+    os._exit(server.exit_code)
 
 
 async def announce(server: Server, listener: Listener) -> None:

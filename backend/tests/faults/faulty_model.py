@@ -11,7 +11,15 @@ from pathlib import Path
 from mlx_manager import demo_model
 
 SPELL = [11, 3000, 11, 2999, 11]
-RAISES, SPINS, HANGS, EXITS = 100, 101, 102, 103
+RAISES, SPINS, HANGS, EXITS, GPU_FAILS, GPU_IGNORES = range(100, 106)
+
+METAL = "[METAL] Command buffer execution failed: "
+TIMEOUT = f"{METAL}Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)."
+IGNORED = (
+    f"{METAL}Ignored (for causing prior/excessive GPU errors) "
+    "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)."
+)
+"""As MLX writes them."""
 
 SOURCE = f"""
 import time
@@ -40,6 +48,10 @@ class Embedding(nn.Embedding):
             time.sleep(86400)
         if how == {EXITS}:
             raise SystemExit
+        if how == {GPU_FAILS}:
+            raise RuntimeError("{TIMEOUT}")
+        if how == {GPU_IGNORES}:
+            raise RuntimeError("{IGNORED}")
 
 
 class Model(Llama):

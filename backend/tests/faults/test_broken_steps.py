@@ -11,12 +11,21 @@ from typing import Any
 import httpx
 import pytest
 from crowd import Crowd, question
-from faulty_model import EXITS, HANGS, RAISES, SPELL, SPINS, make_faulty_model
+from faulty_model import (
+    EXITS,
+    GPU_FAILS,
+    GPU_IGNORES,
+    HANGS,
+    RAISES,
+    SPELL,
+    SPINS,
+    make_faulty_model,
+)
 from live import LiveServer, live_server
 from thorough import slow
 
 from mlx_manager import demo_model
-from mlx_manager.mlx_server.main import STALLED
+from mlx_manager.mlx_server.main import LOST_GPU, STALLED
 
 CHAT = "/v1/chat/completions"
 WATCHDOG = 3
@@ -128,6 +137,24 @@ async def test_when_the_thread_dies_pins_and_the_settings_read_last_stay_in_forc
                 answer = await http.post("/v1/completions", json=asked)
                 assert (answer.status_code, answer.json()["model"]) == (200, "b")
     assert "the models' settings stay as they were" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("how", "times"), [(GPU_IGNORES, 1), (GPU_FAILS, 3)])
+async def test_a_gpu_that_takes_no_more_work_ends_the_server_for_the_service_manager(
+    tmp_path: Path, how: int, times: int
+):
+    model = make_faulty_model(tmp_path / "model")
+    with live_server(tmp_path / "log", model=model, trust_remote_code=True) as running:
+        async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
+            async with Crowd(http, 1000) as crowd:
+                for _ in range(times):
+                    failed = await cast(http, how)
+                    assert failed.json()["error"]["code"] == "generation_failed"
+            assert all(told.error["code"] == "generation_failed" for told in crowd.told)
+        assert await asyncio.to_thread(running.process.wait, 60) == LOST_GPU
+    [last] = [line for line in (tmp_path / "log").read_text().splitlines() if "restarted" in line]
+    assert "the GPU takes no more work" in last
+    assert f"ending with {LOST_GPU}" in last
 
 
 @slow

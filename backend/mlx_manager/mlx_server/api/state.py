@@ -53,7 +53,7 @@ class Server:
 
     calls: those under way. drain: begun when the server is to go out of service. failure: why the
     default model is missing. fault: what is wrong with the MLX thread. lost: set when nothing but
-    a new process can help.
+    a new process can help; see `lose`.
     """
 
     def __init__(self, settings: MLXServerSettings) -> None:
@@ -69,6 +69,8 @@ class Server:
         self.failure: MLXManagerError | None = None
         self.fault: MLXManagerError | None = None
         self.lost = asyncio.Event()
+        self.last_word = ""
+        self.exit_code = 1
         self.calls = Calls(self.refusal)
         self.drain = Drain(self.calls, settings.drain_seconds)
         self._pool: ModelPool | None = None
@@ -166,6 +168,11 @@ class Server:
         """End every call with `fault`, and take none until `recover` or `finish_start`."""
         self.fault = fault
         self.calls.interrupt(lambda: GenerationFailed(fault.message))
+
+    def lose(self, last_word: str, exit_code: int) -> None:
+        """Nothing but a new process can help; says why, and what this one ends with."""
+        self.last_word, self.exit_code = last_word, exit_code
+        self.lost.set()
 
     def recover(self) -> None:
         """The MLX thread works again, with the models it had."""

@@ -208,6 +208,7 @@ def _first_right(
             forward = yield from way
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", name, error)
+            built.order.forget()
             reasons.append(str(error))
             continue
         if isinstance(forward, RaggedForward) and forward.looks_ahead:
@@ -295,7 +296,7 @@ def _fused(
     decoder = yield from building
     if isinstance(decoder, Unsupported):
         raise NotApplicable(decoder.reason)
-    fused = FusedForward(decoder.stores(size, kernels), decoder, size)
+    fused = FusedForward(decoder.stores(size, kernels), decoder, size, kernels.order)
     try:
         wrong = yield from checking(decoder, model, size)
         if wrong is None:

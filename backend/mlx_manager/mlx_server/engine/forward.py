@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, ClassVar, Literal, Protocol
@@ -39,13 +39,14 @@ from mlx_lm.models.cache import (
 from mlx_manager.mlx_server.engine.activations import silu_by_powers
 from mlx_manager.mlx_server.engine.compiled import Compile
 from mlx_manager.mlx_server.engine.kernels.mapped import send
+from mlx_manager.mlx_server.engine.kernels.order import IN_ORDER, LaunchOrder
 from mlx_manager.mlx_server.engine.kv.attention import (
-    SCORES,
     PagedLayer,
     Pass,
     Reading,
     Span,
     StepPlan,
+    is_flash,
     route,
 )
 from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
@@ -56,6 +57,8 @@ from mlx_manager.mlx_server.engine.modules import ModuleSteps, serves
 from mlx_manager.mlx_server.engine.recurrent.convolution import with_taps
 from mlx_manager.mlx_server.engine.rotary import share_rotations
 from mlx_manager.mlx_server.engine.running import padded_rows
+from mlx_manager.mlx_server.utils import devices
+from mlx_manager.mlx_server.utils.devices import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,10 @@ class Decode:
     def spans(self) -> list[Span]:
         return list(map(Span, self.tables, self.lengths))
 
+    def after(self, order: LaunchOrder) -> Decode:
+        """The same rows, in a step that comes after what came before."""
+        return self if order.kept else replace(self, tokens=order.after(self.tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedStep:
@@ -112,8 +119,9 @@ class RaggedStep:
         chunks: Sequence[Chunk],
         page_size: int,
         whole: Callable[[int], int] = int,
+        order: LaunchOrder = IN_ORDER,
     ) -> RaggedStep:
-        """whole: what so many tokens are padded to."""
+        """whole: what so many tokens are padded to. order: what the step comes after."""
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens[: len(decode.keys)]] if decode else []
         rows = list(range(len(decode.keys) if decode else 0))
@@ -129,7 +137,7 @@ class RaggedStep:
         if chunks or padding:
             numbers = np.fromiter(known, np.int32)
             parts.append(send(numbers).view(mx.uint32))
-        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        tokens = order.after(parts[0] if len(parts) == 1 else mx.concatenate(parts))
         all_wanted = len(rows) == end + padding
         wanted = None if all_wanted else send(np.array(rows or [0], np.int32))
         return cls(tokens, StepPlan(spans, page_size, padding), wanted, silent=not rows)
@@ -172,6 +180,7 @@ class Forward(Protocol):
         horizon: tokens that the rows' pages are wanted to reach ahead, so that the tables need not
             be sent to the device at every step.
         grain: what the tokens of a step with prompts in it had best be a multiple of.
+        attends_whole: whether modules attend by themselves, all queries of a chunk at once.
         abreast: running rows that are enough for a step: twice as many take little longer in two.
             0 where a step takes about as long however many there are, or where the others' state
             would have to be put aside.
@@ -188,6 +197,7 @@ class Forward(Protocol):
     horizon: int
     grain: int
     abreast: int
+    attends_whole: bool
 
     def serve(self) -> None:
         """The load is over: the thread that calls `run` computes what it returns, too."""
@@ -263,13 +273,15 @@ class Plain:
     horizon: int = 0
     grain: int = 1
     abreast: int = 0
+    attends_whole: bool = False
     worth: int = 0
     token_bytes: int = 0
     row_bytes: int = 0
     stores: list[LayerStore]
+    order_of_launches: LaunchOrder = IN_ORDER
 
     def serve(self) -> None:
-        pass
+        self.order_of_launches.forget()
 
     @property
     def unfinished(self) -> bool:
@@ -279,7 +291,7 @@ class Plain:
         pass
 
     def abandon(self) -> None:
-        pass
+        self.order_of_launches.forget()
 
     def tokens_at_once(self, tokens: int) -> int:
         return tokens
@@ -339,6 +351,8 @@ class RaggedForward(OnPages):
         self._pass = Pass()
         self._selection = HiddenSelection(model)
         self.looks_ahead = kernels is not None
+        if kernels is not None:
+            self.order_of_launches = kernels.order
         self._caches = _paged(
             make_prompt_cache(model),
             probe(model),
@@ -368,16 +382,24 @@ class RaggedForward(OnPages):
         return shortest_first(lengths)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        if self.rows is not None and decode is not None and not chunks:
-            return self.rows.run(decode)
-        self.abandon()
-        step = RaggedStep.of(decode, chunks, self._page_size)
+        logits = self._run(decode, chunks)
+        self.order_of_launches.then(logits)
+        return logits
+
+    def _run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        order = self.order_of_launches
+        if self.rows is not None:
+            if decode is not None and not chunks:
+                return self.rows.run(decode.after(order))
+            self.rows.pause()
+        step = RaggedStep.of(decode, chunks, self._page_size, order=order)
         self._pass.plan = step.plan
         tokens, wanted = step.tokens[:, None], step.wanted
         hidden = _as_it_is if wanted is None else (lambda h: h[wanted])
         return self._selection.logits(self._model, self._caches, tokens, hidden)
 
     def abandon(self) -> None:
+        super().abandon()
         if self.rows is not None:
             self.rows.pause()
 
@@ -422,7 +444,9 @@ class SeparateForward(Plain):
         self.row_bytes = 2 * sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, ArraysCache))
         self._reading = reading
         self.looks_ahead = kernels is not None
-        gathered = reading in (Reading.GATHERED, Reading.GROUPED)
+        if kernels is not None:
+            self.order_of_launches = kernels.order
+        self.attends_whole = gathered = reading in (Reading.GATHERED, Reading.GROUPED)
         self._shared = _paged(
             make_prompt_cache(model),
             self._shapes,
@@ -456,13 +480,13 @@ class SeparateForward(Plain):
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits: list[mx.array] = []
-        out = mx.zeros((1, 1))
+        out, order = mx.zeros((1, 1)), self.order_of_launches
         if decode:
             self._arrange(decode.keys)
-            out = self._pass_of_rows(decode)
+            out = self._pass_of_rows(decode.after(order))
             logits.append(out)
-        else:
-            self.abandon()
+        elif self.rows is not None:
+            self.rows.pause()
         for number, chunk in enumerate(chunks):
             if (decode or number) and not self.looks_ahead:
                 # Each pass writes to the same pages: evaluated in between, it does so in place.
@@ -470,7 +494,7 @@ class SeparateForward(Plain):
             own = self._own.get(chunk.key)
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
-            tokens = mx.array([chunk.tokens], mx.int32)
+            tokens = order.after(mx.array([chunk.tokens], mx.int32))
             if self.looks_ahead:
                 # A GPU would go through several at a time, whose launches count in one place what
                 # has arrived. It is 0.
@@ -478,7 +502,9 @@ class SeparateForward(Plain):
             out = self._pass_of_chunk(chunk, tokens, own)
             if chunk.final or chunk.every:
                 logits.append(out)
-        # Where nobody draws, the last pass is waited for.
+        # The last pass comes after the others.
+        order.then(out)
+        # Where nobody draws, it is waited for.
         return mx.concatenate(logits) if logits else out
 
     def forget(self, key: int) -> None:
@@ -494,6 +520,7 @@ class SeparateForward(Plain):
         return self._pages() + kept_in(own) + rows
 
     def abandon(self) -> None:
+        super().abandon()
         if self.rows is not None:
             self.rows.pause()
 
@@ -552,6 +579,7 @@ class AloneForward(Plain):
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "copy"
+    attends_whole: bool = True
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -655,13 +683,36 @@ def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: 
     vocabulary = max(outputs)
     widest: int = max([n for n in outputs if n != vocabulary] or outputs)
     logits = 4 * 4 * rows * vocabulary
-    if mx.default_device() == mx.cpu:
-        return logits + 4 * (6 * tokens * widest + 20 * SCORES)
+    device = devices.current()
+    if device.kind == "cpu":
+        return logits + 4 * (6 * tokens * widest + 20 * (device.scores or 0))
     if forward is None:
         return logits
     products: int = sum(n for n in outputs if n != vocabulary)
-    unpacked = forward.unpacked_bytes(tokens)
+    unpacked = forward.unpacked_bytes(tokens) + _scores_bytes(forward, device)
     return logits + unpacked + 4 * forward.tokens_at_once(tokens) * products
+
+
+def _scores_bytes(forward: Forward, device: Device) -> int:
+    """What a GPU holds of a block's scores, where MLX's attention of many queries makes them one by
+    one: in half precision before and after the softmax, and masked."""
+    shapes = [store.shape for store in forward.stores]
+    held = forward.attends_whole or not all(
+        is_flash(shape.key_dim, shape.value_dim) for shape in shapes
+    )
+    return 8 * device.scores if held and device.scores is not None else 0
+
+
+HEADS = ("n_heads", "num_heads", "num_attention_heads")
+"""What mlx-lm's attention modules call the number of their query heads."""
+MANY_HEADS = 128
+"""As many as any model has: those of DeepSeek V3."""
+
+
+def query_heads(model: nn.Module) -> int:
+    """How many heads of queries its attention has, as its modules say."""
+    said = [vars(module).get(name) for module in model.modules() for name in HEADS]
+    return max((heads for heads in said if isinstance(heads, int)), default=MANY_HEADS)
 
 
 def _shape(cache: Any) -> LayerShape | None:

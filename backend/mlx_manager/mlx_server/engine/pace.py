@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
-from math import sqrt
+from math import inf, sqrt
 
 from mlx_manager.mlx_server.engine.cost import Cost
 from mlx_manager.mlx_server.engine.load import Budget, Load
@@ -32,8 +33,26 @@ WORTH = 10
 # Of steps of one size nobody can tell what they would take in two: of long ones one in so many is
 # halved.
 HALVED = 4
+# Fewest prompt tokens of a step on a device that takes long over each: a page of them.
+FEWEST = 16
+# Of what a step took the host so much is kept with each that follows.
+HOST_KEPT = 0.9
 # Amounts are counted in these, to be of the order of one.
 ROWS, TOKENS, CONTEXT = 8, 64, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step may take of a device that ends what takes too long, or has little memory.
+
+    first: most prompt tokens before it is known what one costs. seconds: longest step. seen: most
+    pairs of a prompt token and a token that it sees, of a chunk. least_by_host: see `Pace._least`.
+    """
+
+    first: float = inf
+    seconds: float = inf
+    seen: float = inf
+    least_by_host: bool = False
 
 
 class Pace:
@@ -45,12 +64,18 @@ class Pace:
         least: prompt tokens of a step at any time.
         grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it: as a
             power of two, so that there are few numbers of them.
+        limits: what the device bears, on one that does not bear everything.
     """
 
-    def __init__(self, most: int, least: int, grain: int = 1) -> None:
+    def __init__(
+        self, most: int, least: int, grain: int = 1, limits: StepLimits | None = None
+    ) -> None:
         self._most = most
-        self._least = least
+        self._usual_least = least
         self._grain = grain
+        self._limits = limits or StepLimits()
+        # Seconds that a step with prompts takes the host.
+        self._host = 0.0
         # A step, and each row. A prompt token, each token it sees, a chunk, each token before it.
         self._rows = Cost(2)
         self._prompts = Cost(4)
@@ -81,6 +106,21 @@ class Pace:
         self._rows.learn_all([(_of_rows(load), seconds) for load, seconds in self._seen])
         self._seen.clear()
 
+    def observe_host(self, seconds: float) -> None:
+        """To put a step with prompts together took so long."""
+        before = self._host or seconds
+        self._host = HOST_KEPT * before + (1 - HOST_KEPT) * seconds
+
+    @property
+    def _least(self) -> int:
+        """Prompt tokens of a step at any time: by the host, no more than the device processes while
+        the host puts a step together."""
+        if not self._limits.least_by_host:
+            return self._usual_least
+        token = self._prompts.prices[0] / TOKENS
+        least = self._host / token if token > 0 else 0.0
+        return int(min(max(least, FEWEST), self._usual_least))
+
     def is_short(self, tokens: int) -> bool | None:
         """Whether a step of so many tokens of a prompt, and no rows, is short; None: it is not
         known."""
@@ -101,6 +141,31 @@ class Pace:
         return partial(self._tokens, beginning, wanted)
 
     def _tokens(self, beginning: int, wanted: int, load: Load, before: int) -> int:
+        tokens = self._wished(beginning, wanted, load, before)
+        most = self._bearable(load, before, tokens)
+        if most >= tokens:
+            return tokens
+        return self._whole(load.rows, load.tokens + most) - load.tokens
+
+    def _bearable(self, load: Load, before: int, tokens: int) -> int:
+        """Of so many tokens of a prompt, each seeing those before it, how many the device bears."""
+        limits = self._limits
+        if not self._prompts.known:
+            most = min(tokens, limits.first - load.tokens)
+        elif limits.seconds < inf:
+            left = limits.seconds - self._alone_time(load)
+            bold = max(int(BOLDNESS * self._tried) - load.tokens, 0)
+            most = self._within(left, load, before, min(tokens, bold))
+        else:
+            most = tokens
+        if limits.seen < inf:
+            # The positive root of n * (before + n) - seen.
+            most = min(most, (sqrt(before * before + 4 * limits.seen) - before) / 2)
+        # A prompt goes on, whatever it takes.
+        return int(most if load.tokens else max(most, min(tokens, FEWEST)))
+
+    def _wished(self, beginning: int, wanted: int, load: Load, before: int) -> int:
+        """What rows, and who comes, leave a prompt, whatever the device bears."""
         most = self._most
         if beginning > load.rows:
             if wanted > most and self._prompts.known:

@@ -133,6 +133,8 @@ class Scheduler:
         self._horizon = horizon
         self._abreast = abreast
         self._scored = scored
+        # While it is set, who waits goes on waiting.
+        self.closed = False
         self._steps = 0
         self.pauses = 0
         # Prompts that this step completes: what they computed is not shared before it is read.
@@ -423,7 +425,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> Admission:
         """Give a waiting prompt pages for all of itself and one token, or leave it waiting."""
-        if self.admitted >= self._max_rows:
+        if self.closed or self.admitted >= self._max_rows:
             return Admission.LATER
         seen = self._seen(sequence)
         known = self._usable(seen)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, field
+from math import inf, isqrt
 
-import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.engine.forward import Forward, vocabulary_of, working_bytes
+from mlx_manager.mlx_server.engine.forward import (
+    Forward,
+    query_heads,
+    vocabulary_of,
+    working_bytes,
+)
+from mlx_manager.mlx_server.engine.pace import StepLimits
+from mlx_manager.mlx_server.utils import devices
+from mlx_manager.mlx_server.utils.devices import Device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
-# An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
-CHUNK_ON_CPU = 512
-CHUNK_ON_GPU = 2048
-# What an H100 is busy with where a token takes little: 64 experts, 4 a token, have a matrix product
-# of 128 rows each with 2 048 tokens.
-AMPLE_ON_GPU = 8192
-# A step with prompts costs a GPU's host some 10 ms whatever they are (an 8B's 32 layers).
-LEAST_CHUNK_AHEAD = 256
-# After 4 000 tokens, eight of them take a CPU twice as long as eight rows.
-LEAST_CHUNK = 4
+# No smaller step for want of memory: then there is too little.
+LEAST_FOR_MEMORY = 256
+# Fewest launches of a layer, in whatever way a model is run: those of the fused decoder.
+LAUNCHES_OF_A_LAYER = 8
+MOST_LAUNCHES = "MLX_MAX_OPS_PER_BUFFER"
+"""Where the owner says how many launches MLX puts into a command buffer."""
 # Numbers in the logits of a step's scored prompt tokens: of 128 with a vocabulary of 128 000. Each
 # takes up to 16 bytes while its token is scored.
 MOST_SCORED = 1 << 24
@@ -34,7 +39,7 @@ class StepSize:
 
     tokens: of prompts, at most. ample: at most where such a step is short, and there are bytes for
     it. scored: most prompt tokens that are scored. working_bytes, ample_bytes: what steps of
-    `tokens` work on, and those of `ample` besides.
+    `tokens` work on, and those of `ample` besides. limits: what the device bears.
     """
 
     tokens: int
@@ -42,6 +47,7 @@ class StepSize:
     scored: int = sys.maxsize
     working_bytes: int = 0
     ample_bytes: int = 0
+    limits: StepLimits = field(default_factory=lambda: limits_of(devices.current()))
 
     @classmethod
     def of(
@@ -54,18 +60,20 @@ class StepSize:
         most = ledger.available() // 3
         tokens = chunk_of(limits)
         working = _working_on(limits, model, forward, tokens)
-        while limits.prefill_chunk is None and tokens > LEAST_CHUNK_AHEAD and working > most:
+        while limits.prefill_chunk is None and tokens > LEAST_FOR_MEMORY and working > most:
             tokens //= 2
             working = _working_on(limits, model, forward, tokens)
         if working > most and forward.unpacked_bytes(tokens):
             # What is unpacked for prompts would take what pages need.
             forward.keep_packed()
             return cls.of(limits, model, forward, ledger)
-        ample = tokens
-        if limits.prefill_chunk is None and forward.looks_ahead and tokens == CHUNK_ON_GPU:
-            ample = AMPLE_ON_GPU
+        ample, device = tokens, devices.current()
+        if limits.prefill_chunk is None and forward.looks_ahead and tokens == device.chunk:
+            ample = device.ample
         more = _working_on(limits, model, forward, ample) - working
-        return cls(tokens, ample, _most_scored(limits, model), working, more)
+        heads = query_heads(model) if forward.attends_whole else None
+        bears = limits_of(device, len(make_prompt_cache(model)), heads)
+        return cls(tokens, ample, _most_scored(limits, model), working, more, bears)
 
     def wanted(self, tokens: int, shortest: int) -> int:
         """How many of so many tokens of prompts a step best processes, if it is short all the same.
@@ -79,13 +87,30 @@ class StepSize:
 
 def chunk_of(limits: EngineLimits) -> int:
     """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
-    return limits.prefill_chunk or (CHUNK_ON_CPU if mx.default_device() == mx.cpu else CHUNK_ON_GPU)
+    return limits.prefill_chunk or devices.current().chunk
+
+
+def limits_of(device: Device, layers: int = 1, heads: int | None = None) -> StepLimits:
+    """What a step of a model of so many layers may take.
+
+    MLX on Metal cuts a step's launches into command buffers of so many; all of them may take as
+    long as one may, times their number. heads: of queries, where modules attend by themselves, all
+    queries of a chunk at once.
+    """
+    launches = int(os.environ.get(MOST_LAUNCHES, device.buffer_ops))
+    buffers = max(1, layers * LAUNCHES_OF_A_LAYER // launches)
+    seen = inf
+    if heads is not None and device.scores is not None and device.scores_by_chunk:
+        seen = device.scores / heads
+    return StepLimits(
+        device.first_chunk or inf, device.buffer_seconds * buffers, seen, device.least_by_host
+    )
 
 
 def least_working(limits: EngineLimits, model: nn.Module) -> int:
     """No more than `StepSize.of` will give for the bytes, before there is memory for the
     weights."""
-    return _working_on(limits, model, None, limits.prefill_chunk or LEAST_CHUNK_AHEAD)
+    return _working_on(limits, model, None, limits.prefill_chunk or LEAST_FOR_MEMORY)
 
 
 def _working_on(

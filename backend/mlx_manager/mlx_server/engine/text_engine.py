@@ -37,17 +37,12 @@ from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.letter import Letter
 from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
-from mlx_manager.mlx_server.engine.pace import Pace
+from mlx_manager.mlx_server.engine.pace import FEWEST, Pace
 from mlx_manager.mlx_server.engine.sampling import best, sample
 from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
 from mlx_manager.mlx_server.engine.scores import Places, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.step_size import (
-    LEAST_CHUNK,
-    LEAST_CHUNK_AHEAD,
-    StepSize,
-    chunk_of,
-)
+from mlx_manager.mlx_server.engine.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
@@ -56,7 +51,15 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache, working_line
+from mlx_manager.mlx_server.utils import devices
+from mlx_manager.mlx_server.utils.memory import (
+    Ledger,
+    Relief,
+    clear_cache,
+    out_of_reach,
+    working_line,
+)
+from mlx_manager.mlx_server.utils.pressure import Pressure
 from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -65,12 +68,6 @@ log = logging.getLogger(__name__)
 PLENTY = 8
 # Steps that would be long, one after another, after which it is given up.
 OFTEN = 32
-# Pages are added by at least this many, and by at least half of what there is.
-LEAST_GROWTH = 64
-# Where steps are compiled, each new size of the pool costs a compilation: more is added at once,
-# of a GPU's own memory at least this part of what is left.
-LEAST_GROWTH_AHEAD = 1024
-LEAST_PART_AHEAD = 0.8
 # Tokens that there is room for at most, where room costs nothing: slots are numbered by 32 bits.
 MOST_ROOM = 1 << 24
 # Of what there is, what is worth copying all of it for while kept pages could be given up instead.
@@ -176,6 +173,11 @@ class TextEngine:
         forward.serve()
         self._limits = limits
         self._size = size or StepSize(chunk_of(limits))
+        self._device = devices.current()
+        # Most prompt tokens of a step, since larger ones have failed.
+        self._most_tokens = self._size.tokens
+        # The first step before which memory is given up again, while it is short.
+        self._trim_at = 0
         self._has_ample = False
         self._long = 0
         self._ledger = ledger
@@ -231,10 +233,13 @@ class TextEngine:
             abreast=self._forward.abreast,
             scored=self._size.scored,
         )
-        least = LEAST_CHUNK_AHEAD if self._forward.looks_ahead else LEAST_CHUNK
-        most = self._size.tokens
-        self._pace = Pace(most, min(least, most), self._forward.grain)
+        device = self._device if self._forward.looks_ahead else devices.CPU
+        most = self._most_tokens
+        least = min(device.least_chunk, most)
+        self._pace = Pace(most, least, self._forward.grain, self._size.limits)
         self._under_way: Step | None = None
+        # The step whose tokens are waited for.
+        self._awaited: Step | None = None
         self._undrawn: Undrawn | None = None
         # Tokens that have been read: what they mean for their row is not known yet (`_settle`),
         # and is known and not handed on yet (`_route`). A row that fails in either leaves the rest.
@@ -272,6 +277,8 @@ class TextEngine:
     def _refusal(self, sequence: Sequence) -> MLXManagerError | None:
         if self._closed:
             return ServerNotReady("The model has just been unloaded. Try again.")
+        if self._ledger.pressure() is Pressure.CRITICAL:
+            return out_of_reach("The request is not begun")
         scheduler = self._scheduler
         waiting = len(scheduler.waiting)
         rows = self._limits.max_rows - scheduler.admitted
@@ -309,7 +316,11 @@ class TextEngine:
         if self._scheduler.running or self._scheduler.prefilling:
             return
         for sequence in tuple(self._scheduler.waiting):
-            shortage = self._shortage(sequence, self._attainable_pages())
+            shortage: OutOfMemory | None
+            if self._scheduler.closed:
+                shortage = out_of_reach("The request is not begun")
+            else:
+                shortage = self._shortage(sequence, self._attainable_pages())
             if shortage is not None:
                 self._end(sequence)
                 self._outbox.fail(sequence.stream, shortage)
@@ -372,12 +383,15 @@ class TextEngine:
         self._take_snapshots()
         self._read(last)
         self._deliver()
-        self._meter.host.add(self._clock() - began - self._waited)
+        on_host = self._clock() - began - self._waited
+        self._meter.host.add(on_host)
+        if self._under_way is not None and self._under_way.load.tokens:
+            self._pace.observe_host(on_host)
         if self._under_way is None:
             self._last_read = None
             if not self._scheduler.has_work:
                 self._make_room_for_snapshots()
-                if not mx.cuda.is_available():
+                if self._device.frees_at_once:
                     clear_cache()
 
     def _budget(self) -> Budget:
@@ -429,6 +443,7 @@ class TextEngine:
             running.remove(row)
         if checked:
             self._full_at = self._steps + min([r.limit - r.drawn for r in running], default=0)
+        self._mind_others()
         schedule = self._scheduler.schedule(self._budget())
         running += full
         if not schedule:
@@ -457,6 +472,18 @@ class TextEngine:
                 crew, self._full_at = Crew([*crew.rows, *joining]), 0
         self._count(schedule)
         return Undrawn(crew, logits, schedule.load, scores)
+
+    def _mind_others(self) -> None:
+        """Give up what is only kept for reuse where macOS says that memory is short, and begin
+        nothing new where it is about to end programs."""
+        pressure = self._ledger.pressure()
+        self._scheduler.closed = pressure is Pressure.CRITICAL
+        if pressure is Pressure.NORMAL:
+            self._trim_at = 0
+        elif self._steps >= self._trim_at:
+            self._trim_at = self._steps + STEPS_BETWEEN_TRIMS
+            clear_cache()
+            self._give_up_pages()
 
     def _draw(self, undrawn: Undrawn | None) -> Step | None:
         if undrawn is None:
@@ -499,8 +526,9 @@ class TextEngine:
         """
         if step is None or step.read:
             return False
-        asked = self._clock()
+        asked, self._awaited = self._clock(), step
         tokens = step.letter.read()
+        self._awaited = None
         now = self._clock()
         self._waited += now - asked
         self._observe(step, now)
@@ -672,8 +700,7 @@ class TextEngine:
 
     def _count(self, schedule: Schedule) -> None:
         self._steps += 1
-        if self._steps % STEPS_BETWEEN_TRIMS == 0 and not mx.cuda.is_available():
-            # On an NVIDIA GPU to free buffers waits for all that is under way, 20 ms.
+        if self._steps % STEPS_BETWEEN_TRIMS == 0 and self._device.frees_at_once:
             self._ledger.trim()
         for prefill in schedule.prefills:
             row = prefill.sequence
@@ -691,6 +718,8 @@ class TextEngine:
     def fail(self, error: Exception) -> None:
         """Fail the row that is at fault, or all of them and start over with fresh pages."""
         self._ledger.heed(error)
+        if self._at_fault is None and not isinstance(error, MLXManagerError):
+            self._take_smaller_steps()
         failure = (
             error
             if isinstance(error, MLXManagerError)
@@ -715,6 +744,22 @@ class TextEngine:
             self._pauses += self._scheduler.pauses
             self._start_over()
         self._outbox.flush()
+
+    def _take_smaller_steps(self) -> None:
+        """Where a step fails that takes too long, and teaches the pace nothing, the same prompt
+        would fail again."""
+        if not self._device.halves_failed:
+            return
+        steps = (self._awaited, self._under_way, self._undrawn)
+        failed = [step.load.tokens for step in steps if step is not None]
+        tokens = min(max(failed, default=0), self._most_tokens)
+        if tokens > FEWEST:
+            self._most_tokens = max(tokens // 2, FEWEST)
+            log.warning(
+                "a step with %d prompt tokens failed; from now on one has %d at most",
+                tokens,
+                self._most_tokens,
+            )
 
     def close(self) -> None:
         """Fail what is left and give all memory back."""
@@ -751,7 +796,7 @@ class TextEngine:
 
     def _granted(self, lacking: int, *, urgent: bool) -> int:
         """How many pages to add, which the ledger has granted; 0 if it has not."""
-        wanted = max(lacking, self._least_growth(), self._pool.size // 2)
+        wanted = max(lacking, self._usual_growth())
         spare = max(self._ledger.available() - self._to_come(), 0)
         affordable = spare // max(self.page_bytes, 1)
         if urgent and self._forward.row_bytes:
@@ -764,13 +809,17 @@ class TextEngine:
         fewer = max(lacking, min(affordable, wanted))
         return fewer if self._grants(fewer, urgent=urgent) else 0
 
-    def _least_growth(self) -> int:
-        if not self._forward.horizon:
-            return LEAST_GROWTH
-        if not mx.cuda.is_available():
-            return LEAST_GROWTH_AHEAD
-        part = LEAST_PART_AHEAD * self._ledger.available() // self.page_bytes
-        return max(LEAST_GROWTH_AHEAD, int(part))
+    def _usual_growth(self) -> int:
+        """Half of what there is, within the device's limits; those of a GPU with memory of its own
+        are for steps that are compiled, as each new size of the pool costs a compilation."""
+        device = self._device
+        if device.growth_part and not self._forward.horizon:
+            device = devices.CPU
+        least, most = device.growth
+        part = 0.0
+        if device.growth_part:
+            part = device.growth_part * self._ledger.available() // self.page_bytes
+        return int(min(max(least, part, self._pool.size // 2), most))
 
     def _grants(self, pages: int, *, urgent: bool) -> bool:
         nbytes = pages * self.page_bytes

@@ -22,6 +22,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 from weakref import ref
 
+from mlx_manager.mlx_server.engine.faults import GPUFaults
 from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
 from mlx_manager.mlx_server.utils.graphs import (
@@ -53,7 +54,9 @@ class Engine(Protocol):
 
 
 class Message(Protocol):
-    def run(self) -> None: ...
+    def run(self) -> Exception | None:
+        """Returns what went wrong, if somebody else hears of it."""
+        ...
 
     def abandon(self) -> None:
         """The thread has ended; this will never run."""
@@ -87,16 +90,18 @@ class Question:
         self._function = function
         self._answer = answer
 
-    def run(self) -> None:
+    def run(self) -> Exception | None:
         try:
             result = self._function()
         except Exception as error:  # noqa: BLE001 the caller gets it
             self._fail(error)
+            return error
         except BaseException:
             self.abandon()
             raise
         else:
             self._settle(lambda: self._answer.set_result(result))
+        return None
 
     def abandon(self) -> None:
         self._fail(ServerNotReady("The MLX thread has ended."))
@@ -123,6 +128,7 @@ class MLXThread:
         self._closing = False
         self._ended = False
         self._clock = clock
+        self._faults = GPUFaults(clock)
         self._progress: float | None = None
         self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
 
@@ -131,18 +137,25 @@ class MLXThread:
         return self._thread.is_alive() and not self._ended
 
     @property
+    def lost_gpu(self) -> str | None:
+        """Why the GPU takes no more work from this process; None while it does."""
+        return self._faults.fatal
+
+    @property
     def silence(self) -> float:
         """Seconds since the last message or step was done; 0 while there is nothing to do."""
         progress = self._progress
         return 0.0 if progress is None else self._clock() - progress
 
     def start(self) -> None:
-        record_whole_steps()
         keep_kernels()
         answer_mlx()
-        import mlx.core as mx
+        from mlx_manager.mlx_server.utils import devices
 
-        if mx.default_device() == mx.cpu:
+        device = devices.current()
+        if device.records_steps:
+            record_whole_steps()
+        if device.kind == "cpu":
             keep_cpu_kernels()
             keep_freed_memory()
         self._thread.start()
@@ -234,9 +247,12 @@ class MLXThread:
     def _run_message(self, message: Message) -> None:
         self._progress = self._clock()
         try:
-            message.run()
-        except Exception:
+            error = message.run()
+        except Exception as raised:
             log.exception("a message to the MLX thread failed")
+            error = raised
+        if error is not None:
+            self._faults.note(error)
         self._progress = self._clock()
 
     def _abandon_inbox(self) -> None:
@@ -258,6 +274,7 @@ class MLXThread:
                 engine.step()
             except Exception as error:
                 log.exception("a step failed; its rows are failed and the engine goes on")
+                self._faults.note(error)
                 engine.fail(error)
                 self._progress = self._clock()
             if engine.steps != before:

@@ -1,4 +1,5 @@
-"""Notices that the MLX thread has died, or that it takes for ever over something.
+"""Notices that the MLX thread has died, that it takes for ever over something, or that its GPU
+takes no more work.
 
 A thread that is in Python can be interrupted: its step raises, the engine fails its rows and
 starts over. One that hangs in native code can't be ended from within the process, nor can what it
@@ -23,6 +24,7 @@ SECOND_CHANCE = 30.0
 class Fault(Enum):
     DEAD = auto()
     STALLED = auto()
+    LOST_GPU = auto()
 
 
 async def find_fault(thread: MLXThread, limit: float) -> Fault:
@@ -31,6 +33,8 @@ async def find_fault(thread: MLXThread, limit: float) -> Fault:
     limit: seconds without progress, while there is work, that are too many; 0: none are.
     """
     while thread.alive:
+        if thread.lost_gpu is not None:
+            return Fault.LOST_GPU
         if 0 < limit < thread.silence:
             return Fault.STALLED
         await asyncio.sleep(pause(limit))

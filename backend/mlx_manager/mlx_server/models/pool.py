@@ -71,9 +71,12 @@ from mlx_manager.mlx_server.utils.memory import (
     device_memory,
     gigabytes,
     in_words,
+    out_of_reach,
     set_memory_limit,
+    wire,
     working_line,
 )
+from mlx_manager.mlx_server.utils.pressure import Pressure, is_told
 from mlx_manager.mlx_server.utils.steps import (
     BROKEN,
     Aside,
@@ -87,6 +90,8 @@ from mlx_manager.mlx_server.utils.steps import (
 T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a load waits for models in use to be given back."""
+LOOK_AT_MEMORY = 10.0
+"""Seconds between two looks at how short of memory a Mac is, while nobody is answered."""
 QUIET = 2.0
 """Seconds without a request after which something is made ahead; most of it takes less than one."""
 SLOW_PIECE = 0.02
@@ -183,6 +188,7 @@ class ModelPoolManager:
         # Of the MLX thread, hence made there.
         self._beside: mx.Stream | None = None
         self._undo_limit = set_memory_limit(self.ledger.limit)
+        self._pressed = Pressure.NORMAL
         # Before any name is asked about.
         self.catalog.configure(self._policy.models)
         self._tell("ready to load models")
@@ -480,6 +486,9 @@ class ModelPoolManager:
         while True:
             seen = self._returns.count
             rest = await self.expire()
+            if is_told():
+                await self._mind_others()
+                rest = LOOK_AT_MEMORY if rest is None else min(rest, LOOK_AT_MEMORY)
             if complete_at == seen or not self._is_quiet():
                 await self._returns.wait(seen, rest)
                 continue
@@ -503,6 +512,13 @@ class ModelPoolManager:
             self._preload(again)
         rest = min((policy.rest(resident) for resident in self._idle()), default=NEVER)
         return None if rest == NEVER else max(0.0, rest)
+
+    async def _mind_others(self) -> None:
+        """Give up what is only kept for reuse when other programs have come to want the memory."""
+        before, self._pressed = self._pressed, self.ledger.pressure()
+        if self._pressed > max(before, Pressure.NORMAL):
+            freed = await self.clear_prefixes(None)
+            log.info("other programs want memory: prompts are kept no more: %s", freed)
 
     async def _evict(self, fits: Callable[[Resident], bool]) -> Unloaded | None:
         """Free the least recently used idle model of those that fit, pinned ones too: none that
@@ -755,6 +771,8 @@ class ModelPoolManager:
     def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
         """Make place, load a model, make its backend, and take it among the residents."""
         begun = time.perf_counter()
+        if self.ledger.pressure() is Pressure.CRITICAL:
+            raise out_of_reach(f"{source.id} is not loaded")
         way = way_of(source)
         if self._idle():
             yield from self._check_on_mlx(way, source, recipe)
@@ -776,6 +794,7 @@ class ModelPoolManager:
                 if backend is None:
                     self.ledger.record(weights_line(loaded.id), 0)
         self._residents.add(Resident(loaded.id, loaded, backend, source, recipe))
+        self._wire_on_mlx()
         self._loads_done[loaded.id] += 1
         if self._rehearsals is not None:
             yield from beside(partial(self._rehearsals.note, source, recipe))
@@ -862,6 +881,7 @@ class ModelPoolManager:
         gc.collect()
         clear_cache()
         after = self.ledger.usage()["active"]
+        self._wire_on_mlx()
         gone = Unloaded(model_id, nbytes, before, after)
         freed = gigabytes(max(0, gone.before - gone.after))
         self._tell(f"{model_id} is unloaded: {freed} are free again", model=model_id)
@@ -871,6 +891,11 @@ class ModelPoolManager:
             whole = gigabytes(nbytes)
             log.warning("of the weights of %s, %s, not all came back", model_id, whole)
         return gone
+
+    def _wire_on_mlx(self) -> None:
+        """Have macOS keep the weights in memory, if the owner wants that."""
+        if self._limits.wire_weights:
+            wire(sum(resident.loaded.nbytes for resident in self._residents.all()))
 
     def _clear_prefixes_on_mlx(self, model_id: str | None) -> dict[str, int]:
         freed: dict[str, int] = {}

@@ -22,11 +22,12 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
+from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32", "stored+dequantized"]
 Setting = Literal["auto", "keep", "dequantize"]
-Device = Literal["cpu", "cuda", "metal"]
+Device = devices.Kind
 
 
 class Sized(Protocol):
@@ -72,9 +73,7 @@ class Form:
 
 
 def default_device() -> Device:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+    return devices.current().kind
 
 
 def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = False) -> list[Form]:

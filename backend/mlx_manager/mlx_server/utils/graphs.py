@@ -33,7 +33,8 @@ _MAJOR, _MINOR = 75, 76
 
 
 def record_whole_steps() -> None:
-    """Set what the owner has not set. Before MLX computes anything; without effect elsewhere."""
+    """Set what the owner has not set. Before MLX computes anything, and on an NVIDIA GPU alone:
+    Metal reads the same names, and macOS ends a recording that takes seconds."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 

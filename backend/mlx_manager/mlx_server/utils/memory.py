@@ -12,12 +12,24 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.errors import OutOfMemory
+from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.driver import Driver
+from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_SHARE = 0.9
-NO_MORE = "out of memory"
-"""What CUDA's and Metal's errors say where the device has none left."""
+NO_MORE = (
+    "out of memory",
+    "insufficient memory",
+    "[malloc] unable to allocate",
+    "[metal::malloc] resource limit",
+)
+"""What MLX's errors say, in small letters, where the device has none left: CUDA's; of a command
+buffer of Metal's, `[METAL] Command buffer execution failed: Insufficient Memory
+(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)`; and of MLX's allocator there, which also
+counts buffers, `[metal::malloc] Resource limit (499000) exceeded` (mlx/backend/metal/device.cpp,
+allocator.cpp)."""
 HEADROOM = 2**30
 """Bytes for what programs take besides, once a device has turned out to be full."""
 INTEGRATED = 18
@@ -53,18 +65,38 @@ def in_words(usage: Mapping[str, int]) -> str:
 def set_memory_limit(nbytes: int) -> Callable[[], None]:
     """Tell MLX's allocator to stay under `nbytes`; returns what sets the limit that it had.
 
-    On Metal as much of it is wired as the device recommends, so that weights are not paged out.
+    On a Mac it also keeps no more than a part of that in freed buffers, since other programs want
+    memory, too.
     """
-    metal = mx.metal.is_available()
+    part = devices.current().cache_part
     before = mx.set_memory_limit(nbytes)
-    wired = mx.set_wired_limit(min(nbytes, device_memory())) if metal else 0
+    cache = None if part is None else mx.set_cache_limit(int(part * nbytes))
 
     def undo() -> None:
         mx.set_memory_limit(before)
-        if metal:
-            mx.set_wired_limit(wired)
+        if cache is not None:
+            mx.set_cache_limit(cache)
 
     return undo
+
+
+def wire(nbytes: int) -> None:
+    """Have macOS keep so many bytes of MLX's arrays in memory, 0: none; elsewhere nothing.
+
+    Only for an owner who wants it: a wired limit goes with panics of Apple's driver
+    (ml-explore/mlx#3186).
+    """
+    if mx.metal.is_available():
+        mx.set_wired_limit(min(nbytes, device_memory()))
+
+
+def out_of_reach(what: str) -> OutOfMemory:
+    """Why nothing new is begun while macOS is about to end programs for their memory."""
+    return OutOfMemory(
+        f"{what}: this machine is critically short of memory, as macOS says. Other programs use "
+        "it, too.",
+        retry_after=10,
+    )
 
 
 def _move_limit(nbytes: int) -> None:
@@ -79,8 +111,7 @@ def clear_cache() -> None:
 
 def device_name() -> str:
     """The default device, with the backend that drives it: `Apple M4 Max (metal)`."""
-    backend = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
-    return f"{mx.device_info()['device_name']} ({backend})"
+    return f"{mx.device_info()['device_name']} ({devices.current().kind})"
 
 
 def device_memory() -> int:
@@ -176,6 +207,7 @@ class Ledger:
 
     Attributes:
         room: what MLX counts beyond all that, for arrays that take no memory yet.
+        pressure: says how short of memory the machine is, whoever has it.
     """
 
     def __init__(
@@ -183,8 +215,10 @@ class Ledger:
         limit: int,
         cache_bytes: Callable[[], int] = mx.get_cache_memory,
         drop_cache: Callable[[], None] = clear_cache,
+        pressure: Callable[[], Pressure] | None = None,
     ) -> None:
         self.limit = limit
+        self.pressure = pressure or PressureGauge()
         self.room = 0
         self._peak = 0
         self._lent = 0
@@ -299,7 +333,8 @@ class Ledger:
         Others use it, too, as may have come since the limit was set. What arrays MLX holds counts
         as had: who failed has given back none yet.
         """
-        if NO_MORE not in str(error).lower():
+        said = str(error).lower()
+        if not any(text in said for text in NO_MORE):
             return False
         others = max(0, taken_by_others() - self._lent)
         had = max(0, device_memory() - others - HEADROOM)

@@ -24,7 +24,9 @@ from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
     Chunk,
+    RaggedForward,
     SeparateForward,
+    query_heads,
     working_bytes,
 )
 from mlx_manager.mlx_server.engine.kv.attention import Reading, Span
@@ -33,6 +35,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.blocked import BlockedLinear
+from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 FUSED, RAGGED, SEPARATE, ALONE = "fused", "ragged", "separate", "alone"
@@ -354,6 +357,31 @@ def test_a_gpus_step_is_taken_to_hold_what_each_product_makes_of_its_tokens(
     # Queries and outputs, keys and values of half as many heads, gates and ups, the way down.
     made = 3 * (2 * 128 + 2 * 64 + 2 * 192 + 128)
     assert working_bytes(model, AloneForward(model), 10, 7) == 16 * 7 * 256 + 4 * 10 * made
+
+
+@pytest.mark.parametrize(("dim", "held"), [(64, False), (128, False), (256, True)])
+def test_scores_that_a_mac_holds_are_in_the_ledger(
+    dim: int, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama", {"head_dim": dim})
+    forward = RaggedForward(model, PAGE, Reading.PAGES)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    on_cuda = working_bytes(model, forward, 10, 7)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    scores = 8 * devices.METAL.scores if held else 0
+    assert working_bytes(model, forward, 10, 7) == on_cuda + scores
+
+
+def test_chunks_of_modules_that_attend_by_themselves_are_cut_by_what_a_mac_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("llama", {})
+    heads = query_heads(model)
+    assert heads == model.args.num_attention_heads
+    forward, ledger = AloneForward(model), Ledger(2**33, cache_bytes=lambda: 0)
+    monkeypatch.setattr(devices, "current", lambda: devices.METAL)
+    size = StepSize.of(EngineLimits(), model, forward, ledger)
+    assert size.limits.seen == devices.METAL.scores / heads
 
 
 class Unpacking(AloneForward):

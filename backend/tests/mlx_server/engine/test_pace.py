@@ -9,7 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.engine.load import Load
-from mlx_manager.mlx_server.engine.pace import BOLDNESS, BUSY, LIKE, LONG, SHORT, STRETCH, Pace
+from mlx_manager.mlx_server.engine.pace import (
+    BOLDNESS,
+    BUSY,
+    FEWEST,
+    LIKE,
+    LONG,
+    SHORT,
+    STRETCH,
+    Pace,
+    StepLimits,
+)
 
 MOST, PAGE = 512, 16
 EIGHT = Load(rows=8)
@@ -278,6 +288,76 @@ def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
     pace.observe(1.0, EIGHT)
     pace.observe(5.0, EIGHT.with_chunk(1000, PAGE))
     assert abs(pace.budget(1)(EIGHT, 0) - before) <= 0.3 * before
+
+
+MAC = StepLimits(first=256, seconds=0.3, least_by_host=True)
+
+
+def macs(machine: Machine, rows: int = 0, limits: StepLimits = MAC) -> tuple[Pace, list[Load]]:
+    """A Mac's pace after a long prompt beside so many rows, and the prompt's steps."""
+    pace = Pace(2048, 256, 1, limits)
+    machine.idle(pace, rows)
+    steps, begun = [], 0
+    while begun < 20_000:
+        # As many prompts as rows, or more, so that these give way.
+        load = Load(rows)
+        tokens = pace.budget(rows + 1)(load, begun)
+        load = load.with_chunk(begun, tokens)
+        steps.append(load)
+        machine.run(pace, load)
+        begun += tokens
+    return pace, steps
+
+
+@pytest.mark.parametrize("token", [1e-5, 1e-4, 1e-3, 6.6e-3, 0.02])
+@pytest.mark.parametrize("seen", [0, 1e-8, 1e-6])
+@pytest.mark.parametrize("rows", [0, 8])
+def test_a_prompt_begins_with_few_tokens_and_no_step_takes_longer_than_a_mac_bears(
+    token: float, seen: float, rows: int
+) -> None:
+    machine = Machine(token=token, seen=seen)
+    _, steps = macs(machine, rows)
+    assert steps[0].tokens <= 256
+    for step in steps[1:]:
+        # What is not known yet may take a little longer than expected.
+        assert machine.law(step) <= 0.3 * 1.25 or step.tokens <= FEWEST
+
+
+def test_a_mac_that_is_fast_has_whole_steps() -> None:
+    _, steps = macs(Machine(token=1e-5, seen=0))
+    assert [step.tokens for step in steps[:5]] == [256, 512, 1024, 2048, 2048]
+
+
+@pytest.mark.parametrize(
+    ("token", "host", "least"), [(6.6e-3, 0.02, FEWEST), (4e-4, 0.02, 50), (1e-5, 0.02, 256)]
+)
+def test_beside_streams_a_prompt_has_what_takes_no_longer_than_the_host_does(
+    token: float, host: float, least: int
+) -> None:
+    """An M1 takes 1.7 s for 256 tokens of an 8B."""
+    machine = Machine(step=1e-3, row=1e-5, token=token, seen=0, chunk=0, context=0)
+    pace = Pace(2048, 256, 1, MAC)
+    machine.idle(pace, 8)
+    pace.observe_host(host)
+    for begun in range(4):
+        machine.run(pace, EIGHT.with_chunk(128 * begun, 128))
+    # Rows leave a prompt hardly any time.
+    assert pace.budget(1)(EIGHT, 64) == pytest.approx(least, rel=0.1)
+
+
+def test_before_it_is_known_what_a_token_costs_a_stream_waits_for_few_of_them() -> None:
+    pace = Pace(2048, 256, 1, MAC)
+    Machine().idle(pace, 8)
+    assert pace.budget(1)(EIGHT, 0) == FEWEST
+
+
+@given(before=st.integers(0, 200_000), tokens=st.integers(1, 2048))
+def test_a_chunk_sees_no_more_than_there_is_memory_for(before: int, tokens: int) -> None:
+    pace = Pace(2048, 16, 1, StepLimits(seen=1e6))
+    pace.observe(0.01, Load().with_chunk(0, tokens))
+    given = pace.budget(1)(Load(), before)
+    assert given * (before + given) <= 1e6 or given == FEWEST
+    assert given >= FEWEST
 
 
 def burst(machine: Machine, pace: Pace, wanted: int) -> list[int]:

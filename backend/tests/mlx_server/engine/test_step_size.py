@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.step_size import StepSize
+from mlx_manager.mlx_server.engine.pace import StepLimits
+from mlx_manager.mlx_server.engine.step_size import MOST_LAUNCHES, StepSize, limits_of
+from mlx_manager.mlx_server.utils.devices import CPU, CUDA, METAL, Device
 
 SIZE = StepSize(2048, ample=8192)
 
@@ -33,6 +37,30 @@ def test_prompts_of_a_burst_get_their_first_tokens_as_soon_as_of_any_one_size(co
         left -= own[-1]
     best = min(mean(by(each)) for each in (2048, 4096, 8192, 16_384))
     assert mean(own) <= 1.1 * best
+
+
+@pytest.mark.parametrize(
+    ("layers", "launches", "buffers"),
+    [(1, None, 1), (32, None, 5), (64, "40", 12), (32, "1000", 1)],
+)
+def test_a_macs_step_takes_as_long_as_its_command_buffers_may(
+    monkeypatch: pytest.MonkeyPatch, layers: int, launches: str | None, buffers: int
+) -> None:
+    monkeypatch.delenv(MOST_LAUNCHES, raising=False)
+    if launches is not None:
+        monkeypatch.setenv(MOST_LAUNCHES, launches)
+    limits = limits_of(METAL, layers)
+    assert limits.seconds == pytest.approx(0.3 * buffers)
+    assert (limits.first, limits.seen, limits.least_by_host) == (256, inf, True)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_other_devices_bear_everything(device: Device) -> None:
+    assert limits_of(device, 32, 32) == StepLimits()
+
+
+def test_chunks_of_modules_that_attend_by_themselves_are_cut_by_their_scores_on_a_mac() -> None:
+    assert limits_of(METAL, 32, 128).seen * 128 == METAL.scores
 
 
 @pytest.mark.parametrize(("tokens", "shortest", "wanted"), [(6000, 6000, 6000), (6000, 1, 3505)])

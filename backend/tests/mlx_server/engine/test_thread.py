@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from weakref import ref
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.utils import devices, graphs
 
 
 class Work:
@@ -59,6 +61,20 @@ def thread() -> Iterator[MLXThread]:
     yield made
     made.close()
     assert not made.alive
+
+
+@pytest.mark.parametrize("kind", ["CPU", "CUDA", "METAL"])
+def test_whole_steps_are_recorded_on_an_nvidia_gpu_alone(monkeypatch, kind: str) -> None:
+    """Metal reads the same variables, and macOS ends recordings of seconds."""
+    for name in graphs.SETTINGS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(devices, "current", lambda: getattr(devices, kind))
+    thread = MLXThread()
+    thread.start()
+    thread.close()
+    found = {name for name in graphs.SETTINGS if name in os.environ}
+    assert found == (set(graphs.SETTINGS) if kind == "CUDA" else set())
 
 
 async def done(work: Work) -> None:

@@ -51,6 +51,7 @@ from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+from mlx_manager.mlx_server.utils.pressure import Pressure
 from mlx_manager.mlx_server.utils.steps import Steps
 
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
@@ -643,3 +644,52 @@ async def test_an_alias_may_stand_for_another_and_one_that_stands_for_itself_for
 def test_an_alias_that_names_nothing_is_refused(aliases: str):
     with pytest.raises(ValidationError, match="NAME=MODEL"):
         MLXServerSettings(model_aliases=aliases)
+
+
+@pytest.fixture
+def wired(monkeypatch) -> list[int]:
+    """What a Mac was told to keep in memory."""
+    told: list[int] = []
+    monkeypatch.setattr(pool_module, "wire", told.append)
+    return told
+
+
+async def test_weights_are_kept_in_memory_for_an_owner_who_wants_that_alone(
+    models_dir: Path, wired: list[int]
+):
+    async with open_pool(models_dir, wire_weights=True) as pool:
+        one = (await pool.get_model("a")).loaded.nbytes
+        other = (await pool.get_model("b")).loaded.nbytes
+        await pool.unload("a")
+        assert wired == [one, one + other, other]
+    assert wired[-1] == 0
+    wired.clear()
+    async with open_pool(models_dir) as pool:
+        await pool.get_model("a")
+    assert not wired
+
+
+async def test_no_model_is_loaded_where_macos_is_about_to_end_programs(models_dir: Path):
+    async with open_pool(models_dir) as pool:
+        pool.ledger.pressure = lambda: Pressure.CRITICAL
+        with pytest.raises(OutOfMemory, match="critically short of memory"):
+            await pool.get_model("a")
+        pool.ledger.pressure = lambda: Pressure.NORMAL
+        await answer(pool, "a")
+
+
+async def test_what_is_kept_for_reuse_goes_where_other_programs_want_memory_and_nobody_asks(
+    models_dir: Path, monkeypatch
+):
+    monkeypatch.setattr(pool_module, "is_told", lambda: True)
+    monkeypatch.setattr(pool_module, "LOOK_AT_MEMORY", 0.01)
+    async with open_pool(models_dir) as pool:
+        level = Pressure.NORMAL
+        pool.ledger.pressure = lambda: level
+        async with tended(pool):
+            await answer(pool, "a", tokens=40)
+            figures = pool.figures()["engines"]["a"]
+            assert figures["pages_cached"]
+            level = Pressure.WARNING
+            while pool.figures()["engines"]["a"]["pages_cached"]:  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.01)

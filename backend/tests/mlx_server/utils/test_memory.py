@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from weakref import ref
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.utils import memory
+from mlx_manager.mlx_server.utils import devices, memory
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief, cgroup_limits
 
 
@@ -56,6 +57,45 @@ def test_what_took_no_memory_is_no_part_of_the_peak_once_it_is_gone():
     usage = ledger.usage()
     assert usage["peak"] == peak
     assert usage["active"] < in_use + 10**5
+
+
+@pytest.fixture
+def mac(monkeypatch) -> list[tuple[str, int]]:
+    """Limits of a Mac whose GPU recommends 48 GB, as they are set."""
+    limits: list[tuple[str, int]] = []
+
+    def setting(name: str) -> Callable[[int], int]:
+        return lambda nbytes: limits.append((name, nbytes)) or 0
+
+    for name in ("memory", "cache", "wired"):
+        monkeypatch.setattr(mx, f"set_{name}_limit", setting(name))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "current", lambda: devices.METAL)
+    found = {"max_recommended_working_set_size": 48 * 10**9}
+    monkeypatch.setattr(mx, "device_info", lambda: found)
+    return limits
+
+
+def test_a_macs_memory_is_not_wired_and_little_of_it_kept_for_reuse(mac):
+    undo = memory.set_memory_limit(40 * 10**9)
+    assert mac == [("memory", 40 * 10**9), ("cache", 5 * 10**9)]
+    undo()
+    assert mac[2:] == [("memory", 0), ("cache", 0)]
+
+
+def test_an_owner_may_have_the_weights_wired_and_no_more_than_the_device_recommends(mac):
+    memory.wire(16 * 10**9)
+    memory.wire(60 * 10**9)
+    memory.wire(0)
+    assert mac == [("wired", 16 * 10**9), ("wired", 48 * 10**9), ("wired", 0)]
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there it is")
+def test_elsewhere_nothing_is_wired_nor_the_cache_limited(monkeypatch, mlx_limit):
+    for name in ("set_wired_limit", "set_cache_limit"):
+        monkeypatch.setattr(mx, name, None)
+    memory.set_memory_limit(10**9)()
+    memory.wire(10**9)
 
 
 def test_what_takes_no_memory_is_not_counted_and_leaves_mlx_as_far_from_its_limit():
@@ -138,6 +178,38 @@ def test_a_device_that_has_no_more_memory_is_promised_no_more_than_it_had(gpu, m
     assert ledger.limit == ledger.available() == 70 * 10**9 - 2**30
     assert mx.get_memory_limit() == 71 * 10**9 - 2**30
     assert "Other programs use it, too" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[METAL] Command buffer execution failed: Insufficient Memory "
+        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+        "[malloc] Unable to allocate 1073741824 bytes.",
+        "[metal::malloc] Resource limit (499000) exceeded.",
+    ],
+)
+def test_metals_words_for_it_are_known(mac, text):
+    dropped = []
+    ledger = Ledger(48 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: dropped.append(1))
+    assert ledger.heed(RuntimeError(text))
+    assert ledger.limit == 48 * 10**9 - 2**30
+    assert dropped
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+        "(00000002:kIOGPUCommandBufferCallbackErrorTimeout).",
+        "[metal::malloc] Attempting to allocate 40000000000 bytes which is greater than the "
+        "maximum allowed buffer size of 20000000000 bytes.",
+    ],
+)
+def test_other_errors_of_metal_say_nothing_of_memory(mac, text):
+    ledger = Ledger(48 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
+    assert not ledger.heed(RuntimeError(text))
+    assert ledger.limit == 48 * 10**9
 
 
 def test_what_is_lent_is_not_another_programs(gpu, mlx_limit):

@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.engine.forward import (
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step, Store
 from mlx_manager.mlx_server.engine.kernels.mapped import together
+from mlx_manager.mlx_server.engine.kernels.order import IN_ORDER, LaunchOrder
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.kernels import BlockKind
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -31,6 +32,7 @@ from mlx_manager.mlx_server.engine.recurrent.kernels import Texts
 from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
 from mlx_manager.mlx_server.engine.recurrent.slots import Slots
 from mlx_manager.mlx_server.engine.running import HORIZON, ROWS, Batch, Running
+from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.steps import Steps
 
 # A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
@@ -41,11 +43,9 @@ GRAIN = 128
 FEW = (16, 32, 64)
 # A step takes the host as long as the device takes so many of a prompt's tokens.
 WORTH = 256
-# A context that is divided among blocks, so that the kernels for that are compiled, too, and a
-# prompt's chunk, for which memory is there anyway. What it sees as such a context's end is expanded
-# where latents are.
+# A context that is divided among blocks, so that the kernels for that are compiled, too. What a
+# prompt's chunk sees as such a context's end is expanded where latents are.
 LONG = 4096
-CHUNK = 512
 
 
 class FusedForward(OnPages):
@@ -60,7 +60,14 @@ class FusedForward(OnPages):
     grain: int = GRAIN
     worth: int = WORTH
 
-    def __init__(self, stores: Sequence[Store], decoder: FusedDecoder, page_size: int) -> None:
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        decoder: FusedDecoder,
+        page_size: int,
+        order: LaunchOrder = IN_ORDER,
+    ) -> None:
+        self.order_of_launches = order
         self._decoder = decoder
         self._page_size = page_size
         self._pieces = Pieces()
@@ -81,11 +88,17 @@ class FusedForward(OnPages):
         return order_after(() if last is None else last.keys, keys)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        logits = self._run(decode, chunks)
+        self.order_of_launches.then(logits)
+        return logits
+
+    def _run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        order = self.order_of_launches
         if decode is None or chunks:
             self._running.batch = None
             slots = self._slots_of(_keys(decode, chunks))
             with together():
-                ragged = RaggedStep.of(decode, chunks, self._page_size, whole)
+                ragged = RaggedStep.of(decode, chunks, self._page_size, whole, order)
                 self._decoder.prepare(ragged.plan, self._of_layers)
                 texts = _texts(decode, chunks, ragged.tokens.size, slots) if slots else None
             logits, self._pieces = self._decoder.run_ragged(
@@ -94,7 +107,7 @@ class FusedForward(OnPages):
             return logits
         self._pieces = Pieces()
         batch = self._running.next(decode.keys, decode.tables, decode.lengths)
-        tokens = batch.padded(decode.tokens)
+        tokens = batch.padded(order.after(decode.tokens))
         logits, batch.before = self._decoder.run(self._step(tokens, batch))
         return logits
 
@@ -106,6 +119,7 @@ class FusedForward(OnPages):
         self._pieces.finish()
 
     def abandon(self) -> None:
+        super().abandon()
         self._running.batch, self._pieces = None, Pieces()
 
     def forget(self, key: int) -> None:
@@ -148,13 +162,15 @@ class FusedForward(OnPages):
 
         Writes to the first page; call before there is anything in it.
         """
-        size = self._page_size
-        prompt = Span(PageTable([0] * (CHUNK // size)), CHUNK, CHUNK)
-        chunk = Chunk(-1, prompt, [0] * CHUNK, final=True)
+        size, device = self._page_size, devices.current()
+        length, most = device.warm_chunk, device.warm_rows
+        prompt = Span(PageTable([0] * -(-length // size)), length, length)
+        chunk = Chunk(-1, prompt, [0] * length, final=True)
         tall = islice(((rows, LONG) for rows in ROWS if self._are_tall(rows)), 1)
         far_from = self._decoder.far_from
         far = [(1, far_from - far_from % size + size)] if far_from else []
-        for rows, length in ((1, LONG), (1, size), (ROWS[-1], size), *tall, *far):
+        crowd = [(most, size)] if most > 1 else []
+        for rows, length in ((1, LONG), (1, size), *crowd, *tall, *far):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             # All the same row, whose states nobody is to have.
@@ -163,9 +179,12 @@ class FusedForward(OnPages):
             step = self._step(tokens, batch)
             yield from one_by_one(self._decoder.launches(step))
             yield from one_by_one(self._decoder.launches_compiled(step))
-            yield from self._prompted(decode, chunk)
+            if most > 1:
+                yield from self._prompted(decode, chunk)
+        if most == 1:
+            yield from self._prompted(None, chunk)
         if self._decoder.expands:
-            rest = Span(PageTable([0] * (LONG // size)), LONG, CHUNK)
+            rest = Span(PageTable([0] * (LONG // size)), LONG, device.warm_chunk)
             yield from self._prompted(None, Chunk(chunk.key, rest, chunk.tokens, final=True))
         yield from self._put_back(chunk.key)
         self.forget(chunk.key)

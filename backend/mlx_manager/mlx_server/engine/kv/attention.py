@@ -49,15 +49,13 @@ from mlx_manager.mlx_server.engine.kv.powers import (
     pays,
 )
 from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers, Sent
+from mlx_manager.mlx_server.utils import devices
 
 F = TypeVar("F")
 
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
 # gathered together, since one larger product beats many small ones.
 SLICE_TOKENS = 192
-# A chunk's queries are attended in blocks whose scores are at most so many. MLX's CPU backend holds
-# them all at once, and 512 queries of 32 heads over 32 000 keys would be 2 GB.
-SCORES = 1 << 21
 # More queries than this in a block only compute more that is masked away.
 BLOCK = 128
 # Spans of so few queries are attended a query at a time: tiles of them would leave most of a GPU
@@ -731,11 +729,9 @@ def _attend_chunk(  # noqa: PLR0917
     plain = sinks is None and softcap is None
     causal = isinstance(group.mask, str) and plain and seen >= 2 * count
     by_powers = causal and pays(queries, queries.shape[1] * count * seen)
-    block = count
-    if mx.default_device() == mx.cpu:
-        heads = queries.shape[1]
-        block = min(BLOCK, max(1, SCORES // (heads * seen)))
-        block = min(block, block_of(heads, seen)) if by_powers else block
+    block = _block(queries, keys, values, softcap)
+    if by_powers:
+        block = min(block, block_of(queries.shape[1], seen))
     parts = []
     for start in range(0, count, block):
         stop = min(start + block, count)
@@ -752,6 +748,23 @@ def _attend_chunk(  # noqa: PLR0917
                 mx.fast.scaled_dot_product_attention(*own, scale=scale, mask=mask, sinks=sinks)
             )
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _block(queries: mx.array, keys: mx.array, values: mx.array, softcap: float | None) -> int:
+    """How many of a chunk's queries are attended at a time: where MLX holds all scores, as many as
+    there may be scores."""
+    device = devices.current()
+    heads, count, dim = queries.shape[1:]
+    holds = softcap is not None or not is_flash(dim, values.shape[3])
+    if device.scores is None or not holds:
+        return count
+    most = max(1, device.scores // (heads * keys.shape[2]))
+    return min(most, BLOCK) if device.kind == "cpu" else most
+
+
+def is_flash(key_dim: int, value_dim: int) -> bool:
+    """Whether MLX's attention of many queries holds no scores for heads of these sizes."""
+    return key_dim == value_dim and key_dim in devices.current().flash_dims
 
 
 KeysAndValues = tuple[mx.array, mx.array] | tuple[PagedLayer, PagedLayer]

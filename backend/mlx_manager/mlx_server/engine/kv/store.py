@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import send
+from mlx_manager.mlx_server.engine.kernels.order import IN_ORDER
 from mlx_manager.mlx_server.engine.kv import room
 from mlx_manager.mlx_server.engine.kv.kernels import (
     AttentionShape,
@@ -133,6 +134,7 @@ class LayerStore:
         self._latents = latents
         self._writer: PagedKernels | Writer | None = None
         self.kernels: KernelSet | None = None
+        self._order = IN_ORDER if kernels is None else kernels.order
         if kernels is not None:
             self._writer, self.kernels = self._served(kernels, gathered or latents)
         self.written = mx.zeros((1,), mx.int32)
@@ -176,11 +178,17 @@ class LayerStore:
         Returns:
             Whether the pages were copied: more of them, which there is room for, are just there.
             Evaluated at once then, so that at most one layer exists twice at any moment.
+
+        Raises:
+            RuntimeError: on a Mac, what was under way failed.
         """
         grown, self.pages = pages >= self.pages, pages
         slots = pages * self.page_size
         if grown and slots <= self.keys.shape[1]:
             return False
+        if min(slots, self.keys.shape[1]):
+            # A step may be under way, whose writes a copy would miss.
+            self._order.wait()
         most_slots = max(slots, most * self.page_size) if room.is_free() else slots
         self.keys = _resized(self.keys, slots, most_slots)
         self.values = _resized(self.values, slots, most_slots)
@@ -246,10 +254,11 @@ class LayerStore:
             of = self.shape
             slots = np.array(pages)[:, None] * size + np.arange(size)
             keys, values = (
-                mx.zeros((of.kv_heads, slots.size, dim), of.dtype)
+                self._order.after(mx.zeros((of.kv_heads, slots.size, dim), of.dtype))
                 for dim in (of.key_dim, of.value_dim)
             )
             self.write(keys, values, Numbers(slots.reshape(-1).astype(np.int32)))
+            self._order.then(self.written)
             return
         for first, end in _runs(pages):
             slice_ = slice(first * size, end * size)

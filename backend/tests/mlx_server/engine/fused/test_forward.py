@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mlx_manager.mlx_server.engine.fused.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import Expansion, KernelSet, expansion
 from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.utils import devices
 
 PAGE = 16
 on_kernels = partial(
@@ -44,7 +46,7 @@ def _little_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiles a GPU's kernels takes portable ones, which have nothing to compile, half of a
     test. `test_loads_in_pieces` has it as long as it is."""
     monkeypatch.setattr(forwards, "LONG", 16 * PAGE)
-    monkeypatch.setattr(forwards, "CHUNK", 4 * PAGE)
+    monkeypatch.setattr(devices, "CPU", replace(devices.CPU, warm_chunk=4 * PAGE))
 
 
 @pytest.mark.parametrize(

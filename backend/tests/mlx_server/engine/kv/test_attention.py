@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
 )
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
+from mlx_manager.mlx_server.utils import devices
 
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}
 # What lies in places that nobody may read: finite, and ruinous.
@@ -229,6 +230,32 @@ def test_a_mixed_step_is_what_dense_attention_gives(
     case = Case(MIXED, heads, kv_heads, dim, dtype=dtype, seed=dim)
     scene = Scene(case)
     agree(case, scene.attend(), scene.expected())
+
+
+@pytest.mark.parametrize(
+    ("dim", "holds"), [(64, False), (80, False), (96, True), (128, False), (256, True), (512, True)]
+)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_mac_holds_the_scores_of_few_queries_at_a_time(
+    dim: int, holds: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its attention does not make them on the way: 32 heads of 2 048 queries after 32 000
+    tokens are 4 GB."""
+    case = Case((Row(300, queries=100),), 8, 2, dim, window=window)
+    monkeypatch.setattr(devices, "current", lambda: replace(devices.METAL, scores=8 * 300 * 16))
+    # Those are for CPUs.
+    monkeypatch.setattr(attention, "pays", lambda *_: False)
+    held, attend = [], mx.fast.scaled_dot_product_attention
+
+    def counting(q: mx.array, k: mx.array, v: mx.array, **how: Any) -> mx.array:
+        held.append(q.shape[1] * q.shape[2] * k.shape[2])
+        return attend(q, k, v, **how)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", counting)
+    scene = Scene(case, KernelSet(Portable))
+    agree(case, scene.attend(), scene.expected())
+    assert (len(held) > 1) is holds
+    assert max(held) <= 8 * 300 * 16 or not holds
 
 
 def test_rows_of_wide_heads_go_through_a_kernel_where_chunks_beside_them_do_not() -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.cuda import device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kernels.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
 from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
@@ -63,19 +64,22 @@ BuildWriter = Callable[[Pools], Writer | Unsupported]
 BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+"""Head sizes that every device's kernels serve."""
 # Of a block on Apple GPUs.
 MOST_THREADS = 1024
 
 
 def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
-    if shape.head_dim not in HEAD_DIMS:
-        return Unsupported(f"head size {shape.head_dim}: the kernels serve {HEAD_DIMS}")
+    on_metal = mx.metal.is_available()
+    served = metal.HEAD_DIMS if on_metal else HEAD_DIMS
+    if shape.head_dim not in served:
+        return Unsupported(f"head size {shape.head_dim}: the kernels serve {served}")
     if shape.page_size % TILE:
         return Unsupported(f"page size {shape.page_size} is no multiple of {TILE}")
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
-    return metal.build(shape) if mx.metal.is_available() else cuda.build(shape)
+    return metal.build(shape) if on_metal else cuda.build(shape)
 
 
 def build_writer(of: Pools) -> Writer | Unsupported:
@@ -147,7 +151,11 @@ def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expans
 
 
 class KernelSet:
-    """The kernels of one model: layers of the same shape share them."""
+    """The kernels of one model: layers of the same shape share them.
+
+    Attributes:
+        order: of their launches, those of all layers.
+    """
 
     def __init__(
         self,
@@ -158,6 +166,7 @@ class KernelSet:
         self._build = build
         self._build_chunks = build_chunks
         self._build_writer = build_writer
+        self.order = LaunchOrder()
         self._writers: dict[Pools, Writer | Unsupported] = {}
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
         self._chunks: dict[AttentionShape, ChunkKernels | Unsupported] = {}

@@ -26,8 +26,10 @@ constexpr int heads_per_block(int group, int head_dim) {
   return head_dim > 256 ? (group < 2 ? group : 2) : group < 4 ? group : 4;
 }
 constexpr int lanes_per_token(int head_dim) {
-  return head_dim == 64 ? 8 : head_dim >= 256 ? 32 : 16;
+  return head_dim >= 160 ? 32 : head_dim == 64 || head_dim % 16 ? 8 : 16;
 }
+// Lanes that measure a head together, before there are tokens to be held.
+constexpr int lanes_per_head(int head_dim) { return head_dim % 16 ? 8 : 16; }
 constexpr int tokens_at_once(int head_dim) { return head_dim > 256 ? 2 : 4; }
 
 // One head's elements, normalised if NORM.
@@ -126,10 +128,12 @@ struct Fresh {
                     int thread_index, int threads) const {
     const device T* k = head(q_row, kv_heads, GROUP * kv_heads + kv_head);
     const device T* v = k + kv_heads * D;
+    constexpr int LANES = lanes_per_head(D);
+    constexpr int DIMS = D / LANES;
     Query newest_head = {k, k_norm, 1.0f};
-    if (NORM) newest_head.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
+    if (NORM) newest_head.template measure<DIMS, LANES>(thread_index % LANES * DIMS, epsilon);
     Query value = {v, k_norm, 1.0f};
-    if (VALUES) value.template measure<D / 16, 16>(thread_index % 16 * (D / 16), epsilon);
+    if (VALUES) value.template measure<DIMS, LANES>(thread_index % LANES * DIMS, epsilon);
     for (int d = thread_index; d < D; d += threads) {
       newest[d] = finished(newest_head, q_row, d);
       newest[D + d] = finished_value(value, d);
@@ -198,11 +202,14 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
       output[h][d] = 0.0f;
     }
   }
-  for (int h = 0; h < heads; h++) {
-    const typename Queries::Query head =
-        queries.template query<DIMS, LANES>(q_row, kv_heads, kv_head * GROUP + head0 + h, d0);
-    for (int d = 0; d < DIMS; d++) query[h][d] = float(queries.finished(head, q_row, d0 + d)) * scale;
-  }
+  // Arrays stay in registers where all that indexes them is known to the compiler.
+  for (int h = 0; h < HEADS; h++)
+    if (h < heads) {
+      const typename Queries::Query head =
+          queries.template query<DIMS, LANES>(q_row, kv_heads, kv_head * GROUP + head0 + h, d0);
+      for (int d = 0; d < DIMS; d++)
+        query[h][d] = float(queries.finished(head, q_row, d0 + d)) * scale;
+    }
   const int newest_tile = (length - 1) / kTile;
   if (length > 0 && newest_tile >= first_tile && newest_tile < last_tile) {
     const long page = table[long(table_row) * table_width + (length - 1) / PAGE];
@@ -257,13 +264,14 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
     }
   }
 
-  for (int h = 0; h < heads; h++) {
-    for (int d = 0; d < DIMS; d++) merged[(set * HEADS + h) * D + d0 + d] = output[h][d];
-    if (d0 == 0) {
-      figures[(set * HEADS + h) * 2] = maximum[h];
-      figures[(set * HEADS + h) * 2 + 1] = sum[h];
+  for (int h = 0; h < HEADS; h++)
+    if (h < heads) {
+      for (int d = 0; d < DIMS; d++) merged[(set * HEADS + h) * D + d0 + d] = output[h][d];
+      if (d0 == 0) {
+        figures[(set * HEADS + h) * 2] = maximum[h];
+        figures[(set * HEADS + h) * 2 + 1] = sum[h];
+      }
     }
-  }
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
   const long place = (long(base + split) * groups.x + group.x) * HEADS;
@@ -319,12 +327,12 @@ inline void merge_splits(const device float* partial, const device float* partia
 }
 
 // Finishes the heads of a step: queries go to `out`, (tokens, q heads, D), keys and values to their
-// slots; a slot below 0 is skipped. A head is taken by 16 threads.
+// slots; a slot below 0 is skipped. A head is taken by `lanes_per_head` threads.
 template <typename T, int D, int GROUP, typename Heads, typename Slots>
 inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T* v_pool,
                              Slots slot_of_token, long pool_slots, int kv_heads, int tokens,
                              device T* out, int position) {
-  constexpr int LANES = 16;
+  constexpr int LANES = lanes_per_head(D);
   constexpr int DIMS = D / LANES;
   const int q_heads = GROUP * kv_heads;
   const int heads = q_heads + (Heads::QUERIES_ALONE ? 0 : 2 * kv_heads);

@@ -23,6 +23,8 @@ from mlx_manager.mlx_server.engine.kv.kernels.splits import Splits, plan
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
 
 _SOURCE = Path(__file__).with_name("attention.metal")
+# Head sizes that are served: lanes hold a whole number of elements each.
+HEAD_DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 SIMDGROUPS = 4
 # Query heads of a block, and of wide ones, which fill twice the registers and threadgroup memory.
 MOST_HEADS = 4
@@ -217,6 +219,7 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
 
 
 def rotate_threads(shape: AttentionShape, tokens: int) -> int:
-    """Of the launch that `rotate_source` is for, 16 a head: whole threadgroups."""
-    heads = shape.q_heads + 2 * shape.kv_heads
-    return -(-tokens * heads * 16 // THREADS) * THREADS
+    """Of the launch that `rotate_source` is for, 16 a head, or 8 where a head is no multiple of
+    that: whole threadgroups."""
+    heads, lanes = shape.q_heads + 2 * shape.kv_heads, 8 if shape.head_dim % 16 else 16
+    return -(-tokens * heads * lanes // THREADS) * THREADS

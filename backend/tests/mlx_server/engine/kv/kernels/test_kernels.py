@@ -141,6 +141,16 @@ METAL_CASES = [
     *CASES,
     Case("float32", shape(4, 2, 64, F32)),
     Case("rows-in-constant-space", shape(4, 2, 80, BF16), lengths=(70,)),
+    Case("72", shape(6, 2, 72, F16), Features(sinks=True)),
+    Case("112-window", shape(8, 2, 112, BF16), Features(window=50)),
+    Case("160-group-of-5", shape(5, 1, 160, F16), divided=False),
+    Case("192-softcap", shape(8, 1, 192, BF16), Features(softcap=5.0)),
+]
+METAL_FUSED_CASES = [
+    Case("72-fused", shape(6, 2, 72, BF16), rotary=Rotary(72, False, 1e-6, values=True)),
+    Case("112-fused", shape(4, 2, 112, F16), rotary=Rotary(112, False, None)),
+    Case("160-fused", shape(6, 1, 160, BF16), rotary=Rotary(40, True, 1e-6), divided=False),
+    Case("192-fused", shape(4, 1, 192, F16), rotary=Rotary(64, False, 1e-6, gated=True)),
 ]
 
 
@@ -281,7 +291,7 @@ def cuda_on_cpu(compile_cuda) -> Cuda:
 
 @pytest.fixture(scope="module")
 def metal_on_cpu(compile_metal) -> Metal:
-    return Metal(compile_metal, [*METAL_CASES, *FUSED_CASES])
+    return Metal(compile_metal, [*METAL_CASES, *FUSED_CASES, *METAL_FUSED_CASES])
 
 
 @pytest.mark.parametrize("case", [*CASES, SMALL_PLAIN], ids=lambda case: case.name)
@@ -370,8 +380,12 @@ def test_contexts_that_are_alike_are_read_in_one_wave(
     assert cuda.waves_for(np.array(lengths), window) == waves
 
 
-@pytest.mark.parametrize("case", FUSED_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", ["cuda_on_cpu", "metal_on_cpu"])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(backend, case) for backend in ("cuda_on_cpu", "metal_on_cpu") for case in FUSED_CASES]
+    + [("metal_on_cpu", case) for case in METAL_FUSED_CASES],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_fused_step_writes_the_newest_token_and_attends_to_it(backend, case, request):
     kernels = request.getfixturevalue(backend)
     problem = FreshProblem.of(case.problem(), case.rotary)

@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     building_expansion,
     checking_chunks,
     latent,
+    metal,
     self_check,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
@@ -50,8 +51,18 @@ def test_without_a_gpu_that_is_the_reason(head_dim):
     assert build(shape(head_dim)) == Unsupported("the default device is no GPU")
 
 
+@pytest.mark.skipif(on_gpu(), reason="there is a GPU")
+@pytest.mark.parametrize("head_dim", [72, 112, 160, 192])
+def test_heads_of_some_sizes_are_served_on_a_mac_alone(head_dim, monkeypatch):
+    assert build(shape(head_dim)) == Unsupported(
+        f"head size {head_dim}: the kernels serve {HEAD_DIMS}"
+    )
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert build(shape(head_dim)) == Unsupported("the default device is no GPU")
+
+
 @pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", metal.HEAD_DIMS if mx.metal.is_available() else HEAD_DIMS)
 @pytest.mark.parametrize(
     "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
 )

@@ -66,7 +66,13 @@ CASES = [
     Case("partial-of-512", shape(8, 1, 512, BF16), Rotary(128, HALVES, 1e-6, gated=True)),
     Case("heads-that-fill-no-warp", shape(5, 5, 96, F16), Rotary(96, NEIGHBOURS, 1e-6)),
 ]
-METAL_CASES = [*CASES, Case("float32", shape(4, 2, 64, F32), Rotary(64, HALVES, 1e-6))]
+METAL_CASES = [
+    *CASES,
+    Case("of-72", shape(6, 2, 72, BF16), Rotary(72, HALVES, 1e-6, values=True)),
+    Case("of-112", shape(4, 2, 112, F16), Rotary(112, HALVES, 1e-6)),
+    Case("of-192", shape(3, 1, 192, BF16), Rotary(64, NEIGHBOURS, 1e-6, gated=True)),
+    Case("float32", shape(4, 2, 64, F32), Rotary(64, HALVES, 1e-6)),
+]
 
 
 def entry(source, dtype: mx.Dtype) -> tuple:

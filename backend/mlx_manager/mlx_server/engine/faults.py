@@ -1,0 +1,46 @@
+"""When a Mac's GPU takes no more work from this process.
+
+MLX raises what became of a command buffer. After some that failed macOS ignores all that the
+process queues, until the process ends: it has to be started again. It is ended before that, too,
+as what fails again and again is no accident.
+
+Source: `CommandEncoder` in mlx/backend/metal/device.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+FAILED = "[METAL] Command buffer execution failed"
+"""What MLX's error of a command buffer begins with; macOS's own words follow."""
+IGNORED = "SubmissionsIgnored"
+"""In these, where nothing is done any more: `Ignored (for causing prior/excessive GPU errors)
+(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)`."""
+MOST, WITHIN = 3, 60.0
+"""So many errors in so many seconds are too many."""
+
+
+class GPUFaults:
+    """The errors of the GPU so far. One thread notes them; any may read `fatal`.
+
+    Attributes:
+        fatal: why the process can't go on with its GPU; None while it can.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.fatal: str | None = None
+        self._clock = clock
+        self._at: deque[float] = deque(maxlen=MOST)
+
+    def note(self, error: Exception) -> None:
+        """Count `error`, if it is one of the GPU's."""
+        said = str(error)
+        if FAILED not in said:
+            return
+        self._at.append(self._clock())
+        if IGNORED in said:
+            self.fatal = f"macOS ignores what it is given: {said}"
+        elif len(self._at) == MOST and self._at[-1] - self._at[0] <= WITHIN:
+            self.fatal = f"{MOST} errors in {WITHIN:g} s, the last of which was: {said}"
