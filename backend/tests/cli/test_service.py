@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linux import needs_linux
 
 from mlx_manager.configuration import BESIDES
 from mlx_manager.mlx_server.services.keys import add_key
 from mlx_manager.service import InvalidValue, Service, carried, environment_text, unit_word
 
+UNIT = ("--kind", "systemd")
 OPTIONS = (
     "--port",
     "9000",
@@ -29,6 +31,12 @@ OPTIONS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _nobody_to_ask(environment: dict[str, str]) -> None:
+    """Neither systemctl nor launchctl is found, which might have a service of the developer's."""
+    environment["PATH"] = "/nowhere"
+
+
 @pytest.fixture
 def config(tmp_path: Path, environment: dict[str, str]) -> Path:
     environment["XDG_CONFIG_HOME"] = str(tmp_path / "config")
@@ -36,7 +44,7 @@ def config(tmp_path: Path, environment: dict[str, str]) -> Path:
 
 
 def test_install_writes_a_unit_and_settings_for_their_owner_alone(run, config: Path) -> None:
-    done = run("service", "install", "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
+    done = run("service", "install", *UNIT, "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
     assert done.returncode == 0, done.stderr
     assert "systemctl --user enable" in done.stdout
     settings = config / "mlx-manager" / "service.env"
@@ -96,7 +104,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def installed(run, config: Path, *options: str, **variables: str) -> dict[str, str]:
-    done = run("service", "install", "--no-start", *options, **variables)
+    done = run("service", "install", *UNIT, "--no-start", *options, **variables)
     assert done.returncode == 0, done.stderr
     return read_by_a_shell(config / "mlx-manager" / "service.env")
 
@@ -153,20 +161,20 @@ def test_what_is_no_relative_path_stays_as_it_is(
 
 
 def test_a_secret_is_not_shown(run, config: Path) -> None:
-    done = run("service", "install", "--print", MLX_SERVER_API_KEY="sesame")
+    done = run("service", "install", *UNIT, "--print", MLX_SERVER_API_KEY="sesame")
     assert "sesame" not in done.stdout + done.stderr
     assert 'MLX_SERVER_API_KEY="********"' in done.stdout
     assert not config.exists()
 
 
 def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
-    assert run("service", "status").returncode == 4
-    assert run("service", "uninstall").returncode == 4
-    run("service", "install", "--no-start")
-    found = run("service", "status", "--json")
+    assert run("service", "status", *UNIT).returncode == 4
+    assert run("service", "uninstall", *UNIT).returncode == 4
+    run("service", "install", *UNIT, "--no-start")
+    found = run("service", "status", *UNIT, "--json")
     assert json.loads(found.stdout)["installed"] is True
     assert found.returncode == 3
-    assert run("service", "uninstall").returncode == 0
+    assert run("service", "uninstall", *UNIT).returncode == 0
     assert not list(config.rglob("*.service"))
     assert not list(config.rglob("*.env"))
 
@@ -193,6 +201,7 @@ def test_what_cannot_be_installed_says_why(
     assert not config.exists()
 
 
+@needs_linux("systemd")
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
 @pytest.mark.parametrize("user", [None, "root"])
 def test_systemd_accepts_the_unit(tmp_path: Path, user: str | None) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from linux import needs_linux
 from thorough import slow
 
 PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
 SERVER = [sys.executable, "-m", "mlx_manager.mlx_server.main"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@needs_linux("/dev/full")
 def test_output_that_can_not_be_written_is_told(environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -72,6 +73,7 @@ def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str)
 ALL = "0<&- 1>&- 2"
 
 
+@needs_linux("systemd's socket, whose path may be longer than 104 characters")
 @pytest.mark.parametrize(
     ("closed", "program"),
     [
