@@ -281,6 +281,10 @@ def serve(
       mlx-manager serve --model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000
       mlx-manager serve --models-dir ~/models --memory-limit-gb 24
     """
+    if (log_format or os.environ.get("MLX_SERVER_LOG_FORMAT")) == "json":
+        from mlx_manager.mlx_server.observability.logs import capture_output
+
+        capture_output()
     settings = parse_settings(context.params)
     require_mlx()
     from mlx_manager.mlx_server.main import run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -48,7 +50,12 @@ def colour(name: str) -> str | None:
 
 
 def complain(message: str) -> None:
-    typer.secho(f"mlx-manager: {in_lines(message)}", err=True, fg=colour("red"))
+    said = f"mlx-manager: {in_lines(message)}"
+    logs = sys.modules.get("mlx_manager.mlx_server.observability.logs")
+    if logs is not None and logs.speaks_json():
+        logs.tell(said, level=logging.ERROR)
+    else:
+        typer.secho(said, err=True, fg=colour("red"))
 
 
 def note(message: str) -> None:

@@ -382,12 +382,14 @@ def run(settings: MLXServerSettings) -> None:
     file of settings is wrong.
     """
     logs.configure(settings.log_level, settings.log_format)
+    if settings.log_format == "json":
+        logs.capture_output()
     open_files.allow_many()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
     except MLXManagerError as error:
-        logs.tell(f"mlx-manager: {error.message}")
+        logs.tell(f"mlx-manager: {error.message}", level=logging.ERROR)
         sys.exit(2 if type(error) is InvalidSettings else 1)
     except KeyboardInterrupt:
         # uvicorn hands on the signal that it ended for, after everything has been closed.
@@ -451,18 +453,20 @@ async def announce(server: Server, listener: Listener) -> None:
     await server.started.wait()
     if server.failure is None:
         models = await server.pool.models()
+        ids = [model.id for model in models]
         url = await listener.url
         text = greeting(
             url,
-            [model.id for model in models],
+            ids,
             models[0].kind or "text",
             need_key=server.settings.access.need_key,
         )
-        logs.tell(text, sys.stdout)
+        logs.tell(text, sys.stdout, url=f"{url}/v1", models=ids)
         notify(READY, f"STATUS=Ready: {url}/v1")
     else:
         reason = server.failure.message
-        logs.tell(f"mlx-manager: the default model can't be served: {reason}")
+        problem = f"mlx-manager: the default model can't be served: {reason}"
+        logs.tell(problem, level=logging.ERROR)
         listener.should_exit = True
 
 
