@@ -1,4 +1,4 @@
-"""`mlx-manager load`, `unload` and `cancel`: what a running server is told to do."""
+"""`mlx-manager load`, `unload`, `unpin` and `cancel`: what a running server is told to do."""
 
 from __future__ import annotations
 
@@ -65,6 +65,27 @@ def unload(
         typer.echo(f"{gone['id']} is unloaded: {size(freed)} are free again.")
     else:
         typer.echo(f"{gone['id']} was not loaded.")
+
+
+def unpin(
+    name: Name, *, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False
+) -> None:
+    """Let a running server unload a pinned model when it needs the memory.
+
+    The model stays loaded until then. Until the server ends, this counts for more than the
+    models' file.
+
+    \b
+    Example:
+      mlx-manager unpin mlx-community/Llama-3.2-3B-Instruct-4bit
+    """
+    with administering(url, admin_token) as client:
+        model = client.post("/v1/admin/models/pin", {"model": name, "pinned": False}, "memory")
+    if as_json:
+        typer.echo(json.dumps(model, indent=2))
+        return
+    loaded = "It stays loaded until room is needed" if model["state"] == "loaded" else "Not loaded"
+    typer.echo(f"{model['id']} is no longer pinned. {loaded}.")
 
 
 def cancel(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from mlx_manager.printable import in_lines, on_one_line
+from mlx_manager.printable import in_lines, is_dumb, on_one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,8 +45,9 @@ MEANINGS = {
 
 
 def colour(name: str) -> str | None:
-    """For what is printed; None where NO_COLOR says that nobody wants any."""
-    return None if os.environ.get("NO_COLOR") else name
+    """For what is printed; None where NO_COLOR says that nobody wants any, or TERM that there are
+    none."""
+    return None if os.environ.get("NO_COLOR") or is_dumb() else name
 
 
 def complain(message: str) -> None:

@@ -47,7 +47,7 @@ def configure(
     stream = stream or _beneath(sys.stderr)
     handler = logging.StreamHandler(stream)
     handler.addFilter(_name_request)
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     colour = stream.isatty() and not plain
     handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler])
