@@ -165,6 +165,7 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """What the owner has written of keys and models, as `serve` would read it."""
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import InvalidSettings
+    from mlx_manager.mlx_server.models.catalog import check_models_dir
     from mlx_manager.mlx_server.models.settings import read_models_file
     from mlx_manager.mlx_server.services.keys import read_keys
 
@@ -174,6 +175,10 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         yield Finding("keys", ", ".join(names) if names else "none: nobody is asked for one")
     except InvalidSettings as error:
         yield Finding("keys", error.message, False)
+    try:
+        check_models_dir(settings.models_dir)
+    except InvalidSettings as error:
+        yield Finding("models", error.message, False)
     if settings.models_file is not None:
         try:
             names = list(read_models_file(settings.models_file).models)

@@ -272,14 +272,19 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
 def test_list_says_what_looks_like_a_typing_error(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     environment = {"MLX_SERVER_MODEL_DIR": "x"}
-    given = ["--models-dir", str(nowhere), "--available-models", f"{nowhere}/one,owner/two"]
+    given = ["--available-models", f"{nowhere}/one,owner/two"]
     result = run.invoke(app, ["list", *given, "--json"], env=environment)
     assert result.exit_code == 0
     assert json.loads(result.stdout)
     assert "MLX_SERVER_MODEL_DIR is no setting\n" in result.stderr
-    assert f"MLX_SERVER_MODELS_DIR: {nowhere} is no folder\n" in result.stderr
     assert f"MLX_SERVER_AVAILABLE_MODELS: {nowhere}/one is no folder\n" in result.stderr
     assert "two" not in result.stderr
+
+
+def test_list_needs_the_folder_of_models(tmp_path: Path) -> None:
+    result = run.invoke(app, ["list", "--models-dir", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert f"{tmp_path}/nowhere: there is no such folder" in result.stderr
 
 
 def test_list_says_what_has_to_be_downloaded() -> None:

@@ -43,10 +43,11 @@ def list_models(
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
     from mlx_manager.mlx_server.config import doubts
     from mlx_manager.mlx_server.errors import InvalidSettings
-    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.catalog import Catalog, check_models_dir
     from mlx_manager.mlx_server.models.settings import read_models_file
 
     try:
+        check_models_dir(settings.models_dir)
         owners = read_models_file(settings.models_file)
     except InvalidSettings as error:
         fail(error.message, ExitCode.USAGE)

@@ -547,8 +547,6 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
     for variable in sorted(variables):
         if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
             yield f"{variable} is no setting"
-    if settings.models_dir is not None and not os.path.isdir(settings.models_dir):
-        yield f"MLX_SERVER_MODELS_DIR: {settings.models_dir} is no folder"
     for name in settings.available_models:
         if is_folder(name) and not os.path.isdir(os.path.expanduser(name)):
             yield f"MLX_SERVER_AVAILABLE_MODELS: {name} is no folder"

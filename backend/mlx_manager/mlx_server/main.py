@@ -42,6 +42,7 @@ from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
+from mlx_manager.mlx_server.models.catalog import check_models_dir
 from mlx_manager.mlx_server.models.settings import ModelsFile, Wishes, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
@@ -130,11 +131,12 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     """The server as an ASGI application. A `pool` that is handed in is not closed here.
 
     Raises:
-        InvalidSettings: the models' settings can't be read.
+        InvalidSettings: the models' settings can't be read, or there is no folder of models.
     """
     server = Server(settings or MLXServerSettings())
     for doubt in doubts(server.settings, os.environ):
         log.warning("%s", doubt)
+    check_models_dir(server.settings.models_dir)
     file = server.settings.models_file
     wishes = Wishes(read_models_file(file))
 

@@ -43,7 +43,9 @@ def config(tmp_path: Path, environment: dict[str, str]) -> Path:
     return tmp_path / "config"
 
 
-def test_install_writes_a_unit_and_settings_for_their_owner_alone(run, config: Path) -> None:
+def test_install_writes_a_unit_and_settings_for_their_owner_alone(
+    run, config: Path, here: Path
+) -> None:
     done = run("service", "install", *UNIT, "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
     assert done.returncode == 0, done.stderr
     assert "systemctl --user enable" in done.stdout
@@ -95,7 +97,7 @@ ABSOLUTE = {
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the model `two/three`, and one named as the embedded model is."""
     folder = tmp_path / "here"
-    for name in ("two/three", "mlx-manager/demo"):
+    for name in ("two/three", "mlx-manager/demo", "models"):
         (folder / name).mkdir(parents=True)
     (folder / "models.toml").write_text("")
     add_key(folder / "keys.toml", "alice", {})
@@ -148,7 +150,7 @@ def test_an_option_is_told_as_its_variable_is(run, config: Path, here: Path) -> 
         ("MLX_SERVER_MODEL", "mlx-manager/demo"),
         ("MLX_SERVER_AVAILABLE_MODELS", "mlx-community/Llama,mlx-manager/demo"),
         ("MLX_SERVER_MODEL_ALIASES", "two/three=mlx-community/Llama,./one=mlx-manager/demo"),
-        ("MLX_SERVER_MODELS_DIR", "/models"),
+        ("MLX_SERVER_MODELS_DIR", "/"),
         ("MLX_SERVER_ADMIN_TOKEN", "~/two/three"),
         ("MLX_SERVER_BLAS", "off"),
         ("HF_TOKEN", "./one"),
@@ -189,6 +191,7 @@ def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
         (("--model", "a\nb"), 2, "line break"),
         (("--host", "0.0.0.0"), 2, "without a key"),
         (("--models-file", "/nowhere.toml"), 2, "/nowhere.toml can't be read"),
+        (("--models-dir", "/nowhere"), 2, "/nowhere: there is no such folder"),
         (("--api-keys-file", "/nowhere.toml"), 2, "no keys' file /nowhere.toml"),
     ],
 )
