@@ -16,6 +16,7 @@ from pathlib import Path
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts, expanded
+from mlx_manager.mlx_server.utils.text import sized
 
 INSTALL_MLX = (
     "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
@@ -105,7 +106,7 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         free = free_bytes(folder)
         roomy = free >= LITTLE_ROOM
         advice = "" if roomy else f"Few models fit. Make room, or move it with {variable}"
-        yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
+        yield Finding("disk", f"{sized(free)} free for models in {folder}", advice=advice)
 
 
 def store_findings(settings: MLXServerSettings) -> Iterator[Finding]:

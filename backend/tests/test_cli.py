@@ -253,7 +253,7 @@ def test_doctor_says_that_the_default_model_takes_more_memory_than_there_may_be(
     result = run.invoke(app, ["doctor", "--port", "0"], env=told)
     assert result.exit_code == 1
     assert "models and KV pages may take 0.0 GiB" in result.output
-    assert "the memory limit is 1,073,741 (MLX_SERVER_MEMORY_LIMIT_GB)" in result.output
+    assert "the memory limit is 1.02 MB (MLX_SERVER_MEMORY_LIMIT_GB)" in result.output
 
 
 def test_doctor_names_variables_that_are_no_settings() -> None:

@@ -122,3 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         complain(f"{where}: {error.strerror}.")
         # Python would try it once more as it ends, and complain in its own way.
         os._exit(ExitCode.FAILED)
+    except SystemExit as end:
+        if os.environ.get("MLX_MANAGER_KEPT_BY"):
+            from mlx_manager.service import no_retry
+
+            if no_retry(end.code):
+                complain(
+                    "launchd does not start it again: mend it by `mlx-manager service install`."
+                )
+                sys.exit(0)
+        raise

@@ -11,7 +11,8 @@ from urllib.parse import quote
 import typer
 
 from mlx_manager.cli.connection import AdminToken, Url, administering
-from mlx_manager.cli.terminal import AsJson, size
+from mlx_manager.cli.terminal import AsJson
+from mlx_manager.mlx_server.utils.text import sized
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="An id that the server offers")]
 Pin = Annotated[bool, typer.Option("--pin", help="Keep it loaded, whoever needs the room")]
@@ -44,7 +45,7 @@ def load(
     weights = model["weights"]
     form = f", {weights['name']} ({weights['reason']})" if weights else ""
     pinned = ", pinned" if model["pinned"] else ""
-    typer.echo(f"{model['id']} is loaded: {size(sum(model['memory'].values()))}{form}{pinned}")
+    typer.echo(f"{model['id']} is loaded: {sized(sum(model['memory'].values()))}{form}{pinned}")
 
 
 def unload(
@@ -62,7 +63,7 @@ def unload(
         typer.echo(json.dumps(gone, indent=2))
     elif gone["unloaded"]:
         freed = gone["memory_before"] - gone["memory_after"]
-        typer.echo(f"{gone['id']} is unloaded: {size(freed)} are free again.")
+        typer.echo(f"{gone['id']} is unloaded: {sized(freed)} are free again.")
     else:
         typer.echo(f"{gone['id']} was not loaded.")
 

@@ -16,7 +16,8 @@ from urllib.parse import unquote, urlsplit
 import typer
 
 from mlx_manager.cli.serve import check_hub_address
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
+from mlx_manager.mlx_server.utils.text import sized
 from mlx_manager.printable import is_dumb
 
 if TYPE_CHECKING:
@@ -133,13 +134,13 @@ def fetch_default(settings: MLXServerSettings) -> None:
 def describe(found: Repository, missing: int, free: int) -> None:
     terms = f", licence {found.licence}" if found.licence else ", no licence named"
     gate = ", gated: its terms must be accepted on its page" if found.gated else ""
-    note(f"{found.id}: {len(found.files)} files, {size(found.nbytes)}{terms}{gate}")
+    note(f"{found.id}: {len(found.files)} files, {sized(found.nbytes)}{terms}{gate}")
     if missing == 0:
         note("All of it is here already.")
     elif missing < found.nbytes:
-        note(f"{size(found.nbytes - missing)} are here already, {size(missing)} are to come.")
+        note(f"{sized(found.nbytes - missing)} are here already, {sized(missing)} are to come.")
     if missing:
-        note(f"{size(free)} are free.")
+        note(f"{sized(free)} are free.")
 
 
 def check_architecture(found: Repository, anyway: bool) -> None:

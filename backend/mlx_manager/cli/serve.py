@@ -24,6 +24,10 @@ def number(text: str, default: str | None = None) -> Any:
     return option(text, default, "N")
 
 
+def size_of(text: str, default: str | None = None) -> Any:
+    return option(text, default, "SIZE")
+
+
 # The settings, one alias each. A test holds names, texts and defaults against
 # `MLXServerSettings`, which is too slow to import for `--help`.
 Model = Annotated[
@@ -100,13 +104,13 @@ KeyMaxConcurrent = Annotated[
     int | None, number("Requests of one key under way at once; more wait for their turn")
 ]
 KeyMaxQueued = Annotated[int | None, number("Requests of one key that may wait so", "64")]
-MaxHeadersKb = Annotated[float | None, number("Largest request headers accepted", "64")]
+MaxHeadersKb = Annotated[str | None, size_of("Largest request headers accepted", "64")]
 MaxMessages = Annotated[int | None, number("Messages or items of one conversation", "4096")]
 MaxParts = Annotated[int | None, number("Content parts of all of them together", "16384")]
 MaxImages = Annotated[int | None, number("Images among these", "64")]
 MaxTools = Annotated[int | None, number("Tools of one request", "1024")]
 MaxInputs = Annotated[int | None, number("Texts that one request has embedded or ranked", "2048")]
-MaxBodyMb = Annotated[float | None, number("Largest request body accepted", "32")]
+MaxBodyMb = Annotated[str | None, size_of("Largest request body accepted", "32")]
 KeepaliveSeconds = Annotated[
     float | None,
     number("Silence on a stream after which a keep-alive comment is sent", "10"),
@@ -132,6 +136,9 @@ WatchdogSeconds = Annotated[
     float | None,
     number("Time without a step, while work waits, before recovery; 0 is off", "300"),
 ]
+KeepAwake = Annotated[
+    bool | None, option("Keep a Mac from falling asleep while requests are under way", "off")
+]
 StrictFields = Annotated[
     bool | None,
     option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
@@ -145,8 +152,8 @@ ReasoningField = Annotated[
     ),
 ]
 MemoryLimitGb = Annotated[
-    float | None,
-    number(
+    str | None,
+    size_of(
         "Memory for weights and KV pages; default 0.9 of the device's, less what others have of "
         "an NVIDIA GPU"
     ),
@@ -181,13 +188,13 @@ ResponseStore = Annotated[
         "File that keeps answers of /v1/responses; default: memory, until the end", None, "FILE"
     ),
 ]
-ResponseStoreMb = Annotated[float | None, number("Room for them; the oldest make place", "64")]
+ResponseStoreMb = Annotated[str | None, size_of("Room for them; the oldest make place", "64")]
 ResponseStoreDays = Annotated[float | None, number("Days without use after which they go", "30")]
 AuditLog = Annotated[
     Path | None,
     option("File that keeps who called what when; default: memory, until the end", None, "FILE"),
 ]
-AuditLogMb = Annotated[float | None, number("Room for calls; the oldest make place", "64")]
+AuditLogMb = Annotated[str | None, size_of("Room for calls; the oldest make place", "64")]
 AuditLogDays = Annotated[float | None, number("Days after which a call is forgotten", "90")]
 LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
 LogFormat = Annotated[
@@ -246,6 +253,7 @@ def serve(
     client_timeout_seconds: ClientTimeoutSeconds = None,
     drain_seconds: DrainSeconds = None,
     watchdog_seconds: WatchdogSeconds = None,
+    keep_awake: KeepAwake = None,
     strict_fields: StrictFields = None,
     reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,

@@ -109,13 +109,6 @@ def show(made: Table) -> None:
     console.print(made)
 
 
-def size(nbytes: float) -> str:
-    """`12 kB`, `345 MB`, `6.7 GB`: powers of 1000, as disks and downloads count."""
-    if nbytes < 1e6:
-        return f"{nbytes / 1e3:,.0f} kB"
-    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
-
-
 def duration(seconds: float) -> str:
     """`12 s`, `3 min`, `5 h`, `2 d`."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

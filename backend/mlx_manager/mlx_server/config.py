@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,9 @@ DEMO_MODEL = "mlx-manager/demo"
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 # Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
 MOST = 2**20
+SIZES = ("memory_limit_gb", "max_body_mb", "max_headers_kb", "response_store_mb", "audit_log_mb")
+UNITS = {"kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
+WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt])i?b?\s*", re.IGNORECASE)
 PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
 
 
@@ -313,6 +317,9 @@ class MLXServerSettings(BaseSettings):
     watchdog_seconds: float = Field(
         300, ge=0, description="Time without a step, while work waits, before recovery; 0 is off"
     )
+    keep_awake: bool = Field(
+        False, description="Keep a Mac from falling asleep while requests are under way"
+    )
     strict_fields: bool = Field(
         False, description="Refuse request fields nobody knows, instead of naming them in a header"
     )
@@ -357,6 +364,15 @@ class MLXServerSettings(BaseSettings):
     def _split_commas(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator(*SIZES, mode="before")
+    @classmethod
+    def _convert_unit(cls, value: object, info: ValidationInfo) -> object:
+        """`8GB` or `512 MiB` is as many of the unit that the setting's name ends in."""
+        if isinstance(value, str) and (found := WITH_UNIT.fullmatch(value)):
+            own = str(info.field_name).rpartition("_")[2]
+            return float(found[1]) * UNITS[f"{found[2].lower()}b"] / UNITS[own]
         return value
 
     @field_validator(*PATHS, mode="before")

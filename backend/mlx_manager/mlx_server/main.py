@@ -57,6 +57,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizeRequest,
 )
 from mlx_manager.mlx_server.schemas.responses import InputTokensRequest, ResponsesRequest
+from mlx_manager.mlx_server.services.awake import keep_awake
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
@@ -150,12 +151,16 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
+        beside = [serving]
+        if server.settings.keep_awake:
+            beside.append(asyncio.create_task(keep_awake(server.calls)))
         try:
             with server.calls.garbage.collected_here():
                 yield
         finally:
-            serving.cancel()
-            await asyncio.wait([serving])
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
             for close in server.at_end:
                 await asyncio.to_thread(close)
 

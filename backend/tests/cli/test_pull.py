@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> Non
     done = program("pull", "own/demo")
     assert done.returncode == 0
     assert done.stdout == f"{folder_of(tmp_path)}\n"
-    assert "9 MB, licence apache-2.0" in done.stderr
+    assert re.search(r"[0-9.]+ MB, licence apache-2.0", done.stderr)
     question = ("--once", "How do I change the port?", "--temperature", "0")
     answer = program("chat", "--model", "own/demo", *question)
     assert "9000" in answer.stdout
@@ -104,11 +105,11 @@ def test_a_chat_shows_how_its_model_is_fetched(program, hub: FakeHub) -> None:
     question = ("--once", "How do I change the port?", "--temperature", "0")
     done = program("chat", "--model", "own/demo", *question)
     assert "9000" in done.stdout
-    assert "9 MB, licence apache-2.0" in done.stderr
+    assert re.search(r"[0-9.]+ MB, licence apache-2.0", done.stderr)
     assert "model.safetensors" in hub.fetched
     again = program("chat", "--model", "own/demo", *question)
     assert "9000" in again.stdout
-    assert "9 MB" not in again.stderr
+    assert "licence" not in again.stderr
 
 
 def test_a_chat_with_a_model_that_the_hub_refuses_says_so_as_pull_does(
@@ -234,7 +235,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(program, hub: FakeHu
     hub.sizes["model.safetensors"] = 10**18
     done = program("pull", "own/demo")
     assert done.returncode == 1
-    assert "1,000,000,000.0 GB more" in done.stderr
+    assert "909,495 TB more" in done.stderr
     assert "HF_HOME" in done.stderr
     assert hub.fetched == []
 

@@ -240,6 +240,23 @@ def test_launchd_gets_a_plist_whose_shell_reads_the_settings(run, config: Path) 
     assert 'MLX_SERVER_MODEL_ALIASES=a"$b=c' in said.stdout.splitlines()
 
 
+def test_launchd_starts_no_server_again_whose_settings_are_wrong(
+    run, program, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run("service", "install", "--kind", "launchd", "--no-start")
+    plist = tmp_path / "Library" / "LaunchAgents" / "mlx-manager.server.plist"
+    described = plistlib.loads(plist.read_bytes())
+    assert described["KeepAlive"] == {"SuccessfulExit": False}
+    assert described["ThrottleInterval"] == 60
+    told = described["EnvironmentVariables"]
+    for wrong in (("--max-rows", "0"), ("--models-dir", "/nowhere"), ("--host", "0.0.0.0")):
+        ended = program("serve", "--port", "0", *wrong, **told)
+        assert (ended.returncode, ended.stdout) == (0, "")
+        assert "launchd does not start it again" in ended.stderr
+        assert program("serve", "--port", "0", *wrong).returncode == 2
+    assert program("serve", "--port", "0", "--model", "/nowhere", **told).returncode == 1
+
+
 def test_commands_to_paste_hold_where_the_home_has_a_space(run, tmp_path: Path) -> None:
     home = tmp_path / "my home"
     done = run("service", "install", "--kind", "launchd", "--no-start", HOME=str(home))

@@ -81,6 +81,7 @@ from mlx_manager.mlx_server.utils.steps import (
     beside,
     whereabouts,
 )
+from mlx_manager.mlx_server.utils.text import sized
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -715,9 +716,9 @@ class ModelPoolManager:
         if self._rehearsals is not None:
             yield from beside(partial(self._rehearsals.note, source, recipe))
         log.info(
-            "%s is loaded: %s bytes, weights %s (%s)",
+            "%s is loaded: %s, weights %s (%s)",
             loaded.id,
-            f"{loaded.nbytes:,}",
+            sized(loaded.nbytes),
             loaded.weights.name,
             loaded.weights.reason,
         )
@@ -736,7 +737,7 @@ class ModelPoolManager:
                 raise
             raise OutOfMemory(
                 f"The device has no more memory for {model_id}. Other programs use it, too: of its "
-                f"{device_memory():,} bytes models get {self.ledger.limit:,} now.",
+                f"{sized(device_memory())} models get {sized(self.ledger.limit)} now.",
                 retry_after=10,
             ) from error
 
@@ -792,15 +793,15 @@ class ModelPoolManager:
         after = get_memory_usage(self.ledger.room)["active"]
         gone = Unloaded(model_id, nbytes, before, after)
         log.info(
-            "%s is unloaded: MLX held %s bytes, and holds %s now",
+            "%s is unloaded: MLX held %s, and holds %s now",
             model_id,
-            f"{gone.before:,}",
-            f"{gone.after:,}",
+            sized(gone.before),
+            sized(gone.after),
         )
         # What another load reads meanwhile, or a caller that is cut off holds on to, is no leak.
         quiet = not self._loads and not leases
         if quiet and gone.before - gone.after < nbytes:
-            log.warning("of the weights of %s, %s bytes, not all came back", model_id, nbytes)
+            log.warning("of the weights of %s, %s, not all came back", model_id, sized(nbytes))
         return gone
 
     def _clear_prefixes_on_mlx(self, model_id: str | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_manager.mlx_server.utils.driver import Driver
+from mlx_manager.mlx_server.utils.text import sized
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_SHARE = 0.9
@@ -87,7 +88,7 @@ def default_limit() -> int:
     """The limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
-        log.info("of the device's %s bytes %s are in use already", f"{total:,}", f"{others:,}")
+        log.info("of the device's %s, %s are in use already", sized(total), sized(others))
     return max(0, int(LIMIT_SHARE * total) - others)
 
 
