@@ -204,7 +204,8 @@ class EncoderEngine:
         if not ledger.reserve_if_attainable(self._line, self._kept):
             raise OutOfMemory(
                 f"To read a text {name} takes {sized(self._kept)}, and "
-                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside its weights.",
+                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside "
+                "its weights.",
                 retry_after=10,
             )
         self._max_waiting = limits.max_waiting
