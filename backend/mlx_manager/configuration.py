@@ -21,7 +21,8 @@ they differ.
 - A variable that is set to nothing is not unset: a list is then empty, anything else is refused.
 - Lists are separated by commas: `MLX_SERVER_CORS_ORIGINS=https://a.example,https://b.example`.
 - A switch is `true` or `false` as a variable, `--prefix-cache` or `--no-prefix-cache` as an option.
-- Sizes in MB and GB count in powers of 1024.
+- Sizes count in powers of 1024, as do those that the program shows. They may have a unit of their
+  own: `MLX_SERVER_MEMORY_LIMIT_GB=8`, `8GB` and `8192MB` mean the same.
 
 [operations.md](operations.md) says what to watch and what to turn.
 """
@@ -47,7 +48,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Time": (
         *("keepalive_seconds", "timeout_seconds", "first_token_timeout_seconds"),
-        *("queue_timeout_seconds", "client_timeout_seconds", "drain_seconds", "watchdog_seconds"),
+        *(
+            "queue_timeout_seconds",
+            "client_timeout_seconds",
+            "drain_seconds",
+            "watchdog_seconds",
+            "keep_awake",
+        ),
     ),
     "Logs, metrics and traces": (
         *("log_level", "log_format", "log_prompts", "metrics_by_key", "audit_log", "audit_log_mb"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts, expanded
+from mlx_manager.mlx_server.utils.text import sized
 
 INSTALL_MLX = (
     "On Linux, MLX comes in builds: pip install 'mlx[cpu]' scipy-openblas32, or 'mlx[cuda13]'"
@@ -105,7 +106,7 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         free = free_bytes(folder)
         roomy = free >= LITTLE_ROOM
         advice = "" if roomy else f"Few models fit. Make room, or move it with {variable}"
-        yield Finding("disk", f"{free / 1e9:,.1f} GB free for models in {folder}", advice=advice)
+        yield Finding("disk", f"{sized(free)} free for models in {folder}", advice=advice)
 
 
 def store_findings(settings: MLXServerSettings) -> Iterator[Finding]:
@@ -165,6 +166,7 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """What the owner has written of keys and models, as `serve` would read it."""
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import InvalidSettings
+    from mlx_manager.mlx_server.models.catalog import check_models_dir
     from mlx_manager.mlx_server.models.settings import read_models_file
     from mlx_manager.mlx_server.services.keys import read_keys
 
@@ -174,6 +176,10 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         yield Finding("keys", ", ".join(names) if names else "none: nobody is asked for one")
     except InvalidSettings as error:
         yield Finding("keys", error.message, False)
+    try:
+        check_models_dir(settings.models_dir)
+    except InvalidSettings as error:
+        yield Finding("models", error.message, False)
     if settings.models_file is not None:
         try:
             names = list(read_models_file(settings.models_file).models)

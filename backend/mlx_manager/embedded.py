@@ -46,6 +46,7 @@ def embedded_server(model: str | None) -> Iterator[str]:
         "MLX_SERVER_HOST": "127.0.0.1",
         "MLX_SERVER_PORT": "0",
         "MLX_SERVER_LOG_LEVEL": "error",
+        "MLX_SERVER_LOG_FORMAT": "pretty",
     }
     if model is not None:
         own["MLX_SERVER_MODEL"] = model

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 _MARK = "\N{REPLACEMENT CHARACTER}"
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)), _MARK)
 # Lines end as they do here, and a carriage return alone would have one written over.
 _IN_TEXT = _CONTROLS | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+
+
+def is_dumb() -> bool:
+    """Return whether TERM says that the terminal knows no escape sequences at all."""
+    return os.environ.get("TERM") in ("dumb", "unknown")
 
 
 def on_one_line(text: str) -> str:

@@ -24,6 +24,10 @@ UNIT = "mlx-manager.service"
 LABEL = "mlx-manager.server"
 WRONG_SETTING = 2
 """What the server ends with where a setting is wrong."""
+KEPT_BY = "MLX_MANAGER_KEPT_BY"
+"""The variable that tells a server which service manager starts it again when it fails."""
+RETRY_SECONDS = 60
+"""Seconds between two tries of launchd to start a server that ends at once."""
 STOP_MARGIN = 15
 """Seconds beyond the server's own grace before it is killed."""
 
@@ -145,8 +149,11 @@ class Service:
             "Label": LABEL,
             "ProgramArguments": ["/bin/sh", "-c", script, str(self.environment_file)],
             "RunAtLoad": True,
+            # A server that ran for longer than this is started again at once.
             "KeepAlive": {"SuccessfulExit": False},
-            "ThrottleInterval": 10,
+            "ThrottleInterval": RETRY_SECONDS,
+            # launchd can't tell one exit code from another; see `no_retry`.
+            "EnvironmentVariables": {KEPT_BY: "launchd"},
             "ExitTimeOut": self.stop_seconds,
             "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
             "Umask": 0o077,
@@ -165,6 +172,12 @@ class Service:
 
     def _domain(self) -> str:
         return f"gui/{os.getuid()}" if self.user is None else "system"
+
+
+def no_retry(code: object) -> bool:
+    """Return whether a program that ends with `code` has to say that it was successful: another
+    start does not mend a wrong setting, and launchd starts again whatever was not successful."""
+    return code == WRONG_SETTING and os.environ.get(KEPT_BY) == "launchd"
 
 
 def systemctl(user: str | None) -> list[str]:

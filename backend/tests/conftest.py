@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -36,6 +37,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end why tests were skipped: each reason once, with the number of its tests."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("why tests were skipped", sep="-")
+        for reason, tests in sorted(reasons.items(), key=lambda found: (-found[1], found[0])):
+            terminalreporter.write_line(f"{tests:6}  {reason}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What keeps processes that run tests beside each other from their parent's terminal, whose
@@ -53,7 +64,8 @@ def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.delenv("COLUMNS", raising=False)
         patch.delenv("LINES", raising=False)
         patch.setenv("PYTHONPATH", str(_quicker_imports(folder)), prepend=os.pathsep)
-        if (compiler := shutil.which("g++")) is not None:
+        compiler = shutil.which("g++")
+        if compiler is not None and sys.platform == "linux":
             patch.setenv("PATH", str(_quicker(Path(compiler), folder)), prepend=os.pathsep)
         yield
 

@@ -253,7 +253,7 @@ def test_doctor_says_that_the_default_model_takes_more_memory_than_there_may_be(
     result = run.invoke(app, ["doctor", "--port", "0"], env=told)
     assert result.exit_code == 1
     assert "models and KV pages may take 0.0 GiB" in result.output
-    assert "the memory limit is 1,073,741 (MLX_SERVER_MEMORY_LIMIT_GB)" in result.output
+    assert "the memory limit is 1.02 MB (MLX_SERVER_MEMORY_LIMIT_GB)" in result.output
 
 
 def test_doctor_names_variables_that_are_no_settings() -> None:
@@ -272,14 +272,19 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
 def test_list_says_what_looks_like_a_typing_error(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     environment = {"MLX_SERVER_MODEL_DIR": "x"}
-    given = ["--models-dir", str(nowhere), "--available-models", f"{nowhere}/one,owner/two"]
+    given = ["--available-models", f"{nowhere}/one,owner/two"]
     result = run.invoke(app, ["list", *given, "--json"], env=environment)
     assert result.exit_code == 0
     assert json.loads(result.stdout)
     assert "MLX_SERVER_MODEL_DIR is no setting\n" in result.stderr
-    assert f"MLX_SERVER_MODELS_DIR: {nowhere} is no folder\n" in result.stderr
     assert f"MLX_SERVER_AVAILABLE_MODELS: {nowhere}/one is no folder\n" in result.stderr
     assert "two" not in result.stderr
+
+
+def test_list_needs_the_folder_of_models(tmp_path: Path) -> None:
+    result = run.invoke(app, ["list", "--models-dir", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert f"{tmp_path}/nowhere: there is no such folder" in result.stderr
 
 
 def test_list_says_what_has_to_be_downloaded() -> None:

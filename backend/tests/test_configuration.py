@@ -65,3 +65,32 @@ def test_secrets_are_what_a_header_can_bring(name: str) -> None:
         with pytest.raises(ValidationError, match="ASCII") as caught:
             MLXServerSettings(**{name: wrong})
         assert wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "value"),
+    [
+        ("memory_limit_gb", "8", 8),
+        ("memory_limit_gb", "8GB", 8),
+        ("memory_limit_gb", "8 GiB", 8),
+        ("memory_limit_gb", "8192mb", 8),
+        ("memory_limit_gb", "0.5 TB", 512),
+        ("max_body_mb", "64M", 64),
+        ("max_body_mb", "512kB", 0.5),
+        ("max_headers_kb", "1MB", 1024),
+        ("response_store_mb", ".5g", 512),
+        ("audit_log_mb", 2, 2),
+    ],
+)
+def test_a_size_may_have_a_unit(
+    setting: str, given: object, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(MLXServerSettings(**{setting: given}), setting) == value
+    monkeypatch.setenv(f"MLX_SERVER_{setting.upper()}", str(given))
+    assert getattr(MLXServerSettings(), setting) == value
+
+
+@pytest.mark.parametrize("given", ["8 apples", "GB", "8XB", "-1GB", "0GB", "9999999TB", "1e3GB"])
+def test_what_is_no_size_is_refused(given: str) -> None:
+    with pytest.raises(ValidationError):
+        MLXServerSettings(memory_limit_gb=given)

@@ -23,7 +23,7 @@ from rich.style import Style
 from rich.theme import Theme
 
 from mlx_manager.completion_stream import Chunk
-from mlx_manager.printable import in_lines
+from mlx_manager.printable import in_lines, is_dumb
 
 REFRESH_SECONDS = 1 / 15
 DIM = Style(dim=True, italic=True)
@@ -116,7 +116,7 @@ class PlainDisplay:
         if chunk.reasoning and self._reasoning:
             self._thinking = True
             dim = typer.style(chunk.reasoning, dim=True, italic=True)
-            self._write(dim if self._out.isatty() else chunk.reasoning)
+            self._write(dim if self._out.isatty() and not is_dumb() else chunk.reasoning)
         if chunk.text:
             if self._thinking:
                 self._thinking = False

@@ -15,7 +15,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.completion.base import CompleteEvent
 from prompt_toolkit.document import Document
-from prompt_toolkit.formatted_text import HTML
+from prompt_toolkit.formatted_text import HTML, fragment_list_to_text
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
@@ -27,7 +27,7 @@ from mlx_manager.chat.commands import HELP, KEYS, NAMES, TAKE_NOTHING, Command, 
 from mlx_manager.chat.conversation import Conversation
 from mlx_manager.chat.display import display_for, without_echo
 from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
-from mlx_manager.printable import in_lines, on_one_line
+from mlx_manager.printable import in_lines, is_dumb, on_one_line
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class Chat:
 
     def run(self, history: History) -> None:
         """Until /exit or Ctrl-D. Failures of a question are shown, and the session goes on."""
-        prompt = make_prompt(self._model_ids, history)
+        # prompt_toolkit's own prompt for dumb terminals still sends them escape sequences.
+        read = plain_line if is_dumb() else make_prompt(self._model_ids, history).prompt
         self.console.print(
             f"[bold]{escape(on_one_line(self.model))}[/] [dim]at {escape(self.client.url)} · "
             "/help lists the commands, Ctrl-D leaves[/]",
@@ -56,7 +57,7 @@ class Chat:
         while True:
             self.console.print()
             try:
-                line = prompt.prompt(HTML("<ansigreen><b>&gt; </b></ansigreen>"))
+                line = read(HTML("<ansigreen><b>&gt; </b></ansigreen>"))
             except KeyboardInterrupt:
                 continue
             except EOFError:
@@ -185,6 +186,11 @@ class Chat:
 
     def _warn(self, text: str) -> None:
         self.console.print(in_lines(text), style="red", markup=False, highlight=False)
+
+
+def plain_line(prompt: HTML) -> str:
+    """Read a line as it is typed, where the terminal can draw nothing else."""
+    return input(fragment_list_to_text(prompt.__pt_formatted_text__()))
 
 
 class CommandCompleter(Completer):

@@ -19,13 +19,14 @@ from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
 from mlx_manager.cli.list import list_models
-from mlx_manager.cli.load import cancel, load, unload
+from mlx_manager.cli.load import cancel, load, unload, unpin
 from mlx_manager.cli.ps import ps
 from mlx_manager.cli.pull import pull
 from mlx_manager.cli.rm import rm
 from mlx_manager.cli.serve import serve
 from mlx_manager.cli.service import service
 from mlx_manager.cli.terminal import MEANINGS, ExitCode, complain
+from mlx_manager.printable import is_dumb
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,11 +51,14 @@ EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text i
 
 
 @app.callback(epilog=EPILOG)
-def mlx_manager(version: Version = False) -> None:
+def mlx_manager(context: typer.Context, version: Version = False) -> None:
     """An inference server on MLX for any OpenAI or Anthropic client.
 
     "mlx-manager serve" starts it with a small embedded model; nothing is downloaded.
     """
+    if is_dumb():
+        # Every echo of every command is then without escape sequences.
+        context.color = False
 
 
 app.command(short_help="Serve models over the OpenAI and Anthropic APIs.")(serve)
@@ -65,6 +69,7 @@ app.command()(rm)
 app.command()(ps)
 app.command()(load)
 app.command()(unload)
+app.command()(unpin)
 app.command()(cancel)
 app.command()(bench)
 app.command()(doctor)
@@ -117,3 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         complain(f"{where}: {error.strerror}.")
         # Python would try it once more as it ends, and complain in its own way.
         os._exit(ExitCode.FAILED)
+    except SystemExit as end:
+        if os.environ.get("MLX_MANAGER_KEPT_BY"):
+            from mlx_manager.service import no_retry
+
+            if no_retry(end.code):
+                complain(
+                    "launchd does not start it again: mend it by `mlx-manager service install`."
+                )
+                sys.exit(0)
+        raise

@@ -18,7 +18,8 @@ from mlx_manager.cli.serve import (
     ModelsFile,
     parse_settings,
 )
-from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, show, size, table
+from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, show, table
+from mlx_manager.mlx_server.utils.text import sized
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -43,10 +44,11 @@ def list_models(
     settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
     from mlx_manager.mlx_server.config import doubts
     from mlx_manager.mlx_server.errors import InvalidSettings
-    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.catalog import Catalog, check_models_dir
     from mlx_manager.mlx_server.models.settings import read_models_file
 
     try:
+        check_models_dir(settings.models_dir)
         owners = read_models_file(settings.models_file)
     except InvalidSettings as error:
         fail(error.message, ExitCode.USAGE)
@@ -65,6 +67,6 @@ def print_models(models: Sequence[ModelSource]) -> None:
     for model in models:
         context = f"{model.context_length:,}" if model.context_length else ""
         origin = model.origin if model.path else f"{model.origin}, not downloaded"
-        nbytes = size(model.nbytes) if model.nbytes else ""
+        nbytes = sized(model.nbytes) if model.nbytes else ""
         shown.add_row(model.id, model.family if model.path else "", context, nbytes, origin)
     show(shown)

@@ -1,4 +1,4 @@
-"""`mlx-manager load`, `unload` and `cancel`: what a running server is told to do."""
+"""`mlx-manager load`, `unload`, `unpin` and `cancel`: what a running server is told to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from urllib.parse import quote
 import typer
 
 from mlx_manager.cli.connection import AdminToken, Url, administering
-from mlx_manager.cli.terminal import AsJson, size
+from mlx_manager.cli.terminal import AsJson
+from mlx_manager.mlx_server.utils.text import sized
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="An id that the server offers")]
 Pin = Annotated[bool, typer.Option("--pin", help="Keep it loaded, whoever needs the room")]
@@ -44,7 +45,7 @@ def load(
     weights = model["weights"]
     form = f", {weights['name']} ({weights['reason']})" if weights else ""
     pinned = ", pinned" if model["pinned"] else ""
-    typer.echo(f"{model['id']} is loaded: {size(sum(model['memory'].values()))}{form}{pinned}")
+    typer.echo(f"{model['id']} is loaded: {sized(sum(model['memory'].values()))}{form}{pinned}")
 
 
 def unload(
@@ -62,9 +63,30 @@ def unload(
         typer.echo(json.dumps(gone, indent=2))
     elif gone["unloaded"]:
         freed = gone["memory_before"] - gone["memory_after"]
-        typer.echo(f"{gone['id']} is unloaded: {size(freed)} are free again.")
+        typer.echo(f"{gone['id']} is unloaded: {sized(freed)} are free again.")
     else:
         typer.echo(f"{gone['id']} was not loaded.")
+
+
+def unpin(
+    name: Name, *, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False
+) -> None:
+    """Let a running server unload a pinned model when it needs the memory.
+
+    The model stays loaded until then. Until the server ends, this counts for more than the
+    models' file.
+
+    \b
+    Example:
+      mlx-manager unpin mlx-community/Llama-3.2-3B-Instruct-4bit
+    """
+    with administering(url, admin_token) as client:
+        model = client.post("/v1/admin/models/pin", {"model": name, "pinned": False}, "memory")
+    if as_json:
+        typer.echo(json.dumps(model, indent=2))
+        return
+    loaded = "It stays loaded until room is needed" if model["state"] == "loaded" else "Not loaded"
+    typer.echo(f"{model['id']} is no longer pinned. {loaded}.")
 
 
 def cancel(

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 
 from mlx_manager.cli.connection import AdminToken, Url, administering
-from mlx_manager.cli.terminal import AsJson, duration, show, size, table
+from mlx_manager.cli.terminal import AsJson, duration, show, table
+from mlx_manager.mlx_server.utils.text import sized
 
 
 def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False) -> None:
@@ -38,7 +39,7 @@ def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = Fal
     memory = models["memory"]
     used = memory["limit"] - memory["available"]
     typer.secho(client.url, bold=True, nl=False)
-    typer.echo(f"  {size(used)} of {size(memory['limit'])} memory promised")
+    typer.echo(f"  {sized(used)} of {sized(memory['limit'])} memory promised")
     typer.echo()
     print_models(loaded, requests["data"])
     if requests["data"]:
@@ -57,7 +58,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
         shown.add_row(
             model["id"],
             model["state"],
-            size(sum(model["memory"].values())),
+            sized(sum(model["memory"].values())),
             str(states.count("running")),
             str(states.count("waiting")),
             model["weights"]["name"] if model["weights"] else "",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import unquote, urlsplit
 
 import typer
 
 from mlx_manager.cli.serve import check_hub_address
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note, size
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
+from mlx_manager.mlx_server.utils.text import sized
+from mlx_manager.printable import is_dumb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +27,10 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.hub import Report, Repository
 
-Name = Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A repository of huggingface.co")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="OWNER/NAME", help="A repository of huggingface.co, or its address"),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it is and takes, and end")]
 Anyway = Annotated[bool, typer.Option("--anyway", help="Also an architecture that can't be served")]
 
@@ -41,8 +48,10 @@ def pull(
     Examples:
       mlx-manager pull mlx-community/Llama-3.2-3B-Instruct-4bit
       mlx-manager pull --dry-run mlx-community/Qwen3-8B-4bit
+      mlx-manager pull https://huggingface.co/mlx-community/Qwen3-8B-4bit/tree/main
     """
     check_hub_address()
+    name = repository_named(name)
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models import hub
 
@@ -60,6 +69,47 @@ def pull(
     elif folder is not None:
         typer.echo(folder)
         note(f"Try it: mlx-manager chat --model {found.id}")
+
+
+HUBS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
+NO_MODELS = frozenset({"datasets", "spaces", "collections", "papers", "docs", "blog", "buckets"})
+"""What a path of the hub begins with where it is no model's."""
+OF_A_REVISION = frozenset({"tree", "blob", "raw", "resolve", "commit", "commits", "blame"})
+"""What comes between a repository and a revision in the addresses of its pages."""
+
+
+def repository_named(text: str) -> str:
+    """Return OWNER/NAME of what was given: that itself, or the address of one of its pages.
+
+    Ends the program with exit code 2 where the address is another host's, or no model's.
+    """
+    given = text.strip().strip("<>\"'")
+    scheme, colon, rest = given.partition("://")
+    if not colon:
+        scheme, rest = "https", given
+    host, _, path = rest.partition("/")
+    own = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc.lower()
+    if not colon and host.lower() not in HUBS | {own}:
+        return given
+    if scheme.lower() not in ("http", "https") or host.lower() not in HUBS | {own}:
+        hubs = f"huggingface.co, hf.co{f', {own} (HF_ENDPOINT)' if own else ''}"
+        fail(
+            f"{given}: models are pulled from {hubs}, and not from {host or scheme}.",
+            ExitCode.USAGE,
+        )
+    parts = [unquote(part) for part in re.split(r"[?#]", path)[0].split("/") if part]
+    if parts and parts[0] in NO_MODELS:
+        fail(f"{given} is no model: its path begins with {parts[0]}/.", ExitCode.USAGE)
+    if len(parts) < 2:
+        fail(f"{given} names no model; a model's address has OWNER/NAME.", ExitCode.USAGE)
+    owner, name, *page = parts
+    if len(page) >= 2 and page[0] in OF_A_REVISION and page[1] != "main":
+        fail(
+            f"{given} is of revision {page[1]}; pull takes a model's main revision alone: "
+            f"mlx-manager pull {owner}/{name}",
+            ExitCode.USAGE,
+        )
+    return f"{owner}/{name.removesuffix('.git')}"
 
 
 def fetch_default(settings: MLXServerSettings) -> None:
@@ -84,13 +134,13 @@ def fetch_default(settings: MLXServerSettings) -> None:
 def describe(found: Repository, missing: int, free: int) -> None:
     terms = f", licence {found.licence}" if found.licence else ", no licence named"
     gate = ", gated: its terms must be accepted on its page" if found.gated else ""
-    note(f"{found.id}: {len(found.files)} files, {size(found.nbytes)}{terms}{gate}")
+    note(f"{found.id}: {len(found.files)} files, {sized(found.nbytes)}{terms}{gate}")
     if missing == 0:
         note("All of it is here already.")
     elif missing < found.nbytes:
-        note(f"{size(found.nbytes - missing)} are here already, {size(missing)} are to come.")
+        note(f"{sized(found.nbytes - missing)} are here already, {sized(missing)} are to come.")
     if missing:
-        note(f"{size(free)} are free.")
+        note(f"{sized(free)} are free.")
 
 
 def check_architecture(found: Repository, anyway: bool) -> None:
@@ -149,6 +199,10 @@ class Interrupted(Exception):
     """Ctrl-C, as the threads that download are told of it."""
 
 
+def escapes_are_known() -> bool:
+    return sys.stderr.isatty() and not is_dumb()
+
+
 @contextmanager
 def interruptible(report: Report) -> Iterator[Report]:
     """A report that ends the download after Ctrl-C. The client itself would first finish all
@@ -160,7 +214,7 @@ def interruptible(report: Report) -> Iterator[Report]:
     def press(signum: int, frame: object) -> None:
         nonlocal pressed
         # Past Python's buffer, which another line may be on its way through.
-        cursor, begin = (SHOW_CURSOR, "\r\n") if sys.stderr.isatty() else ("", "")
+        cursor, begin = (SHOW_CURSOR, "\r\n") if escapes_are_known() else ("", "")
         if pressed:
             os.write(2, f"{cursor}{begin}mlx-manager: {INTERRUPTED}\n".encode())
             os._exit(ExitCode.INTERRUPTED)

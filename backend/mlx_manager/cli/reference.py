@@ -22,7 +22,7 @@ Commands that talk to a server find the one on this machine by the settings that
 `MLX_SERVER_HOST` and `MLX_SERVER_PORT`; another by `--url` or `MLX_MANAGER_URL`. A server with keys
 wants one in `MLX_MANAGER_API_KEY`, its admin API the token in `MLX_SERVER_ADMIN_TOKEN`.
 """
-SETTINGS = "Its options are the settings: the [README](../README.md#settings) has their table."
+SETTINGS = "Its options are the settings: [configuration.md](configuration.md) has their table."
 
 
 def reference() -> str:

@@ -12,7 +12,8 @@ import typer
 
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, address, answers, client_of
 from mlx_manager.cli.serve import ModelsDir
-from mlx_manager.cli.terminal import AsJson, ExitCode, fail, size
+from mlx_manager.cli.terminal import AsJson, ExitCode, fail
+from mlx_manager.mlx_server.utils.text import sized
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.removal import Removal
@@ -53,7 +54,7 @@ def rm(
             json.dumps({"id": found.id, "folders": folders, "bytes": found.nbytes}, indent=2)
         )
     else:
-        typer.echo(f"{found.id} is deleted: {size(found.nbytes)} are free again.")
+        typer.echo(f"{found.id} is deleted: {sized(found.nbytes)} are free again.")
 
 
 def plan(name: str, models_dir: Path | None) -> Removal:
@@ -109,7 +110,7 @@ def is_of(found: Removal, name: str) -> bool:
 
 
 def confirm(found: Removal) -> None:
-    typer.echo(f"{found.id}, {size(found.nbytes)}, in {found.folders[0]}", err=True)
+    typer.echo(f"{found.id}, {sized(found.nbytes)}, in {found.folders[0]}", err=True)
     if not sys.stdin.isatty():
         fail("Nobody can be asked here; say --yes to delete it.", ExitCode.USAGE)
     try:

@@ -24,12 +24,18 @@ def number(text: str, default: str | None = None) -> Any:
     return option(text, default, "N")
 
 
+def size_of(text: str, default: str | None = None) -> Any:
+    return option(text, default, "SIZE")
+
+
 # The settings, one alias each. A test holds names, texts and defaults against
 # `MLXServerSettings`, which is too slow to import for `--help`.
 Model = Annotated[
     str | None,
     option(
-        "Model served when a request names none; loaded at start", "mlx-manager/demo", "ID|FOLDER"
+        "Model that answers requests which name none; loaded at the start",
+        "mlx-manager/demo",
+        "ID|FOLDER",
     ),
 ]
 AvailableModels = Annotated[
@@ -53,7 +59,7 @@ ModelsFile = Annotated[
 ModelsDir = Annotated[Path | None, option("Folder whose sub-folders are models", None, "FOLDER")]
 HfCache = Annotated[bool | None, option("Offer the models found in the Hugging Face cache", "on")]
 AllowDownload = Annotated[
-    bool | None, option("Let a request for a configured model download it", "off")
+    bool | None, option("Download a configured model when a request asks for it", "off")
 ]
 TrustRemoteCode = Annotated[
     bool | None, option("Run Python code that a model repository ships", "off")
@@ -66,24 +72,24 @@ OllamaPort = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    option("A key that requests must bring; best set as a variable, out of sight", None, "KEY"),
+    option("API key that requests must send; a variable hides it from other users", None, "KEY"),
 ]
 AdminToken = Annotated[
     str | None,
-    option("What /v1/admin asks for; without it, it answers this machine alone", None, "TOKEN"),
+    option("Token for /v1/admin; without one, /v1/admin answers only this machine", None, "TOKEN"),
 ]
 ApiKeysFile = Annotated[
     Path | None,
-    option("File of named keys, hashed, as `mlx-manager key add` writes it", None, "FILE"),
+    option(
+        "File of named API keys, stored as hashes; `mlx-manager key add` writes it", None, "FILE"
+    ),
 ]
-OpenAccess = Annotated[
-    bool | None, option("Serve without any key, even beyond this machine", "off")
-]
+OpenAccess = Annotated[bool | None, option("Serve other machines without any key", "off")]
 OpenMetrics = Annotated[bool | None, option("Answer /metrics without a key", "off")]
 AllowedHosts = Annotated[
     str | None,
     option(
-        "Names that browsers may reach a server without keys by, comma-separated",
+        "Host names that browsers may use for a server without keys, comma-separated",
         None,
         "NAME,NAME,...",
     ),
@@ -91,85 +97,99 @@ AllowedHosts = Annotated[
 CorsOrigins = Annotated[
     str | None,
     option(
-        "Origins whose pages may read answers, comma-separated; `*` for all", None, "ORIGIN,..."
+        "Origins whose web pages may read answers, comma-separated; `*` for all", None, "ORIGIN,..."
     ),
 ]
 KeyRequestsPerMinute = Annotated[
-    int | None, number("Requests a minute of a key that has no limit of its own")
+    int | None, number("Requests a minute for each key that has no limit of its own")
 ]
 KeyTokensPerMinute = Annotated[
-    int | None, number("Tokens a minute, of prompts and answers, likewise")
+    int | None,
+    number("Tokens a minute, prompts and answers, for each key that has no limit of its own"),
 ]
 KeyMaxConcurrent = Annotated[
-    int | None, number("Requests of one key under way at once; more wait for their turn")
+    int | None, number("Requests of one key that run at once; further ones wait")
 ]
-KeyMaxQueued = Annotated[int | None, number("Requests of one key that may wait so", "64")]
-MaxHeadersKb = Annotated[float | None, number("Largest request headers accepted", "64")]
-MaxMessages = Annotated[int | None, number("Messages or items of one conversation", "4096")]
-MaxParts = Annotated[int | None, number("Content parts of all of them together", "16384")]
-MaxImages = Annotated[int | None, number("Images among these", "64")]
-MaxTools = Annotated[int | None, number("Tools of one request", "1024")]
-MaxInputs = Annotated[int | None, number("Texts that one request has embedded or ranked", "2048")]
-MaxBodyMb = Annotated[float | None, number("Largest request body accepted", "32")]
+KeyMaxQueued = Annotated[
+    int | None, number("Requests of one key that may wait; further ones get 429", "64")
+]
+MaxHeadersKb = Annotated[str | None, size_of("Largest request headers accepted", "64")]
+MaxMessages = Annotated[int | None, number("Most messages or items in one conversation", "4096")]
+MaxParts = Annotated[int | None, number("Most content parts in one conversation", "16384")]
+MaxImages = Annotated[int | None, number("Most images in one conversation", "64")]
+MaxTools = Annotated[int | None, number("Most tools in one request", "1024")]
+MaxInputs = Annotated[
+    int | None, number("Most texts that one request may have embedded or ranked", "2048")
+]
+MaxBodyMb = Annotated[str | None, size_of("Largest request body accepted", "32")]
 KeepaliveSeconds = Annotated[
     float | None,
-    number("Silence on a stream after which a keep-alive comment is sent", "10"),
+    number("Seconds of silence after which a stream gets a keep-alive comment", "10"),
 ]
 TimeoutSeconds = Annotated[
-    float | None, number("Time for a whole answer; requests can ask for less")
+    float | None, number("Seconds for a whole answer; a request can set a shorter time")
 ]
 FirstTokenTimeoutSeconds = Annotated[
-    float | None, number("Time until an answer begins; requests can ask for less")
+    float | None, number("Seconds until an answer begins; a request can set a shorter time")
 ]
 QueueTimeoutSeconds = Annotated[
-    float | None, number("Time in the queue of a loaded model; requests can ask for less")
+    float | None, number("Seconds in the queue of a loaded model; a request can set a shorter time")
 ]
 ClientTimeoutSeconds = Annotated[
     float | None,
-    number("Time a client may take to send its headers, or send or take nothing", "60"),
+    number(
+        "Seconds that a client may take to send its headers, or may neither send nor read", "60"
+    ),
 ]
 DrainSeconds = Annotated[
     float | None,
-    number("Time running requests get to finish when the server is to stop", "25"),
+    number("Seconds that running requests get to finish when the server stops", "25"),
 ]
 WatchdogSeconds = Annotated[
     float | None,
-    number("Time without a step, while work waits, before recovery; 0 is off", "300"),
+    number(
+        "Seconds without a step, while requests wait, until the engine starts over; 0: never", "300"
+    ),
+]
+KeepAwake = Annotated[
+    bool | None, option("Keep a Mac from falling asleep while requests are under way", "off")
 ]
 StrictFields = Annotated[
     bool | None,
-    option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
+    option("Refuse unknown request fields instead of naming them in a header", "off"),
 ]
 ReasoningField = Annotated[
     str | None,
     option(
-        "Field of chat's answers that holds the thinking",
+        "Field of a chat answer that holds the thinking",
         "reasoning_content",
         "reasoning_content|reasoning",
     ),
 ]
 MemoryLimitGb = Annotated[
-    float | None,
-    number(
-        "Memory for weights and KV pages; default 0.9 of the device's, less what others have of "
-        "an NVIDIA GPU"
+    str | None,
+    size_of(
+        "Memory for weights and KV pages; default: 90 % of the device's memory, less what other "
+        "programs use of an NVIDIA GPU"
     ),
 ]
-MaxModels = Annotated[int | None, number("Models kept loaded at once", "4")]
+MaxModels = Annotated[int | None, number("Models kept in memory at once", "4")]
 ModelTtlSeconds = Annotated[
     float | None,
-    number("Time without use after which a model is unloaded, 0: at once; default: never"),
+    number("Seconds without use after which a model is unloaded; 0 is at once; default: never"),
 ]
 Weights = Annotated[
     str | None,
     option(
-        "Form of the weights in memory: fastest that fits, as stored, or dense",
+        "Weights in memory: the fastest form that fits, as stored, or dense",
         "auto",
         "auto|keep|dequantize",
     ),
 ]
 MaxRows = Annotated[int | None, number("Sequences decoded together, per model", "128")]
-MaxWaiting = Annotated[int | None, number("Requests waiting, per model, before 429", "1024")]
+MaxWaiting = Annotated[
+    int | None, number("Requests that may wait for one model; further ones get 429", "1024")
+]
 PageSize = Annotated[int | None, number("Tokens in a KV page", "16")]
 PrefillChunk = Annotated[
     int | None,
@@ -178,36 +198,53 @@ PrefillChunk = Annotated[
         "takes under 80 ms"
     ),
 ]
-PrefixCache = Annotated[bool | None, option("Reuse the KV pages of shared prompt prefixes", "on")]
+PrefixCache = Annotated[bool | None, option("Reuse the KV pages of prompts that begin alike", "on")]
 ResponseStore = Annotated[
     Path | None,
     option(
-        "File that keeps answers of /v1/responses; default: memory, until the end", None, "FILE"
+        "File that stores the answers of /v1/responses; default: memory, until the server ends",
+        None,
+        "FILE",
     ),
 ]
-ResponseStoreMb = Annotated[float | None, number("Room for them; the oldest make place", "64")]
-ResponseStoreDays = Annotated[float | None, number("Days without use after which they go", "30")]
+ResponseStoreMb = Annotated[
+    str | None,
+    size_of("Size limit of the stored answers; the least recently used are removed", "64"),
+]
+ResponseStoreDays = Annotated[
+    float | None, number("Days without use after which a stored answer is removed", "30")
+]
 AuditLog = Annotated[
     Path | None,
-    option("File that keeps who called what when; default: memory, until the end", None, "FILE"),
+    option(
+        "File that stores who called which model when; default: memory, until the server ends",
+        None,
+        "FILE",
+    ),
 ]
-AuditLogMb = Annotated[float | None, number("Room for calls; the oldest make place", "64")]
-AuditLogDays = Annotated[float | None, number("Days after which a call is forgotten", "90")]
-LogLevel = Annotated[str | None, option("What the log shows", "info", "debug|info|warning|error")]
+AuditLogMb = Annotated[
+    str | None, size_of("Size limit of the audit log; the oldest calls are removed", "64")
+]
+AuditLogDays = Annotated[
+    float | None, number("Days after which a call is removed from the audit log", "90")
+]
+LogLevel = Annotated[
+    str | None, option("Lowest level that is logged", "info", "debug|info|warning|error")
+]
 LogFormat = Annotated[
-    str | None, option("Lines for a reader, or one JSON object a line", "pretty", "pretty|json")
+    str | None, option("Lines for people, or one JSON object a line", "pretty", "pretty|json")
 ]
 LogPrompts = Annotated[
     bool | None, option("Write every prompt to the log, where others may read it", "off")
 ]
 MetricsByKey = Annotated[
-    bool | None, option("Count calls and tokens in /metrics by the API key's name, too", "off")
+    bool | None, option("Count calls and tokens of each API key in /metrics", "off")
 ]
-LogfireEnabled = Annotated[bool | None, option("Trace requests with LogFire", "off")]
+LogfireEnabled = Annotated[bool | None, option("Send traces to LogFire", "off")]
 OtlpEndpoint = Annotated[
     str | None,
     option(
-        "Trace requests to this OpenTelemetry collector, `http://localhost:4318` say", None, "URL"
+        "Send traces to this OpenTelemetry collector, such as `http://localhost:4318`", None, "URL"
     ),
 ]
 
@@ -251,6 +288,7 @@ def serve(
     client_timeout_seconds: ClientTimeoutSeconds = None,
     drain_seconds: DrainSeconds = None,
     watchdog_seconds: WatchdogSeconds = None,
+    keep_awake: KeepAwake = None,
     strict_fields: StrictFields = None,
     reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,
@@ -286,6 +324,10 @@ def serve(
       mlx-manager serve --model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000
       mlx-manager serve --models-dir ~/models --memory-limit-gb 24
     """
+    if (log_format or os.environ.get("MLX_SERVER_LOG_FORMAT")) == "json":
+        from mlx_manager.mlx_server.observability.logs import capture_output
+
+        capture_output()
     settings = parse_settings(context.params)
     require_mlx()
     from mlx_manager.mlx_server.main import run

@@ -159,6 +159,7 @@ def startable(settings: MLXServerSettings) -> MLXServerSettings:
     """Ends the program where a server with `settings` would refuse to start, unseen."""
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.models.catalog import check_models_dir
     from mlx_manager.mlx_server.models.settings import read_models_file
     from mlx_manager.mlx_server.services.keys import read_keys
 
@@ -166,6 +167,7 @@ def startable(settings: MLXServerSettings) -> MLXServerSettings:
         check_bind(settings.access)
         read_keys(settings.access)
         read_models_file(settings.models_file)
+        check_models_dir(settings.models_dir)
     except MLXManagerError as error:
         fail(error.message, ExitCode.USAGE)
     return settings

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from mlx_manager.printable import in_lines, on_one_line
+from mlx_manager.printable import in_lines, is_dumb, on_one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,12 +45,18 @@ MEANINGS = {
 
 
 def colour(name: str) -> str | None:
-    """For what is printed; None where NO_COLOR says that nobody wants any."""
-    return None if os.environ.get("NO_COLOR") else name
+    """For what is printed; None where NO_COLOR says that nobody wants any, or TERM that there are
+    none."""
+    return None if os.environ.get("NO_COLOR") or is_dumb() else name
 
 
 def complain(message: str) -> None:
-    typer.secho(f"mlx-manager: {in_lines(message)}", err=True, fg=colour("red"))
+    said = f"mlx-manager: {in_lines(message)}"
+    logs = sys.modules.get("mlx_manager.mlx_server.observability.logs")
+    if logs is not None and logs.speaks_json():
+        logs.tell(said, level=logging.ERROR)
+    else:
+        typer.secho(said, err=True, fg=colour("red"))
 
 
 def note(message: str) -> None:
@@ -99,13 +107,6 @@ def show(made: Table) -> None:
     if needed.minimum > console.width:
         console = Console(width=needed.maximum)
     console.print(made)
-
-
-def size(nbytes: float) -> str:
-    """`12 kB`, `345 MB`, `6.7 GB`: powers of 1000, as disks and downloads count."""
-    if nbytes < 1e6:
-        return f"{nbytes / 1e3:,.0f} kB"
-    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def duration(seconds: float) -> str:

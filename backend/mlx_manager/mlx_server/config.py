@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,9 @@ DEMO_MODEL = "mlx-manager/demo"
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 # Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
 MOST = 2**20
+SIZES = ("memory_limit_gb", "max_body_mb", "max_headers_kb", "response_store_mb", "audit_log_mb")
+UNITS = {"kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
+WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt])i?b?\s*", re.IGNORECASE)
 PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
 
 
@@ -209,38 +213,45 @@ class MLXServerSettings(BaseSettings):
     api_key: SecretStr | None = Field(
         None,
         min_length=1,
-        description="A key that requests must bring; best set as a variable, out of sight",
+        description="API key that requests must send; a variable hides it from other users",
     )
     admin_token: SecretStr | None = Field(
         None,
         min_length=8,
-        description="What /v1/admin asks for; without it, it answers this machine alone",
+        description="Token for /v1/admin; without one, /v1/admin answers only this machine",
     )
     api_keys_file: Path | None = Field(
-        None, description="File of named keys, hashed, as `mlx-manager key add` writes it"
+        None,
+        description="File of named API keys, stored as hashes; `mlx-manager key add` writes it",
     )
-    open_access: bool = Field(False, description="Serve without any key, even beyond this machine")
+    open_access: bool = Field(False, description="Serve other machines without any key")
     open_metrics: bool = Field(False, description="Answer /metrics without a key")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Names that browsers may reach a server without keys by, comma-separated"
+        (),
+        description="Host names that browsers may use for a server without keys, comma-separated",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Origins whose pages may read answers, comma-separated; `*` for all"
+        (), description="Origins whose web pages may read answers, comma-separated; `*` for all"
     )
     key_requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests a minute of a key that has no limit of its own"
+        None, ge=1, description="Requests a minute for each key that has no limit of its own"
     )
     key_tokens_per_minute: int | None = Field(
-        None, ge=1, description="Tokens a minute, of prompts and answers, likewise"
+        None,
+        ge=1,
+        description="Tokens a minute, prompts and answers, for each key that has no limit of its "
+        "own",
     )
     key_max_concurrent: int | None = Field(
-        None, ge=1, description="Requests of one key under way at once; more wait for their turn"
+        None, ge=1, description="Requests of one key that run at once; further ones wait"
     )
-    key_max_queued: int = Field(64, ge=0, description="Requests of one key that may wait so")
+    key_max_queued: int = Field(
+        64, ge=0, description="Requests of one key that may wait; further ones get 429"
+    )
     model: str = Field(
         DEMO_MODEL,
         min_length=1,
-        description="Model served when a request names none; loaded at start",
+        description="Model that answers requests which name none; loaded at the start",
     )
     available_models: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="More models to offer, as Hugging Face ids or folders, comma-separated"
@@ -254,24 +265,25 @@ class MLXServerSettings(BaseSettings):
     models_dir: Path | None = Field(None, description="Folder whose sub-folders are models")
     hf_cache: bool = Field(True, description="Offer the models found in the Hugging Face cache")
     allow_download: bool = Field(
-        False, description="Let a request for a configured model download it"
+        False, description="Download a configured model when a request asks for it"
     )
-    max_models: int = Field(4, ge=1, description="Models kept loaded at once")
+    max_models: int = Field(4, ge=1, description="Models kept in memory at once")
     model_ttl_seconds: float | None = Field(
         None,
         ge=0,
-        description="Time without use after which a model is unloaded, 0: at once; default: never",
+        description="Seconds without use after which a model is unloaded; 0 is at once; default: "
+        "never",
     )
     memory_limit_gb: float | None = Field(
         None,
         gt=0,
         le=MOST,
         allow_inf_nan=False,
-        description="Memory for weights and KV pages; default 0.9 of the device's, less what "
-        "others have of an NVIDIA GPU",
+        description="Memory for weights and KV pages; default: 90 % of the device's memory, less "
+        "what other programs use of an NVIDIA GPU",
     )
     weights: Literal["auto", "keep", "dequantize"] = Field(
-        "auto", description="Form of the weights in memory: fastest that fits, as stored, or dense"
+        "auto", description="Weights in memory: the fastest form that fits, as stored, or dense"
     )
     wire_weights: bool = Field(
         False,
@@ -281,7 +293,9 @@ class MLXServerSettings(BaseSettings):
         False, description="Run Python code that a model repository ships"
     )
     max_rows: int = Field(128, ge=1, description="Sequences decoded together, per model")
-    max_waiting: int = Field(1024, ge=0, description="Requests waiting, per model, before 429")
+    max_waiting: int = Field(
+        1024, ge=0, description="Requests that may wait for one model; further ones get 429"
+    )
     page_size: int = Field(16, ge=1, le=256, description="Tokens in a KV page")
     prefill_chunk: int | None = Field(
         None,
@@ -289,79 +303,108 @@ class MLXServerSettings(BaseSettings):
         description="Most prompt tokens in one step; default 512, on a GPU 2048, or less, or 8192 "
         "where that takes under 80 ms",
     )
-    prefix_cache: bool = Field(True, description="Reuse the KV pages of shared prompt prefixes")
+    prefix_cache: bool = Field(True, description="Reuse the KV pages of prompts that begin alike")
     max_body_mb: float = Field(
         32, gt=0, le=MOST, allow_inf_nan=False, description="Largest request body accepted"
     )
     max_headers_kb: float = Field(
         64, gt=0, le=MOST, allow_inf_nan=False, description="Largest request headers accepted"
     )
-    max_messages: int = Field(4096, ge=1, description="Messages or items of one conversation")
-    max_parts: int = Field(16384, ge=1, description="Content parts of all of them together")
-    max_images: int = Field(64, ge=0, description="Images among these")
-    max_tools: int = Field(1024, ge=0, description="Tools of one request")
-    max_inputs: int = Field(2048, ge=1, description="Texts that one request has embedded or ranked")
+    max_messages: int = Field(4096, ge=1, description="Most messages or items in one conversation")
+    max_parts: int = Field(16384, ge=1, description="Most content parts in one conversation")
+    max_images: int = Field(64, ge=0, description="Most images in one conversation")
+    max_tools: int = Field(1024, ge=0, description="Most tools in one request")
+    max_inputs: int = Field(
+        2048, ge=1, description="Most texts that one request may have embedded or ranked"
+    )
     keepalive_seconds: float = Field(
-        10, gt=0, description="Silence on a stream after which a keep-alive comment is sent"
+        10, gt=0, description="Seconds of silence after which a stream gets a keep-alive comment"
     )
     timeout_seconds: float | None = Field(
-        None, gt=0, description="Time for a whole answer; requests can ask for less"
+        None, gt=0, description="Seconds for a whole answer; a request can set a shorter time"
     )
     first_token_timeout_seconds: float | None = Field(
-        None, gt=0, description="Time until an answer begins; requests can ask for less"
+        None, gt=0, description="Seconds until an answer begins; a request can set a shorter time"
     )
     queue_timeout_seconds: float | None = Field(
-        None, gt=0, description="Time in the queue of a loaded model; requests can ask for less"
+        None,
+        gt=0,
+        description="Seconds in the queue of a loaded model; a request can set a shorter time",
     )
     client_timeout_seconds: float = Field(
-        60, gt=0, description="Time a client may take to send its headers, or send or take nothing"
+        60,
+        gt=0,
+        description="Seconds that a client may take to send its headers, or may neither "
+        "send nor read",
     )
     drain_seconds: float = Field(
         25,
         allow_inf_nan=False,
         ge=0,
-        description="Time running requests get to finish when the server is to stop",
+        description="Seconds that running requests get to finish when the server stops",
     )
     watchdog_seconds: float = Field(
-        300, ge=0, description="Time without a step, while work waits, before recovery; 0 is off"
+        300,
+        ge=0,
+        description="Seconds without a step, while requests wait, until the engine starts over; 0: "
+        "never",
+    )
+    keep_awake: bool = Field(
+        False, description="Keep a Mac from falling asleep while requests are under way"
     )
     strict_fields: bool = Field(
-        False, description="Refuse request fields nobody knows, instead of naming them in a header"
+        False, description="Refuse unknown request fields instead of naming them in a header"
     )
     reasoning_field: ReasoningField = Field(
-        "reasoning_content", description="Field of chat's answers that holds the thinking"
+        "reasoning_content", description="Field of a chat answer that holds the thinking"
     )
     response_store: Path | None = Field(
-        None, description="File that keeps answers of /v1/responses; default: memory, until the end"
+        None,
+        description="File that stores the answers of /v1/responses; default: memory, until the "
+        "server ends",
     )
     response_store_mb: float = Field(
-        64, gt=0, le=MOST, allow_inf_nan=False, description="Room for them; the oldest make place"
+        64,
+        gt=0,
+        le=MOST,
+        allow_inf_nan=False,
+        description="Size limit of the stored answers; the least recently used are removed",
     )
-    response_store_days: float = Field(30, gt=0, description="Days without use after which they go")
+    response_store_days: float = Field(
+        30, gt=0, description="Days without use after which a stored answer is removed"
+    )
     audit_log: Path | None = Field(
-        None, description="File that keeps who called what when; default: memory, until the end"
+        None,
+        description="File that stores who called which model when; default: memory, until the "
+        "server ends",
     )
     audit_log_mb: float = Field(
-        64, gt=0, le=MOST, allow_inf_nan=False, description="Room for calls; the oldest make place"
+        64,
+        gt=0,
+        le=MOST,
+        allow_inf_nan=False,
+        description="Size limit of the audit log; the oldest calls are removed",
     )
-    audit_log_days: float = Field(90, gt=0, description="Days after which a call is forgotten")
+    audit_log_days: float = Field(
+        90, gt=0, description="Days after which a call is removed from the audit log"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="What the log shows"
+        "info", description="Lowest level that is logged"
     )
     log_format: Literal["pretty", "json"] = Field(
-        "pretty", description="Lines for a reader, or one JSON object a line"
+        "pretty", description="Lines for people, or one JSON object a line"
     )
     log_prompts: bool = Field(
         False, description="Write every prompt to the log, where others may read it"
     )
     metrics_by_key: bool = Field(
-        False, description="Count calls and tokens in /metrics by the API key's name, too"
+        False, description="Count calls and tokens of each API key in /metrics"
     )
-    logfire_enabled: bool = Field(False, description="Trace requests with LogFire")
+    logfire_enabled: bool = Field(False, description="Send traces to LogFire")
     otlp_endpoint: str | None = Field(
         None,
         pattern="^https?://.+",
-        description="Trace requests to this OpenTelemetry collector, `http://localhost:4318` say",
+        description="Send traces to this OpenTelemetry collector, such as `http://localhost:4318`",
     )
 
     @field_validator("available_models", "allowed_hosts", "cors_origins", mode="before")
@@ -369,6 +412,15 @@ class MLXServerSettings(BaseSettings):
     def _split_commas(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator(*SIZES, mode="before")
+    @classmethod
+    def _convert_unit(cls, value: object, info: ValidationInfo) -> object:
+        """`8GB` or `512 MiB` is as many of the unit that the setting's name ends in."""
+        if isinstance(value, str) and (found := WITH_UNIT.fullmatch(value)):
+            own = str(info.field_name).rpartition("_")[2]
+            return float(found[1]) * UNITS[f"{found[2].lower()}b"] / UNITS[own]
         return value
 
     @field_validator(*PATHS, mode="before")
@@ -566,8 +618,6 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
     for variable in sorted(variables):
         if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
             yield f"{variable} is no setting"
-    if settings.models_dir is not None and not os.path.isdir(settings.models_dir):
-        yield f"MLX_SERVER_MODELS_DIR: {settings.models_dir} is no folder"
     for name in settings.available_models:
         if is_folder(name) and not os.path.isdir(os.path.expanduser(name)):
             yield f"MLX_SERVER_AVAILABLE_MODELS: {name} is no folder"

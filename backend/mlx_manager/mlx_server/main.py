@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
+from mlx_manager.mlx_server.models.catalog import check_models_dir
 from mlx_manager.mlx_server.models.settings import ModelsFile, Wishes, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
@@ -64,6 +65,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizeRequest,
 )
 from mlx_manager.mlx_server.schemas.responses import InputTokensRequest, ResponsesRequest
+from mlx_manager.mlx_server.services.awake import keep_awake
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
@@ -145,11 +147,12 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     """The server as an ASGI application. A `pool` that is handed in is not closed here.
 
     Raises:
-        InvalidSettings: the models' settings can't be read.
+        InvalidSettings: the models' settings can't be read, or there is no folder of models.
     """
     server = Server(settings or MLXServerSettings())
     for doubt in doubts(server.settings, os.environ):
         log.warning("%s", doubt)
+    check_models_dir(server.settings.models_dir)
     file = server.settings.models_file
     wishes = Wishes(read_models_file(file))
 
@@ -163,12 +166,16 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
+        beside = [serving]
+        if server.settings.keep_awake:
+            beside.append(asyncio.create_task(keep_awake(server.calls)))
         try:
             with server.calls.garbage.collected_here():
                 yield
         finally:
-            serving.cancel()
-            await asyncio.wait([serving])
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
             for close in server.at_end:
                 await asyncio.to_thread(close)
 
@@ -401,12 +408,14 @@ def run(settings: MLXServerSettings) -> None:
     file of settings is wrong.
     """
     logs.configure(settings.log_level, settings.log_format)
+    if settings.log_format == "json":
+        logs.capture_output()
     open_files.allow_many()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ready = runner.run(listen(settings))
     except MLXManagerError as error:
-        logs.tell(f"mlx-manager: {error.message}")
+        logs.tell(f"mlx-manager: {error.message}", level=logging.ERROR)
         sys.exit(2 if type(error) is InvalidSettings else 1)
     except KeyboardInterrupt:
         # uvicorn hands on the signal that it ended for, after everything has been closed.
@@ -470,18 +479,20 @@ async def announce(server: Server, listener: Listener) -> None:
     await server.started.wait()
     if server.failure is None:
         models = await server.pool.models()
+        ids = [model.id for model in models]
         url = await listener.url
         text = greeting(
             url,
-            [model.id for model in models],
+            ids,
             models[0].kind or "text",
             need_key=server.settings.access.need_key,
         )
-        logs.tell(text, sys.stdout)
+        logs.tell(text, sys.stdout, url=f"{url}/v1", models=ids)
         notify(READY, f"STATUS=Ready: {url}/v1")
     else:
         reason = server.failure.message
-        logs.tell(f"mlx-manager: the default model can't be served: {reason}")
+        problem = f"mlx-manager: the default model can't be served: {reason}"
+        logs.tell(problem, level=logging.ERROR)
         listener.should_exit = True
 
 

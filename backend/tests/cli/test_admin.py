@@ -86,13 +86,18 @@ def test_a_model_goes_and_comes_back(run, server: str) -> None:
     done = run("load", DEMO, "--pin", "--url", server)
     assert f"{DEMO} is loaded" in done.stdout
     assert "pinned" in run("ps", "--url", server).stdout
+    done = run("unpin", DEMO, "--url", server)
+    assert done.stdout == f"{DEMO} is no longer pinned. It stays loaded until room is needed.\n"
+    assert "until room is needed" in run("ps", "--url", server).stdout
+    assert json.loads(run("unpin", DEMO, "--url", server, "--json").stdout)["pinned"] is False
+    assert run("unpin", "no/such", "--url", server).returncode == 4
     refused = run("load", "no/such", "--url", server)
     assert refused.returncode == 4
     assert DEMO in refused.stderr
 
 
 def test_without_the_token_nothing_is_told(run, server: str) -> None:
-    for arguments in (("ps",), ("load", DEMO), ("unload", DEMO), ("cancel", "x")):
+    for arguments in (("ps",), ("load", DEMO), ("unload", DEMO), ("unpin", DEMO), ("cancel", "x")):
         done = run(*arguments, "--url", server, MLX_SERVER_ADMIN_TOKEN="wrong")
         assert done.returncode == 5
         assert "MLX_SERVER_ADMIN_TOKEN" in done.stderr

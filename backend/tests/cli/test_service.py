@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linux import needs_linux
 
 from mlx_manager.configuration import BESIDES
 from mlx_manager.mlx_server.services.keys import add_key
 from mlx_manager.service import InvalidValue, Service, carried, environment_text, unit_word
 
+UNIT = ("--kind", "systemd")
 OPTIONS = (
     "--port",
     "9000",
@@ -29,14 +31,22 @@ OPTIONS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _nobody_to_ask(environment: dict[str, str]) -> None:
+    """Neither systemctl nor launchctl is found, which might have a service of the developer's."""
+    environment["PATH"] = "/nowhere"
+
+
 @pytest.fixture
 def config(tmp_path: Path, environment: dict[str, str]) -> Path:
     environment["XDG_CONFIG_HOME"] = str(tmp_path / "config")
     return tmp_path / "config"
 
 
-def test_install_writes_a_unit_and_settings_for_their_owner_alone(run, config: Path) -> None:
-    done = run("service", "install", "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
+def test_install_writes_a_unit_and_settings_for_their_owner_alone(
+    run, config: Path, here: Path
+) -> None:
+    done = run("service", "install", *UNIT, "--no-start", *OPTIONS, MLX_SERVER_API_KEY="sesame")
     assert done.returncode == 0, done.stderr
     assert "systemctl --user enable" in done.stdout
     settings = config / "mlx-manager" / "service.env"
@@ -87,7 +97,7 @@ ABSOLUTE = {
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the model `two/three`, and one named as the embedded model is."""
     folder = tmp_path / "here"
-    for name in ("two/three", "mlx-manager/demo"):
+    for name in ("two/three", "mlx-manager/demo", "models"):
         (folder / name).mkdir(parents=True)
     (folder / "models.toml").write_text("")
     add_key(folder / "keys.toml", "alice", {})
@@ -96,7 +106,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def installed(run, config: Path, *options: str, **variables: str) -> dict[str, str]:
-    done = run("service", "install", "--no-start", *options, **variables)
+    done = run("service", "install", *UNIT, "--no-start", *options, **variables)
     assert done.returncode == 0, done.stderr
     return read_by_a_shell(config / "mlx-manager" / "service.env")
 
@@ -140,7 +150,7 @@ def test_an_option_is_told_as_its_variable_is(run, config: Path, here: Path) -> 
         ("MLX_SERVER_MODEL", "mlx-manager/demo"),
         ("MLX_SERVER_AVAILABLE_MODELS", "mlx-community/Llama,mlx-manager/demo"),
         ("MLX_SERVER_MODEL_ALIASES", "two/three=mlx-community/Llama,./one=mlx-manager/demo"),
-        ("MLX_SERVER_MODELS_DIR", "/models"),
+        ("MLX_SERVER_MODELS_DIR", "/"),
         ("MLX_SERVER_ADMIN_TOKEN", "~/two/three"),
         ("MLX_SERVER_BLAS", "off"),
         ("HF_TOKEN", "./one"),
@@ -153,20 +163,20 @@ def test_what_is_no_relative_path_stays_as_it_is(
 
 
 def test_a_secret_is_not_shown(run, config: Path) -> None:
-    done = run("service", "install", "--print", MLX_SERVER_API_KEY="sesame")
+    done = run("service", "install", *UNIT, "--print", MLX_SERVER_API_KEY="sesame")
     assert "sesame" not in done.stdout + done.stderr
     assert 'MLX_SERVER_API_KEY="********"' in done.stdout
     assert not config.exists()
 
 
 def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
-    assert run("service", "status").returncode == 4
-    assert run("service", "uninstall").returncode == 4
-    run("service", "install", "--no-start")
-    found = run("service", "status", "--json")
+    assert run("service", "status", *UNIT).returncode == 4
+    assert run("service", "uninstall", *UNIT).returncode == 4
+    run("service", "install", *UNIT, "--no-start")
+    found = run("service", "status", *UNIT, "--json")
     assert json.loads(found.stdout)["installed"] is True
     assert found.returncode == 3
-    assert run("service", "uninstall").returncode == 0
+    assert run("service", "uninstall", *UNIT).returncode == 0
     assert not list(config.rglob("*.service"))
     assert not list(config.rglob("*.env"))
 
@@ -181,6 +191,7 @@ def test_status_and_uninstall_know_what_is_installed(run, config: Path) -> None:
         (("--model", "a\nb"), 2, "line break"),
         (("--host", "0.0.0.0"), 2, "without a key"),
         (("--models-file", "/nowhere.toml"), 2, "/nowhere.toml can't be read"),
+        (("--models-dir", "/nowhere"), 2, "/nowhere: there is no such folder"),
         (("--api-keys-file", "/nowhere.toml"), 2, "no keys' file /nowhere.toml"),
     ],
 )
@@ -193,6 +204,7 @@ def test_what_cannot_be_installed_says_why(
     assert not config.exists()
 
 
+@needs_linux("systemd")
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
 @pytest.mark.parametrize("user", [None, "root"])
 def test_systemd_accepts_the_unit(tmp_path: Path, user: str | None) -> None:
@@ -226,6 +238,23 @@ def test_launchd_gets_a_plist_whose_shell_reads_the_settings(run, config: Path) 
         [shell, flag, before + "env", settings], capture_output=True, text=True, check=True, env={}
     )
     assert 'MLX_SERVER_MODEL_ALIASES=a"$b=c' in said.stdout.splitlines()
+
+
+def test_launchd_starts_no_server_again_whose_settings_are_wrong(
+    run, program, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run("service", "install", "--kind", "launchd", "--no-start")
+    plist = tmp_path / "Library" / "LaunchAgents" / "mlx-manager.server.plist"
+    described = plistlib.loads(plist.read_bytes())
+    assert described["KeepAlive"] == {"SuccessfulExit": False}
+    assert described["ThrottleInterval"] == 60
+    told = described["EnvironmentVariables"]
+    for wrong in (("--max-rows", "0"), ("--models-dir", "/nowhere"), ("--host", "0.0.0.0")):
+        ended = program("serve", "--port", "0", *wrong, **told)
+        assert (ended.returncode, ended.stdout) == (0, "")
+        assert "launchd does not start it again" in ended.stderr
+        assert program("serve", "--port", "0", *wrong).returncode == 2
+    assert program("serve", "--port", "0", "--model", "/nowhere", **told).returncode == 1
 
 
 def test_commands_to_paste_hold_where_the_home_has_a_space(run, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from linux import needs_linux
 from thorough import slow
 
 PROGRAM = [sys.executable, "-m", "mlx_manager.cli"]
 SERVER = [sys.executable, "-m", "mlx_manager.mlx_server.main"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@needs_linux("/dev/full")
 def test_output_that_can_not_be_written_is_told(environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -60,6 +61,31 @@ def test_a_terminal_has_no_colours_where_none_are_wanted(
         assert ("\x1b[3" in child.before) == wanted
 
 
+@pytest.mark.parametrize("command", ["doctor --port 0", "ps", "list", "chat --once hi", "chat"])
+def test_a_dumb_terminal_is_sent_no_escape_sequences(
+    environment: dict[str, str], server: str, command: str
+) -> None:
+    own = {"TERM": "dumb", "MLX_MANAGER_URL": server, "MLX_SERVER_ADMIN_TOKEN": "open-sesame"}
+    child = pexpect.spawn(
+        PROGRAM[0],
+        [*PROGRAM[1:], *command.split()],
+        env=environment | own,
+        encoding="utf-8",
+        timeout=60,
+    )
+    shown = ""
+    if command == "chat":
+        for line in ("What can you do?", "/help", "/nothing", "/exit"):
+            child.expect_exact("> ")
+            shown += child.before
+            child.send(f"{line}\r")
+    child.expect(pexpect.EOF)
+    shown += child.before
+    child.close()
+    assert shown.strip()
+    assert "\x1b" not in shown
+
+
 def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str) -> None:
     command = f'"{sys.executable}" -m mlx_manager.cli chat --url {server} --once hi <&-'
     done = subprocess.run(
@@ -72,6 +98,7 @@ def test_a_question_is_asked_with_nothing_to_read_from(environment, server: str)
 ALL = "0<&- 1>&- 2"
 
 
+@needs_linux("systemd's socket, whose path may be longer than 104 characters")
 @pytest.mark.parametrize(
     ("closed", "program"),
     [

@@ -7,7 +7,6 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from linux import skip_without_linux
 from live import PROGRAM
 
 HERE = Path(__file__).parent
@@ -55,8 +55,7 @@ class Machine:
 def systemd_is_here() -> bool:
     """Not on a machine that systemd runs: it might think the other one's units its own."""
     return (
-        sys.platform == "linux"
-        and os.geteuid() == 0
+        os.geteuid() == 0
         and SYSTEMD.exists()
         and not Path("/run/systemd/system").exists()
         and all(shutil.which(tool) for tool in ("unshare", "nsenter", "pivot_root"))
@@ -65,6 +64,7 @@ def systemd_is_here() -> bool:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    skip_without_linux("systemd")
     if not systemd_is_here():
         pytest.skip("needs root, systemd's program and a machine that it does not run")
     command = ["unshare", "--fork", *NAMESPACES, "sh", str(HERE / "systemd.sh")]

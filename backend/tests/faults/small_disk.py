@@ -12,6 +12,7 @@ from io import RawIOBase
 from pathlib import Path
 
 import pytest
+from linux import skip_without_linux
 
 MOUNT = 'mount -t tmpfs -o size="$1"k none "$0" && echo mounted && read -r'
 
@@ -49,6 +50,7 @@ def write_for_ever(file: RawIOBase) -> None:
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[SmallDisk]:
     """Mounted in a namespace of its own, which takes no privilege where Linux allows it."""
+    skip_without_linux("a small disk is mounted in a namespace")
     folder.mkdir()
     apart = ("unshare", "--user", "--map-root-user", "--mount")
     try:

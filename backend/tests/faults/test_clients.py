@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from crowd import Crowd, connect, question
+from linux import needs_linux
 from live import LiveServer, live_server
 from thorough import slow
 
@@ -48,6 +49,7 @@ async def closed_by_server(connection: socket.socket) -> bool:
         connection.close()
 
 
+@needs_linux("/proc counts a server's open files")
 @pytest.mark.parametrize(
     "first",
     [

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import pytest
+from linux import skip_without_linux
 
 from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
 from mlx_manager.mlx_server.utils.nvrtc import MLX_HEADERS
@@ -56,6 +57,7 @@ class Jit:
     """The library. Skips where NVRTC or g++ is missing."""
 
     def __init__(self, path: Path) -> None:
+        skip_without_linux("NVIDIA's compiler")
         found = list(ENVIRONMENT.glob("lib/python*/site-packages/nvidia/cu13"))
         if not found:
             pytest.skip("NVRTC is not installed in .venv-clients; `make clients` installs it")

@@ -70,11 +70,26 @@ def test_what_looks_like_a_typing_error_in_the_settings_is_told_of_at_the_start(
 ):
     monkeypatch.setenv("MLX_SERVER_MAX_ROW", "4")
     monkeypatch.setenv("MLX_SERVER_BLAS", "off")
-    main.create_app(MLXServerSettings(models_dir=tmp_path / "nowhere"))
+    main.create_app(MLXServerSettings(available_models=(f"{tmp_path}/nowhere",)))
     assert caplog.messages == [
         "MLX_SERVER_MAX_ROW is no setting",
-        f"MLX_SERVER_MODELS_DIR: {tmp_path / 'nowhere'} is no folder",
+        f"MLX_SERVER_AVAILABLE_MODELS: {tmp_path}/nowhere is no folder",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nowhere", "there is no such folder"), ("file", "it is a file, not a folder")],
+)
+def test_a_folder_of_models_that_is_not_there_ends_the_start(
+    tmp_path: Path, name: str, reason: str
+):
+    (tmp_path / "file").touch()
+    ended = run(str(PROGRAM), "serve", "--models-dir", str(tmp_path / name), "--port", "0")
+    assert ended.returncode == 2
+    said = f"mlx-manager: --models-dir (MLX_SERVER_MODELS_DIR) {tmp_path / name}: {reason}.\n"
+    assert ended.stderr == said
+    assert ended.stdout == ""
 
 
 def test_without_a_key_the_program_listens_to_this_machine_alone():

@@ -188,7 +188,8 @@ async def _read_bytes(request: Request, limit: int, patience: float) -> bytearra
 
 def _too_large(limit: int) -> RequestTooLarge:
     return RequestTooLarge(
-        f"The body is larger than this server accepts ({limit} bytes; MLX_SERVER_MAX_BODY_MB)."
+        f"The body is larger than this server accepts ({limit / 2**20:g} MB; "
+        "MLX_SERVER_MAX_BODY_MB)."
     )
 
 

@@ -215,7 +215,7 @@ class Connection(HttpToolsProtocol):
         """Tell the client, unless it is reading another answer, and hang up."""
         if self.cycle is None or self.cycle.response_complete:
             error = HeadersTooLarge(
-                f"The headers are larger than this server accepts ({self._max_head} bytes; "
+                f"The headers are larger than this server accepts ({self._max_head / 1024:g} kB; "
                 "MLX_SERVER_MAX_HEADERS_KB)."
             )
             said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)

@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.models.wrapping import Ids, shortened
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.text import sized
 
 Vector = NDArray[np.float32]
 Matrix = NDArray[np.float32]
@@ -329,9 +330,9 @@ class EncoderBackend:
             )
         if length > self._readable:
             raise ContextLengthExceeded(
-                f"{what}: {length} tokens, which take {self._bytes_of(length):,} bytes to read. "
-                f"Beside the model's weights the memory limit leaves {self._room:,}, enough for "
-                f"{self._readable}. Shorten it, or have it cut with `truncate_prompt_tokens`: "
+                f"{what}: {length} tokens, which take {sized(self._bytes_of(length))} to read. "
+                f"Beside the model's weights the memory limit leaves {sized(self._room)}, enough "
+                f"for {self._readable}. Shorten it, or have it cut with `truncate_prompt_tokens`: "
                 f"{self._readable}.",
                 param=param,
             )

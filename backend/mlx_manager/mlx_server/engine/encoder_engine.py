@@ -45,6 +45,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.utils.memory import Ledger, working_line
 from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.text import sized
 
 Vectors = list[NDArray[np.float32]]
 
@@ -202,8 +203,9 @@ class EncoderEngine:
         self._kept = kept_bytes(model, longest)
         if not ledger.reserve_if_attainable(self._line, self._kept):
             raise OutOfMemory(
-                f"To read a text {name} takes {self._kept:,} bytes, and {ledger.attainable():,} of "
-                f"{ledger.limit:,} are left beside its weights.",
+                f"To read a text {name} takes {sized(self._kept)}, and "
+                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside "
+                "its weights.",
                 retry_after=10,
             )
         self._max_waiting = limits.max_waiting
@@ -510,8 +512,9 @@ class EncoderEngine:
             return
         self.fail(
             OutOfMemory(
-                f"A text of {row.length} tokens takes {self._model.working_bytes(1, row.length):,} "
-                f"bytes to read, and {self._kept + max(self._ledger.attainable(), 0):,} can be had."
+                f"A text of {row.length} tokens takes "
+                f"{sized(self._model.working_bytes(1, row.length))} to read, and "
+                f"{sized(self._kept + max(self._ledger.attainable(), 0))} can be had."
             )
         )
 

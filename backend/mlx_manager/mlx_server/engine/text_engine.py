@@ -61,6 +61,7 @@ from mlx_manager.mlx_server.utils.memory import (
 )
 from mlx_manager.mlx_server.utils.pressure import Pressure
 from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +210,9 @@ class TextEngine:
         working_bytes = self._size.working_bytes
         if not ledger.reserve_if_attainable(self._working_line, working_bytes):
             raise OutOfMemory(
-                f"A step of {name} works on up to {working_bytes:,} bytes, and "
-                f"{ledger.attainable():,} of {ledger.limit:,} are left beside its weights.",
+                f"A step of {name} works on up to {sized(working_bytes)}, and "
+                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside its "
+                "weights.",
                 retry_after=10,
             )
         self._take_ample()
@@ -304,10 +306,10 @@ class TextEngine:
         if needed <= attainable:
             return None
         own, most = self._forward.row_bytes, attainable * self.page_bytes
-        what = "KV pages" if not own else f"KV pages, beside {own:,} that every row takes"
+        what = "KV pages" if not own else f"KV pages, beside {sized(own)} that every row takes"
         return OutOfMemory(
             f"The prompt of {len(sequence.tokens)} tokens takes "
-            f"{needed * self.page_bytes:,} bytes of {what}, and at most {most:,} can be had.",
+            f"{sized(needed * self.page_bytes)} of {what}, and at most {sized(most)} can be had.",
             retry_after=30,
         )
 

@@ -17,7 +17,7 @@ from typing import Literal
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, expanded, is_folder
 from mlx_manager.mlx_server.core import Kind
-from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
+from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.family import detect_model_family
@@ -199,6 +199,25 @@ class Catalog:
 def can_be_named(model_id: str) -> bool:
     """Whether it is text: a file's name may hold any bytes, and no request or answer can."""
     return encodable(model_id) == model_id
+
+
+def check_models_dir(models_dir: Path | None) -> None:
+    """
+    Raises:
+        InvalidSettings: there is no such folder, or this user can't read it.
+    """
+    if models_dir is None:
+        return
+    try:
+        os.scandir(models_dir).close()
+    except OSError as error:
+        reason = {
+            FileNotFoundError: "there is no such folder",
+            NotADirectoryError: "it is a file, not a folder",
+        }.get(type(error), f"it can't be read: {error.strerror}")
+        raise InvalidSettings(
+            f"--models-dir (MLX_SERVER_MODELS_DIR) {models_dir}: {reason}."
+        ) from None
 
 
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:

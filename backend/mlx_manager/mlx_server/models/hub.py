@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.errors import (
     ModelNotSupported,
 )
 from mlx_manager.mlx_server.models.folder import INDEX, WEIGHTS
+from mlx_manager.mlx_server.utils.text import sized
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -251,7 +252,7 @@ def check_room(repository: str, needed: int, folder: Path) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise DiskFull(
-            f"{repository} takes {needed / 1e9:,.1f} GB more, and {free / 1e9:,.1f} GB are free in "
+            f"{repository} takes {sized(needed)} more, and {sized(free)} are free in "
             f"{folder}. Make room, or set HF_HOME to another disk."
         )
 

@@ -53,6 +53,7 @@ from mlx_manager.mlx_server.models.weights import (
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish
+from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -358,8 +359,8 @@ def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
     """
     if nbytes > ledger.limit:
         raise ModelTooLarge(
-            f"The weights of {model_id} take {nbytes:,} bytes, and the memory limit is "
-            f"{ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
+            f"The weights of {model_id} take {sized(nbytes)}, and the memory limit is "
+            f"{sized(ledger.limit)} (MLX_SERVER_MEMORY_LIMIT_GB)."
         )
     if nbytes > (attainable := ledger.attainable()):
         raise crowded(model_id, nbytes, attainable, ledger.limit)
@@ -371,15 +372,15 @@ def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -
     Raises: what `check_room` raises.
     """
     needed = bytes_of(model) + working
-    said = f"The weights of {model_id} and what its steps work on take {needed:,} bytes, and "
+    said = f"The weights of {model_id} and what its steps work on take {sized(needed)}, and "
     if needed > ledger.limit:
         raise ModelTooLarge(
-            f"{said}the memory limit is {ledger.limit:,} (MLX_SERVER_MEMORY_LIMIT_GB)."
+            f"{said}the memory limit is {sized(ledger.limit)} (MLX_SERVER_MEMORY_LIMIT_GB)."
         )
     if needed > (attainable := ledger.attainable()):
         raise OutOfMemory(
-            f"{said}{attainable:,} of {ledger.limit:,} are left beside the models in use or "
-            "pinned.",
+            f"{said}{sized(attainable)} of {sized(ledger.limit)} are left beside the models in use "
+            "or pinned.",
             retry_after=10,
         )
 
@@ -391,8 +392,8 @@ def bytes_of(model: nn.Module) -> int:
 
 def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:
     return OutOfMemory(
-        f"The weights of {model_id} take {nbytes:,} bytes, and {left:,} of {limit:,} are left "
-        "beside the models in use or pinned.",
+        f"The weights of {model_id} take {sized(nbytes)}, and {sized(left)} of {sized(limit)} are "
+        "left beside the models in use or pinned.",
         retry_after=10,
     )
 

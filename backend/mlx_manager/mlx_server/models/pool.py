@@ -86,6 +86,7 @@ from mlx_manager.mlx_server.utils.steps import (
     beside,
     whereabouts,
 )
+from mlx_manager.mlx_server.utils.text import sized
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -827,7 +828,7 @@ class ModelPoolManager:
                 raise
             raise OutOfMemory(
                 f"The device has no more memory for {model_id}. Other programs use it, too: of its "
-                f"{device_memory():,} bytes models get {self.ledger.limit:,} now.",
+                f"{sized(device_memory())} models get {sized(self.ledger.limit)} now.",
                 retry_after=10,
             ) from error
 

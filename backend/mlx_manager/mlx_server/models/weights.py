@@ -24,6 +24,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_manager.mlx_server.errors import ModelTooLarge
 from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.steps import Steps, beside
+from mlx_manager.mlx_server.utils.text import sized
 
 FormName = Literal["stored", "float32", "dequantized", "dequantized-float32", "stored+dequantized"]
 Setting = Literal["auto", "keep", "dequantize"]
@@ -141,12 +142,12 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
     if not fitting:
         least = min(forms, key=lambda form: form.nbytes)
         raise ModelTooLarge(
-            f"The weights take {least.nbytes:,} bytes in the form {least.name}, "
-            f"and there is room for {max(room, 0):,}."
+            f"The weights take {sized(least.nbytes)} in the form {least.name}, "
+            f"and there is room for {sized(max(room, 0))}."
         )
     if len(fitting) < len(forms):
-        others = ", ".join(f"{f.name} {f.nbytes:,}" for f in forms if f not in fitting)
-        reason = f"for other forms the room of {max(room, 0):,} bytes is too small: {others}"
+        others = ", ".join(f"{f.name} {sized(f.nbytes)}" for f in forms if f not in fitting)
+        reason = f"for other forms the room of {sized(max(room, 0))} is too small: {others}"
     return fitting, reason
 
 

@@ -5,11 +5,14 @@ No prompt, no answer and no key is ever in it, unless the owner asks for prompts
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -41,10 +44,11 @@ def configure(
 ) -> logging.Handler:
     """Log everything from `level` on to `stream`, or else stderr; returns the root logger's new
     handler."""
-    stream = stream or sys.stderr
+    stream = stream or _beneath(sys.stderr)
     handler = logging.StreamHandler(stream)
     handler.addFilter(_name_request)
-    colour = stream.isatty() and not os.environ.get("NO_COLOR")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    colour = stream.isatty() and not plain
     handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
@@ -53,11 +57,105 @@ def configure(
     return handler
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
-    """Say it to who started the program, on stderr unless told otherwise. Their terminal, or what
-    read a pipe, may be gone by now, which is no reason to stop."""
+def speaks_json() -> bool:
+    """Return whether `capture_output` has been called."""
+    return isinstance(sys.stderr, LoggedLines)
+
+
+def tell(
+    text: str, stream: TextIO | None = None, level: int = logging.INFO, **facts: object
+) -> None:
+    """Say it to who started the program, on stderr unless told otherwise: `text` as it is, or the
+    first line of it with `facts` as one JSON object, as the log is.
+
+    A terminal, or what read a pipe, may be gone by now, which is no reason to stop.
+    """
+    out = _beneath(stream or sys.stderr)
+    if speaks_json():
+        text = as_json_line("mlx_manager", level, text.partition("\n")[0], facts=facts)
     with suppress(OSError):
-        print(text, file=stream or sys.stderr, flush=True)
+        print(text, file=out, flush=True)
+
+
+def capture_output() -> None:
+    """Have every line that this process writes to stdout or stderr be JSON: what libraries print,
+    warnings before the log is set up, and exceptions that nobody catches, each in one line.
+
+    What native code writes (MLX, or faulthandler as a process crashes) does not come this way.
+    """
+    if speaks_json():
+        return
+
+    def report(kind: type[BaseException], error: BaseException | None, place: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        tell(
+            f"uncaught {kind.__name__}: {error}",
+            level=logging.CRITICAL,
+            exception="".join(traceback.format_exception(kind, error, place)),
+        )
+
+    sys.excepthook = report
+    threading.excepthook = lambda ended: report(
+        ended.exc_type, ended.exc_value, ended.exc_traceback
+    )
+    sys.unraisablehook = lambda met: report(met.exc_type, met.exc_value, met.exc_traceback)
+    sys.stdout = LoggedLines(sys.stdout, "stdout", logging.INFO)
+    sys.stderr = LoggedLines(sys.stderr, "stderr", logging.WARNING)
+
+
+class LoggedLines(io.TextIOBase):
+    """A stream whose lines are written to `stream` as JSON objects, when they are whole."""
+
+    def __init__(self, stream: TextIO, name: str, level: int) -> None:
+        self.stream = stream
+        self._name = name
+        self._level = level
+        self._begun = ""
+        self._lock = threading.Lock()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.stream.errors
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._begun = re.split(r"[\r\n]", self._begun + text)
+            said = [as_json_line(self._name, self._level, line) for line in lines if line.strip()]
+            if said:
+                self.stream.write("\n".join(said) + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def finish(self) -> None:
+        """Write what has not been ended by a line break, as the program ends."""
+        if self._begun:
+            self.write("\n")
+        self.flush()
+
+
+def _beneath(stream: TextIO) -> TextIO:
+    return stream.stream if isinstance(stream, LoggedLines) else stream
+
+
+def as_json_line(name: str, level: int, message: str, *, facts: object = None) -> str:
+    """Return a line of the log as the logger `name` would write it."""
+    record = logging.LogRecord(name, level, "", 0, message, (), None)
+    record.facts = facts or {}
+    _name_request(record)
+    return JsonFormatter().format(record)
 
 
 def let_go() -> None:
@@ -65,7 +163,7 @@ def let_go() -> None:
     Python would try once more, and end with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            stream.finish() if isinstance(stream, LoggedLines) else stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())

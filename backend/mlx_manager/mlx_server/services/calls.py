@@ -182,6 +182,7 @@ class Calls:
         self._refusal = refusal
         self._none = asyncio.Event()
         self._none.set()
+        self._some = asyncio.Event()
 
     def __iter__(self) -> Iterator[Call]:
         """The oldest first."""
@@ -204,6 +205,7 @@ class Calls:
         call = Call(requests, limits)
         self._calls[call] = None
         self._none.clear()
+        self._some.set()
         try:
             yield call
         finally:
@@ -211,6 +213,7 @@ class Calls:
             del self._calls[call]
             if not self._calls:
                 self._none.set()
+                self._some.clear()
             size = sum(request.prompt.size for request in requests)
             self.garbage.leave(1 + size // LONG, lambda: self._calls)
 
@@ -233,6 +236,10 @@ class Calls:
         """End every call under way."""
         for call in self:
             call.interrupt(why())
+
+    async def begun(self) -> None:
+        """Wait until a call is under way."""
+        await self._some.wait()
 
     async def ended(self, seconds: float | None = None) -> bool:
         """Wait until no call is under way, at most that long; whether that came to be."""

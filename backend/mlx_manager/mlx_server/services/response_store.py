@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
+from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class ResponseStore:
         if len(response) + len(asked) > most:
             # It would take the place of all others, and not be kept either.
             raise StorageFailed(
-                f"It has {len(response) + len(asked)} bytes; {most} are kept at most "
+                f"It has {sized(len(response) + len(asked))}; {sized(most)} are kept at most "
                 "(MLX_SERVER_RESPONSE_STORE_MB)."
             )
         row = (

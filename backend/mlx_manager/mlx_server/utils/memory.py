@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.errors import OutOfMemory
 from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.driver import Driver
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge
+from mlx_manager.mlx_server.utils.text import sized
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_SHARE = 0.9
@@ -52,8 +53,8 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
 
 
 def gigabytes(nbytes: int) -> str:
-    """`6.72 GB`: powers of 1000, as files are counted, in one unit for all sizes of a line."""
-    return f"{nbytes / 1e9:,.2f} GB"
+    """Return `6.26 GB`: powers of 1024, as in the settings, in one unit for all sizes of a line."""
+    return f"{nbytes / 2**30:,.2f} GB"
 
 
 def in_words(usage: Mapping[str, int]) -> str:
@@ -129,8 +130,7 @@ def default_limit() -> int:
     """The limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
-        used, whole = gigabytes(others), gigabytes(total)
-        log.info("of the device's %s other programs use %s already", whole, used)
+        log.info("of the device's %s, %s are in use already", sized(total), sized(others))
     return max(0, int(LIMIT_SHARE * total) - others)
 
 

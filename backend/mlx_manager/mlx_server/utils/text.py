@@ -1,4 +1,4 @@
-"""Text that can be sent."""
+"""Text that can be sent, and sizes as people read and set them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError:
         return _SURROGATES.sub(_character, text)
     return text
+
+
+def sized(nbytes: float) -> str:
+    """Return `512 bytes`, `64.0 kB`, `345 MB` or `6.71 GB`: powers of 1024, as in the settings."""
+    if abs(nbytes) < 1023.5:
+        return f"{nbytes:.0f} bytes"
+    units = iter(("kB", "MB", "GB", "TB"))
+    unit = ""
+    while unit != "TB" and abs(nbytes) >= 1023.5:
+        nbytes, unit = nbytes / 1024, next(units)
+    digits = 2 if abs(nbytes) < 9.995 else 1 if abs(nbytes) < 99.95 else 0
+    return f"{nbytes:,.{digits}f} {unit}"
 
 
 def _character(halves: re.Match[str]) -> str:

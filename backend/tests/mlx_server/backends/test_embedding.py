@@ -327,7 +327,7 @@ async def test_a_text_that_there_will_never_be_memory_for_is_too_long(tmp_path: 
         hf_cache=False,
         memory_limit_gb=0.05,
     )
-    refusal = r"{}: (\d+) tokens, which take [\d,]+ bytes to read.* enough for (\d+)\. .*`: \2\.$"
+    refusal = r"{}: (\d+) tokens, which take [\d.,]+ \w+ to read.* enough for (\d+)\. .*`: \2\.$"
     async with open_pool(settings) as pool:
         assert isinstance(pool, ModelPoolManager)
         with pytest.raises(ContextLengthExceeded, match=refusal.format("Input 1")) as error:

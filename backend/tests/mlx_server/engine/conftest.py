@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from jit_module import TYPES as CUDA_TYPES
 from jit_module import Jit, text_of
+from linux import skip_without_linux
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
@@ -146,6 +147,7 @@ def _compile(
     types: dict[mx.Dtype, str],
     views: tuple[str, str],
 ) -> Library:
+    skip_without_linux("the GPU's threads are emulated by ucontext")
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed: the GPU sources can't be compiled for a CPU")

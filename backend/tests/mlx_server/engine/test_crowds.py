@@ -25,6 +25,7 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
     ServerNotReady,
 )
+from mlx_manager.mlx_server.utils.text import sized
 
 PAGE = 16 * 2 * 2 * 16 * 2 * 4
 """Bytes of a page of the tiny Llama: tokens, keys and values, heads, dim, layers, float32."""
@@ -434,7 +435,9 @@ async def test_a_model_without_pages_has_none_to_give(tmp_path: Path) -> None:
         rig.ledger.record("weights:other", overdrawn)
         refused = rig.submit(prompt(50, 2), 4)
         rig.run()
-        with pytest.raises(OutOfMemory, match=f"beside {rig.forward.row_bytes:,} that every row"):
+        with pytest.raises(
+            OutOfMemory, match=f"beside {sized(rig.forward.row_bytes)} that every row"
+        ):
             await refused.finished()
     assert set(rig.ledger.figures()) == {"weights:other", "buffer_cache", "limit", "available"}
 

@@ -189,7 +189,7 @@ async def test_a_long_text_fails_when_nobody_will_leave_memory_or_does_in_time(
     ledger.record("pages:other", FREE)
     reading = reading_of(1000)
     engine.submit(reading)
-    message = "A text of 1000 tokens takes 1,000 bytes to read, and 512 can be had."
+    message = "A text of 1000 tokens takes 1000 bytes to read, and 512 bytes can be had."
     with pytest.raises(OutOfMemory, match=message):
         await answer(engine, reading)
     assert not engine.has_work()
@@ -197,7 +197,9 @@ async def test_a_long_text_fails_when_nobody_will_leave_memory_or_does_in_time(
 
 def test_a_model_without_room_for_a_short_text_is_not_taken():
     ledger = ledger_of(KEPT - 1)
-    with pytest.raises(OutOfMemory, match="To read a text m takes 512 bytes, and 511 of 511"):
+    with pytest.raises(
+        OutOfMemory, match="To read a text m takes 512 bytes, and 511 bytes of 511 bytes"
+    ):
         engine_of(ledger)
     assert ledger.available() == KEPT - 1
 

@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.models.weights import default_device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.steps import advance
+from mlx_manager.mlx_server.utils.text import sized
 
 PLENTY = 10**9
 
@@ -88,11 +89,13 @@ def test_conversion_leaves_room_for_kv_pages(tmp_path: Path):
 def test_too_large_a_model_is_refused_before_it_is_read_with_the_numbers(tmp_path: Path):
     folder = make_tiny_model(tmp_path / "m")
     size = source(folder).nbytes
-    with pytest.raises(ModelTooLarge, match=f"take {size:,} bytes, and the memory limit is 1,000"):
+    with pytest.raises(
+        ModelTooLarge, match=f"take {sized(size)}, and the memory limit is 1000 bytes"
+    ):
         load(source(folder), PoolLimits(), Ledger(1000))
     ledger = Ledger(size + 1000, cache_bytes=lambda: 0)
     ledger.reserve("pages:other", 2000)
-    with pytest.raises(OutOfMemory, match=f"take {size:,} bytes, and {size - 1000:,} of"):
+    with pytest.raises(OutOfMemory, match=f"take {sized(size)}, and {sized(size - 1000)} of"):
         load(source(folder), PoolLimits(), ledger)
     assert "weights:m" not in ledger.figures()
 

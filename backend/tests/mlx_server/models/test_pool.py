@@ -53,6 +53,7 @@ from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.pressure import Pressure
 from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.text import sized
 
 """What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
 
@@ -137,10 +138,12 @@ async def test_eviction_by_bytes(models_dir: Path):
             await pool.get_model(name)
         assert await states(pool) == {"a": "loadable", "b": "loaded", "c": "loaded"}
         async with pool.lease("b"), pool.lease("c"):
-            with pytest.raises(OutOfMemory, match=r"[\d,]+ bytes, and [\d,]+ of [\d,]+ are left"):
+            with pytest.raises(
+                OutOfMemory, match=r"[\d.,]+ \w+, and [\d.,]+ \w+ of [\d.,]+ \w+ are left"
+            ):
                 await pool.get_model("a")
     async with open_pool(models_dir, memory_limit=size // 2) as pool:
-        with pytest.raises(ModelTooLarge, match=f"memory limit is {size // 2:,}"):
+        with pytest.raises(ModelTooLarge, match=f"memory limit is {sized(size // 2)}"):
             await pool.get_model("a")
 
 
@@ -171,7 +174,7 @@ async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(models_dir:
 
     async with open_pool(models_dir, prepare=prepare, memory_limit=2 * 10**8, patience=0.0) as pool:
         await pool.get_model("a")
-        with pytest.raises(OutOfMemory, match=r"A step of b works on up to [\d,]+ bytes"):
+        with pytest.raises(OutOfMemory, match=r"A step of b works on up to [\d.,]+ \w+"):
             await pool.get_model("b")
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
 
@@ -183,7 +186,7 @@ async def test_no_idle_model_goes_for_weights_that_leave_their_steps_no_memory(t
     async with open_pool(tmp_path, patience=0.0) as pool:
         await answer(pool, "a")
         taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
-        said = r"of c and what its steps work on take [\d,]+ bytes"
+        said = r"of c and what its steps work on take [\d.,]+ \w+"
         pool.ledger.limit = size + taken // 2
         with pytest.raises(ModelTooLarge, match=said):
             await pool.get_model("c")
@@ -425,7 +428,7 @@ async def test_a_device_that_others_have_filled_is_no_fault_of_the_model(
         limit, before = pool.ledger.limit, mx.get_memory_limit()
         others = memory.device_memory() - limit // 2 - memory.HEADROOM
         monkeypatch.setattr(memory, "taken_by_others", lambda: others)
-        with pytest.raises(OutOfMemory, match=f"models get {limit // 2:,} now"):
+        with pytest.raises(OutOfMemory, match=f"models get {sized(limit // 2)} now"):
             await pool.get_model("b")
         assert mx.get_memory_limit() == before - (limit - limit // 2)
         assert pool.ledger.limit == limit // 2

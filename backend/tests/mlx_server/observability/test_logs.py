@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,3 +179,79 @@ def test_a_traceback_is_kept():
     assert "ValueError: broken" in found["exception"]
     assert found["request_id"] == "req-1"
     assert "ValueError: broken" in PrettyFormatter(colour=True).format(record)
+
+
+ODD_MODULE = """
+import sys, threading, warnings
+print("printed by a library")
+sys.stderr.write("half a line, ")
+sys.stderr.write("and its end\\nand \\x1b[31mpaint\\n")
+warnings.warn("of old ways")
+def fail(): raise ValueError("in a thread\\nof two lines")
+thread = threading.Thread(target=fail); thread.start(); thread.join()
+class Bad:
+    def __del__(self): raise OSError("while collected")
+bad = Bad(); del bad
+"""
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def started(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A server that says what it has to say as it starts, and ends; its log is JSON."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MLX_SERVER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_manager.cli", "serve", "--port", "0", *arguments],
+        env=environment | {"MLX_SERVER_LOG_FORMAT": "json"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--max-rows", "0"], 2, "--max-rows (MLX_SERVER_MAX_ROWS)"),
+        (["--host", "0.0.0.0"], 2, "without a key"),
+        (["--models-file", "/nowhere.toml"], 2, "/nowhere.toml can't be read"),
+        (["--model", "/nowhere"], 1, "the default model can't be served"),
+    ],
+)
+def test_what_is_in_the_way_of_a_start_is_json_too(
+    tmp_path: Path, arguments: list[str], code: int, said: str
+):
+    done = started(tmp_path, *arguments)
+    assert done.returncode == code
+    assert done.stdout == ""
+    errors = [line for line in json_lines(done.stderr) if line["level"] == "error"]
+    assert said in errors[-1]["message"]
+
+
+def test_where_a_server_is_ready_is_one_json_object(tmp_path: Path):
+    with served(tmp_path, log_format="json") as client:
+        assert client.get("/v1/models").status_code == 200
+    for line in (tmp_path / "log.txt").read_text().splitlines():
+        json.loads(line)
+
+
+def test_all_that_libraries_write_is_json_and_an_exception_is_one_line():
+    script = f"from mlx_manager.mlx_server.observability import logs; logs.capture_output(); logs.configure('info', 'json')\n{ODD_MODULE}\nlogs.tell('up\\nfurther', sys.stdout, url='here')\nprint('no end', end='')\nlogs.let_go()\nraise KeyError('at the end')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    out, err = json_lines(done.stdout), json_lines(done.stderr)
+    assert [line["message"] for line in out] == ["printed by a library", "up", "no end"]
+    assert out[1]["url"] == "here"
+    messages = [line["message"] for line in err]
+    assert messages[:2] == ["half a line, and its end", "and \x1b[31mpaint"]
+    assert "of old ways" in messages[2]
+    assert [line["level"] for line in err[2:]] == ["warning", "critical", "critical", "critical"]
+    assert "ValueError" in messages[3]
+    assert "in fail" in err[3]["exception"]
+    assert "OSError" in messages[4]
+    assert "KeyError" in messages[5]
+    assert done.returncode == 1

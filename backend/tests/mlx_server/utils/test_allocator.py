@@ -3,11 +3,11 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from linux import needs_linux
 
 from mlx_manager.mlx_server.utils.allocator import (
     PARALLEL_TOKENIZERS,
@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.utils.allocator import (
     make_blank,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep what they gave")
+pytestmark = needs_linux("other systems keep what they gave")
 PAGE = mmap.PAGESIZE
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_manager.mlx_server.utils import blas, elf
 
 LIBMLX = blas._libmlx_with_reference_blas()
-needs_reference_blas = pytest.mark.skipif(LIBMLX is None, reason="needs the mlx-cpu wheel on Linux")
+needs_reference_blas = pytest.mark.skipif(LIBMLX is None, reason="needs the mlx-cpu wheel")
 
 REPORT = """
 import dataclasses, json

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from linux import needs_linux
 from thorough import ALL
 
 from mlx_manager.mlx_server.utils import elf
 from mlx_manager.mlx_server.utils.blas import file_of_package
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ELF is Linux's")
+pytestmark = needs_linux("ELF")
 
 BESIDE_A_THREAD_THAT_LOADS_LIBRARIES = """
 import _ctypes

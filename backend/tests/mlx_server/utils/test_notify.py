@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from linux import needs_linux
 from live import live_server
 
 from mlx_manager.mlx_server.utils.notify import READY, notify
+
+pytestmark = needs_linux("systemd's sockets, abstract or with paths over 104 characters")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from linux import needs_linux
 from live import live_server
 
 from mlx_manager.mlx_server.utils import open_files
@@ -28,7 +28,7 @@ def test_what_is_imported_leaves_the_limit_as_it_is():
     assert done.stdout.splitlines() == ["(900, 900)", "(800, 900)"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="needs Linux's /proc")
+@needs_linux("/proc tells a server's limits")
 def test_a_server_that_has_loaded_its_model_may_open_as_many_files_as_it_could(tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     most = open_files.OPEN_FILES if hard == resource.RLIM_INFINITY else hard
