@@ -154,7 +154,7 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
     assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
     logprobs: Any = ["message.output_text.logprobs"]
     assert gpt.responses.input_items.list(streamed.id, include=logprobs).data
-    with pytest.raises(openai.UnprocessableEntityError, match="logprobs") as caught:
+    with pytest.raises(openai.BadRequestError, match="logprobs") as caught:
         gpt.responses.retrieve(going_on.id, include=logprobs)
     assert caught.value.param == "include[0]"
     gpt.responses.delete(going_on.id)

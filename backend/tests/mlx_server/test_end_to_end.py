@@ -203,7 +203,7 @@ def test_sdk_calls_a_tool_and_hands_its_result_back(sdk: openai.OpenAI):
     [
         ({"model": "gpt-9"}, openai.NotFoundError),
         ({"temperature": 5.0}, openai.UnprocessableEntityError),
-        ({"top_logprobs": 3}, openai.UnprocessableEntityError),
+        ({"top_logprobs": 3}, openai.BadRequestError),
         ({"messages": says("word " * 20_000)}, openai.BadRequestError),
         ({"messages": []}, openai.UnprocessableEntityError),
         ({"logit_bias": {"99999999": 1}}, openai.UnprocessableEntityError),
