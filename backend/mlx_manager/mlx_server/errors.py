@@ -95,6 +95,7 @@ class ContextLengthExceeded(InvalidRequest):
         tokens: int,
         context: int,
         *,
+        read: int | None = None,
         of: str = "your messages",
         advice: str = "Please reduce the length of the messages.",
         param: str | None = None,
@@ -103,11 +104,13 @@ class ContextLengthExceeded(InvalidRequest):
 
         `protocols.messages` words it as Anthropic does.
 
-        of: what the prompt is made of.
+        read: how many tokens were counted, if `tokens` is estimated from these. of: what the prompt
+        is made of.
         """
+        estimated = "" if read is None else f" (An estimate: more than {read} were counted.)"
         error = cls(
             f"This model's maximum context length is {context} tokens. However, {of} resulted in "
-            f"{tokens} tokens. {advice}",
+            f"{tokens} tokens. {advice}{estimated}",
             param=param,
         )
         error.tokens, error.context = tokens, context

@@ -296,7 +296,12 @@ class TextBackend:
         if length + (1 if asked is None else min(asked, 1)) > context:
             # A prompt that fills the context to the last token lacks room for the answer's first.
             tokens = max(content.total, context + 1)
-            raise ContextLengthExceeded.counted(tokens, context, param=request.prompt.param)
+            raise ContextLengthExceeded.counted(
+                tokens,
+                context,
+                read=length - 1 if content.unread else None,
+                param=request.prompt.param,
+            )
 
     def _sequence(
         self, request: GenerationRequest, prepared: Prepared, stream: EventStream
