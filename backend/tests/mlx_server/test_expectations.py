@@ -467,6 +467,19 @@ def test_what_anthropics_tools_did_is_read_as_text(http: httpx.Client):
     assert answered(http, MESSAGES, messages=said)["type"] == "message"
 
 
+def test_a_call_of_a_custom_tool_is_read_as_one(http: httpx.Client):
+    call = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": "*** Begin"}}
+    said = [
+        *says("Go on."),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Done!"},
+    ]
+    text = http.post("/v1/apply-template", json={"messages": said}).json()["prompt"]
+    assert "apply_patch" in text
+    assert "*** Begin" in text
+    assert answered(http, CHAT, messages=said)
+
+
 # Fields of other APIs
 
 
