@@ -158,6 +158,10 @@ StrictFields = Annotated[
     bool | None,
     option("Refuse unknown request fields instead of naming them in a header", "off"),
 ]
+ValidationStatus = Annotated[
+    int | None,
+    option("Status of a value out of its range in chat and completions", "422", "400|422"),
+]
 ReasoningField = Annotated[
     str | None,
     option(
@@ -290,6 +294,7 @@ def serve(
     watchdog_seconds: WatchdogSeconds = None,
     keep_awake: KeepAwake = None,
     strict_fields: StrictFields = None,
+    validation_status: ValidationStatus = None,
     reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,
     response_store_mb: ResponseStoreMb = None,

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
@@ -27,7 +27,13 @@ WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt])i?b?\s*", re.IGNORECASE)
 PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
 
 
+def _number(value: object) -> object:
+    """Read the digits of an environment variable as the number that they are."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 ReasoningField = Literal["reasoning_content", "reasoning"]
+ValidationStatus = Annotated[Literal[400, 422], BeforeValidator(_number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class ApiLimits:
     keepalive: float = 10.0
     client_timeout: float = 60.0
     strict_fields: bool = False
+    validation_status: int = 422
     reasoning_field: ReasoningField = "reasoning_content"
     max_messages: int = 4096
     max_parts: int = 16384
@@ -355,6 +362,9 @@ class MLXServerSettings(BaseSettings):
     strict_fields: bool = Field(
         False, description="Refuse unknown request fields instead of naming them in a header"
     )
+    validation_status: ValidationStatus = Field(
+        422, description="Status of a value out of its range in chat and completions"
+    )
     reasoning_field: ReasoningField = Field(
         "reasoning_content", description="Field of a chat answer that holds the thinking"
     )
@@ -537,6 +547,7 @@ class MLXServerSettings(BaseSettings):
             self.keepalive_seconds,
             self.client_timeout_seconds,
             self.strict_fields,
+            self.validation_status,
             self.reasoning_field,
             self.max_messages,
             self.max_parts,
