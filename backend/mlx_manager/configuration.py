@@ -90,8 +90,8 @@ BESIDES: Mapping[str, str] = {
     "HF_TOKEN": "The token for gated models",
     "HF_HUB_OFFLINE": "1: never ask Hugging Face's hub",
     "OTEL_EXPORTER_OTLP_HEADERS": "Headers for the collector, such as `authorization=Bearer%20...`",
-    "OTEL_TRACES_SAMPLER": "Which calls are traced; default: all. `parentbased_traceidratio` traces "
-    "the share that `OTEL_TRACES_SAMPLER_ARG` gives",
+    "OTEL_TRACES_SAMPLER": "Which calls are traced; default: all. `parentbased_traceidratio` "
+    "traces the share that `OTEL_TRACES_SAMPLER_ARG` gives",
     "OTEL_RESOURCE_ATTRIBUTES": "Attributes of this server for every span",
     "LOGFIRE_TOKEN": "Token of the LogFire project; without one nothing is sent",
     "SSL_CERT_FILE": "Certificates to trust instead of the system's, for the hub",
