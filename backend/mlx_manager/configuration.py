@@ -16,9 +16,9 @@ Generated from the settings (`python -m mlx_manager.configuration`); a test fail
 they differ.
 
 - Each setting is an environment variable and an option of `mlx-manager serve`. The option wins.
-- A value out of its range ends the program before it listens, with a line that names the setting.
+- A value out of its range ends the program before it listens. A line names the setting.
 - An `MLX_SERVER_` variable that is no setting has no effect, which the log says at the start.
-- A variable that is set to nothing is not unset: a list is then empty, anything else is refused.
+- A variable that is set but empty is not unset: a list is then empty, any other setting is refused.
 - Lists are separated by commas: `MLX_SERVER_CORS_ORIGINS=https://a.example,https://b.example`.
 - A switch is `true` or `false` as a variable, `--prefix-cache` or `--no-prefix-cache` as an option.
 - Sizes count in powers of 1024, as do those that the program shows. They may have a unit of their
@@ -78,24 +78,24 @@ KINDS: Mapping[str, str] = {
 BESIDES: Mapping[str, str] = {
     "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
     "OPENBLAS_NUM_THREADS": "Threads of a Linux CPU's products; default: the cores less two",
-    "TOKENIZERS_PARALLELISM": "There: `true` makes tokens of several texts at once; `false` "
-    "unless set",
-    "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; 4000 unless set",
+    "TOKENIZERS_PARALLELISM": "On a Linux CPU: `true` tokenises several texts at once; default: "
+    "`false`",
+    "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; default: 4000",
     "MLX_MAX_OPS_PER_BUFFER": "There: most operations in a recording; 1000 unless set, and "
     "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one. On a Mac MLX's own 40 or 50, since "
     "macOS ends a recording that takes seconds",
-    "MLX_PTX_CACHE_DIR": "There: the folder of MLX's own compiled kernels; "
-    "`~/.cache/mlx-manager/kernels` unless set",
+    "MLX_PTX_CACHE_DIR": "On an NVIDIA GPU: the folder of MLX's own compiled kernels; "
+    "default: `~/.cache/mlx-manager/kernels`",
     "HF_HOME": "Where Hugging Face's cache is",
-    "HF_ENDPOINT": "Another hub than huggingface.co",
+    "HF_ENDPOINT": "Address of another hub than huggingface.co",
     "HF_TOKEN": "The token for gated models",
     "HF_HUB_OFFLINE": "1: never ask Hugging Face's hub",
-    "OTEL_EXPORTER_OTLP_HEADERS": "Headers for the collector, `authorization=Bearer%20...` say",
-    "OTEL_TRACES_SAMPLER": "Which calls are traced: `parentbased_traceidratio` with the share in "
-    "`OTEL_TRACES_SAMPLER_ARG`, say; all, unless told otherwise",
-    "OTEL_RESOURCE_ATTRIBUTES": "More to say of this server in every span",
-    "LOGFIRE_TOKEN": "Whose LogFire to send to; without one nothing is sent",
-    "SSL_CERT_FILE": "Certificates of who may be the hub, instead of the usual ones",
+    "OTEL_EXPORTER_OTLP_HEADERS": "Headers for the collector, such as `authorization=Bearer%20...`",
+    "OTEL_TRACES_SAMPLER": "Which calls are traced; default: all. `parentbased_traceidratio` "
+    "traces the share that `OTEL_TRACES_SAMPLER_ARG` gives",
+    "OTEL_RESOURCE_ATTRIBUTES": "Attributes of this server for every span",
+    "LOGFIRE_TOKEN": "Token of the LogFire project; without one nothing is sent",
+    "SSL_CERT_FILE": "Certificates to trust instead of the system's, for the hub",
     "NO_COLOR": "Any value: no colours in the terminal, nor in the log that goes to one",
 }
 """Variables that are no settings."""

@@ -54,7 +54,9 @@ EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {text}" for code, text i
 def mlx_manager(context: typer.Context, version: Version = False) -> None:
     """An inference server on MLX for any OpenAI or Anthropic client.
 
-    "mlx-manager serve" starts it with a small embedded model; nothing is downloaded.
+    "mlx-manager serve" starts it with a small embedded model. "mlx-manager doctor" finds what is in
+    the way. docs/install.md tells how to upgrade and uninstall; if the server runs as a service,
+    begin with "mlx-manager service uninstall".
     """
     if is_dumb():
         # Every echo of every command is then without escape sequences.

@@ -92,9 +92,9 @@ def bench(
 ) -> None:
     """Measure a server under load.
 
-    Sends streaming chat completions with random words to any server with OpenAI's API, and says
-    how long first tokens took, how fast the others came, and what failed. Tokens are counted by
-    the server's usage. The exit code is 1 when a request failed.
+    It sends streaming chat completions with random words to a server with OpenAI's API, and prints
+    the time to the first token, the pace of the others, and the failures. It counts tokens by the
+    usage that the server reports. The exit code is 1 if a request failed.
 
     \b
     Examples:

@@ -78,8 +78,8 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Talks to the server that runs on this machine, or to that of --url; where none runs, one is
-    started for the session. Piped text is the question, or comes after that of --once.
+    It talks to the server on this machine, or to the one that --url names. If no server runs, it
+    starts one for the session. Piped text is the question; with --once it follows that question.
 
     \b
     Examples:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
 ) -> None:
-    """Say what is in the way of serving here, or slows it.
+    """Find what prevents or slows serving on this machine.
 
-    Looks at MLX, the device, memory, BLAS, the GPU's kernels, the disk, the files that are kept,
-    settings, keys, the default model, the port.
+    It checks MLX, the device, memory, BLAS, the GPU's kernels, the disk, the files that the server
+    writes, settings, keys, the default model and the port.
 
-    The exit code is 0 when `serve` can start, 1 when something is in its way.
+    The exit code is 0 if `serve` can start, else 1.
 
     \b
     Example:

@@ -60,7 +60,7 @@ def add(
 ) -> None:
     """Make a key and print it, once: only its hash is kept.
 
-    A server that runs takes it on SIGHUP.
+    A running server accepts the key after SIGHUP.
 
     \b
     Examples:

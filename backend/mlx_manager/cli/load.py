@@ -15,7 +15,9 @@ from mlx_manager.cli.terminal import AsJson
 from mlx_manager.mlx_server.utils.text import sized
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="An id that the server offers")]
-Pin = Annotated[bool, typer.Option("--pin", help="Keep it loaded, whoever needs the room")]
+Pin = Annotated[
+    bool, typer.Option("--pin", help="Keep it loaded even if another model needs the memory")
+]
 RequestId = Annotated[str, typer.Argument(metavar="REQUEST", help="An id that `ps` shows")]
 
 
@@ -29,7 +31,7 @@ def load(
 ) -> None:
     """Have a running server load a model.
 
-    Its first request need not wait then.
+    The model's first request then does not wait for the load.
 
     \b
     Example:

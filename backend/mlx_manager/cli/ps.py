@@ -16,7 +16,8 @@ from mlx_manager.mlx_server.utils.text import sized
 def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False) -> None:
     """Show a running server's loaded models and the requests under way.
 
-    Asks the admin API: without MLX_SERVER_ADMIN_TOKEN it answers programs on its own machine.
+    It asks the server's admin API, which answers only programs on the same machine unless the
+    server has an MLX_SERVER_ADMIN_TOKEN.
 
     \b
     Examples:

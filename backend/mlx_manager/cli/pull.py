@@ -31,8 +31,12 @@ Name = Annotated[
     str,
     typer.Argument(metavar="OWNER/NAME", help="A repository of huggingface.co, or its address"),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it is and takes, and end")]
-Anyway = Annotated[bool, typer.Option("--anyway", help="Also an architecture that can't be served")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the model's size and licence; download nothing")
+]
+Anyway = Annotated[
+    bool, typer.Option("--anyway", help="Download also a model that can't be served")
+]
 
 
 def pull(
@@ -40,9 +44,9 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    It comes into the hub's cache (HF_HOME), where `serve` and other programs find it. What is
-    there already is not downloaded again; a broken connection is taken up where it broke.
-    HF_ENDPOINT names another hub, HF_TOKEN who asks.
+    The model is stored in the hub's cache (HF_HOME), where `serve` and other programs find it.
+    Files that are there already are not downloaded again, and a download that was interrupted
+    continues. HF_ENDPOINT names another hub; HF_TOKEN is your token for gated models.
 
     \b
     Examples:

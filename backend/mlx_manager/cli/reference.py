@@ -15,12 +15,12 @@ INTRODUCTION = """# The command line
 
 <!-- Written by `python -m mlx_manager.cli.reference`; a test compares. -->
 
-`mlx-manager COMMAND --help` says the same. Answers go to stdout and everything else to stderr, so
-that what is piped on stays clean; `--json` gives programs what a table gives people.
+`mlx-manager COMMAND --help` says the same. Results go to stdout and everything else to stderr.
+`--json` prints for programs what a table shows to people.
 
-Commands that talk to a server find the one on this machine by the settings that it reads itself,
-`MLX_SERVER_HOST` and `MLX_SERVER_PORT`; another by `--url` or `MLX_MANAGER_URL`. A server with keys
-wants one in `MLX_MANAGER_API_KEY`, its admin API the token in `MLX_SERVER_ADMIN_TOKEN`.
+Commands that talk to a server use the one on this machine, at `MLX_SERVER_HOST` and
+`MLX_SERVER_PORT`. `--url` or `MLX_MANAGER_URL` names another server. If the server has keys, set
+one in `MLX_MANAGER_API_KEY`; for the admin API set the token in `MLX_SERVER_ADMIN_TOKEN`.
 """
 SETTINGS = "Its options are the settings: [configuration.md](configuration.md) has their table."
 

@@ -33,7 +33,7 @@ def rm(
 ) -> None:
     """Delete a model from the Hugging Face cache or from --models-dir.
 
-    Nothing elsewhere is ever deleted, and no model that a running server has loaded.
+    It deletes nothing elsewhere, and no model that a running server has loaded.
 
     \b
     Examples:

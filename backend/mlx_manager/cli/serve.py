@@ -320,7 +320,7 @@ def serve(
 ) -> None:
     """Serve models over the OpenAI and Anthropic APIs until interrupted.
 
-    Every option is also an environment variable, --max-rows being MLX_SERVER_MAX_ROWS; the option
+    Every option is also an environment variable: --max-rows is MLX_SERVER_MAX_ROWS. The option
     wins.
 
     \b

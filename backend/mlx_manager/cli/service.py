@@ -59,10 +59,10 @@ def install(
 ) -> None:
     """Write the service's files and start it.
 
-    Every option of `mlx-manager serve` may follow. They, and the variables that are set now and
-    say how a server runs (MLX_SERVER_, HF_, OTEL_, proxies), go into an environment file that only
-    its owner may read: relative paths as absolute ones, everything else as it is. Installing again
-    replaces them.
+    Every option of `mlx-manager serve` may follow. These options, and the variables of your shell
+    that configure a server (MLX_SERVER_, HF_, OTEL_, proxies), are written to an environment file
+    that only its owner may read. Relative paths become absolute. Installing again replaces the
+    files. A server whose settings are wrong is not started again.
 
     \b
     Examples:
@@ -112,9 +112,9 @@ def uninstall(*, system: System = False, kind: KindName = None) -> None:
 
 @service.command()
 def status(*, system: System = False, kind: KindName = None, as_json: AsJson = False) -> None:
-    """Whether the service is installed and runs.
+    """Show if the service is installed and runs.
 
-    The exit code is 0 when it runs, 3 when it does not, 4 when it is not installed.
+    The exit code is 0 if it runs, 3 if it does not, 4 if it is not installed.
     """
     from mlx_manager.service import runs_here
 

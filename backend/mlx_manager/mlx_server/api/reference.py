@@ -29,20 +29,21 @@ from mlx_manager.mlx_server.schemas import responses as responses_schemas
 
 INTRODUCTION = """# Parameters
 
-Every field of every body that asks something of a model: what it takes, and whether it is
-honoured, has no effect, or is refused. Generated from the types that validate requests (`python -m
-mlx_manager.mlx_server.api.reference`); a test fails when this page and they differ.
+This page lists every field of every request body that asks something of a model: its values, and
+whether the field is honoured, has no effect, or is refused. The page is generated from the types
+that validate requests (`python -m mlx_manager.mlx_server.api.reference`), and a test fails when
+the two differ.
 
 - A null means the default, everywhere.
-- What a type such as `StreamOptions` holds is under that name in the server's `/openapi.json`, and
-  so are the paths without a body, the admin API and the answers.
-- What is wrong with a body is a 400 that names the field. A value out of its range (a number, a
-  length) is a 422 in `/v1/chat/completions` and `/v1/completions`, unless
+- The server's `/openapi.json` describes types such as `StreamOptions` under their names, and also
+  the paths without a body, the admin API and the answers.
+- A body that is wrong is a 400 that names the field. A value out of its range (a number, a length)
+  is a 422 in `/v1/chat/completions` and `/v1/completions`, unless
   `MLX_SERVER_VALIDATION_STATUS=400`.
 - A refused field is a 400 that names it, unless its value asks for nothing ("allowed" below).
-- A field of another endpoint, or of another server, that would change the answer is refused by
-  name, too: each table is followed by those. A null or a value that asks for nothing is none, and
-  neither is the same value beside the field's name here (`n_predict` beside `max_tokens`).
+- A field of another endpoint or another server is refused by name if it would change the answer;
+  each table is followed by these fields. They are accepted where they ask for nothing, or have the
+  same value as this endpoint's own field (`n_predict` beside `max_tokens`).
 - Any other field that is in no table is accepted and named in the response header
   `x-unknown-fields` and in the log; with `MLX_SERVER_STRICT_FIELDS=true` it is refused.
 - Half of a character in a string (`"\\ud83d"`) is U+FFFD.
@@ -50,35 +51,43 @@ mlx_manager.mlx_server.api.reference`); a test fails when this page and they dif
 
 ## Forms
 
-`response_format` and its kin hold the content of an answer to a form, token by token, from the end
-of the thinking on. An answer that was cut by the token limit says so (`length`); every other one
-fits. Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance)
-knows it; what it can't hold an answer to (`not`, `if`, `dependencies`, most `oneOf`, look-around
-in patterns) is refused with the reason. A property that the schema does not name may come twice,
-and counts twice for `minProperties`. Blanks between JSON's tokens are one space, or one or two
-line breaks with up to 20 blanks. The formats of strings that are enforced are {formats}; with
-`strict` any other is refused, without it is an annotation, as JSON Schema has it. Properties come
-in the schema's order. With `tools` the answer may be a call instead.
+`response_format` and similar fields restrict the content of an answer to a form. The restriction
+applies to each token from the end of the thinking on. Every answer fits its form, except one that
+was cut by the token limit, whose finish reason is `length`. With `tools` the answer may be a call
+instead.
+
+Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance) knows it.
+A schema that it can't enforce (`not`, `if`, `dependencies`, most `oneOf`, look-around in patterns)
+is refused with the reason. Properties come in the schema's order. A property that the schema does
+not name may come twice, and counts twice for `minProperties`. Between two tokens of JSON the model
+may write one space, or one or two line breaks with up to 20 spaces. These formats of strings are
+enforced: {formats}. With `strict` any other format is refused; without `strict` it is an
+annotation, as in JSON Schema.
 
 ## Tools
 
-`tool_choice` "required" and a named function are held to likewise: after the thinking comes a
-call, in the model's own format, of a function that is offered, with arguments that fit its
-parameters (a named function is called once, and so is any with `parallel_tool_calls` false). With
-"auto" the text is free; if one of `tools` is `strict`, then from the marker that opens a call on,
-its name and its arguments are held to the same (where calls are bare JSON, as Llama's, an object's
-brace at the beginning of the answer is that marker). Once a call is held to its schema, it has no
-parameters that the schema does not name, unless `additionalProperties` allows them or it names
-none at all, and integers of 18 digits at most. Texts and lists are as long as the schema lets them
-be: a model that does not end one runs into `max_tokens`, which comes back as `finish_reason`
-"length".
+With `tool_choice` "required" or a named function, the model must write a call after its thinking:
+a call in the model's own format, of a function that is offered, with arguments that fit its
+parameters. A named function is called once. With `parallel_tool_calls` false there is one call,
+too.
 
-Where arguments stand one by one (Qwen3-Coder, Seed-OSS, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi
-K3, MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no
-form for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text.
-So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2,
-OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's
-names of types ("dict", "float", "tuple", "any") are understood in parameters.
+With `tool_choice` "auto" the text is free. If one of `tools` is `strict`, every call must name an
+offered function and have arguments that fit, from the marker on that opens the call. Some models,
+such as Llama, write calls as bare JSON; for them a brace at the beginning of the answer is the
+marker.
+
+A call that must fit a schema has only the parameters that the schema names. It may have others if
+`additionalProperties` allows them, or if the schema names no parameters at all. Integers have at
+most 18 digits. The schema alone limits the length of texts and lists: a model that does not end
+one runs into `max_tokens`, and the `finish_reason` is "length".
+
+Some models write arguments one by one instead of as one JSON object (Qwen3-Coder, Seed-OSS, GLM,
+MiniMax, LongCat, DeepSeek V3.2, Kimi K3, MiniCPM5, Muse Spark). There texts are written as they
+are and all other values as JSON. A schema that such a format can't express is refused by name:
+`anyOf`, `allOf` or `not` over all parameters at once, or over a text. Gemma's format takes only
+names of letters, digits, `_` and `-`; Python's format (LFM2, OLMo 3) takes only names that are
+valid in Python. Muse Spark's calls can't be `strict` with "auto". Parameters may use Python's
+names of types ("dict", "float", "tuple", "any").
 
 Tools that a provider runs (web search, file search, code interpreter, MCP, image generation, tool
 search, computer use, shells, Anthropic's dated ones), and OpenAI's `custom` ones, can be offered:
@@ -115,32 +124,32 @@ carries the thinking (it is no secret): a block that is sent back is read by the
 "summarized", and without it, thinking is given as the model wrote it; there are no summaries. A
 block without text that another server signed is left out of the conversation.
 
-A tool with `defer_loading` is offered as soon as a `tool_reference` in a tool's result names it,
-or a `tool_addition` in a message of role system; until then it is no part of the prompt. A
-`tool_removal` takes any tool back. The model reads each of these as a line of text, and has the
-tools that are offered at the end with its first message, as templates have it. What searches for
-tools is a tool of the client's own; where one that Anthropic runs is offered
-(`tool_search_tool_regex`, `tool_search_tool_bm25`), it is left out, and no tool is deferred.
+A tool with `defer_loading` is left out of the prompt until a `tool_reference` in a tool's result
+names it, or a `tool_addition` in a system message. A `tool_removal` removes any tool. The model
+reads each of these three as a line of text. The template writes the tools that are offered at the
+end into the prompt, at the place where it writes tools. The client itself must search for tools:
+where a search that Anthropic runs is offered (`tool_search_tool_regex`,
+`tool_search_tool_bm25`), it is left out, and no tool is deferred.
 
-Where `cache_control` stands anywhere in a request, the usage says in `cache_creation_input_tokens`
-how many of the prompt's tokens were newly kept for reuse, up to its last full page. They are kept
-all the same without it, and count as `input_tokens` then.
+If `cache_control` stands anywhere in a request, `cache_creation_input_tokens` in the usage says how
+many of the prompt's tokens were newly kept for reuse, up to the prompt's last full page. Without
+`cache_control` these tokens are kept all the same, and count as `input_tokens`.
 
-Of documents those that are plain text, or a list of texts, and search results are read as text,
-each after its title and its context or source; images, PDFs, files and addresses are refused by
-name, and so are citations where they are enabled.
+Documents that are plain text or a list of texts, and search results, are read as text after their
+title and their context or source. Images, PDFs, files and addresses are refused by name, and so
+are citations if they are enabled.
 
-Where `messages` ends with the assistant's, the answer goes on from there, and can't be held to a
-format. Blanks at its end, which Anthropic refuses, are no error; the model sees them if its
-template does not trim messages, as many do.
+If the last of `messages` is the assistant's, the answer continues it, and can't be restricted to a
+format. Blanks at its end, which Anthropic refuses, are allowed here. Many templates remove them
+before the model sees them.
 
 ## Seeds
 
-A draw depends on the seed and on the token's place in its answer, and on nobody else's. What a
-model computes for a row is rounded otherwise in a batch than alone (by a hundred-thousandth on a
-CPU, by more in bf16 on a GPU), so that a draw that lies at the border of two tokens can give the
-other one, and what follows is another text. At temperature 0 that takes two tokens that are equally
-likely to so many digits.
+A token is drawn by the seed and by the token's place in its answer. Other requests do not change
+the draw. They can change the rounding of the probabilities: in a batch a model's numbers are
+rounded differently than alone, by a hundred-thousandth on a CPU and by more in bf16 on a GPU. A
+draw at the border of two tokens can then give the other token, and the rest of the text differs.
+At temperature 0 this happens only if two tokens are equally likely to that many digits.
 
 ## Prompts that are too long
 
@@ -152,22 +161,22 @@ estimated from it.
 
 ## Log probabilities
 
-They are the model's own, before temperature, penalties and masks; one that JSON has no number for
-is -9999. With `echo` the prompt's tokens
-have them too, the first null, and so has the token that ended the text.
+Log probabilities are the model's own, before temperature, penalties and masks. Minus infinity,
+which JSON has no number for, is -9999. With `echo` the prompt's tokens have log probabilities, too
+(the first one null), and so has the token that ended the text.
 
 ## Responses that are kept
 
-A response is kept unless `store` is false, and with it the items of its request and of its answer,
-for the key that asked. `previous_response_id` goes on from all of them, and those before;
-`{"type": "item_reference", "id": ...}` in `input` stands for one. It counts, and is listed
-afterwards, as if it had been sent. What is not kept, or no longer (`DELETE`,
-`MLX_SERVER_RESPONSE_STORE_DAYS`, `MLX_SERVER_RESPONSE_STORE_MB`), is a 404 that names it. An item
-that is sent again with its id remains that of the response where it was first.
+A response is stored for the key that asked, with the items of its request and of its answer,
+unless `store` is false. `previous_response_id` continues a stored response with all of its items
+and those before them. `{"type": "item_reference", "id": ...}` in `input` stands for one stored
+item, and counts as if the item had been sent. A response or item that is not stored, or no longer
+(`DELETE`, `MLX_SERVER_RESPONSE_STORE_DAYS`, `MLX_SERVER_RESPONSE_STORE_MB`), is a 404 that names
+it. An item that is sent again with its id still belongs to the response that had it first.
 
-`include` of `GET /v1/responses/{id}` and its `/input_items` takes what the request's own does.
-`reasoning.encrypted_content` is made for whatever was thought;
-`message.output_text.logprobs` of a text that was kept without them is refused.
+`include` in `GET /v1/responses/{id}` and `/v1/responses/{id}/input_items` takes the same values as
+in a request. `reasoning.encrypted_content` is made for every stored reasoning.
+`message.output_text.logprobs` is refused for a text that was stored without log probabilities.
 
 ## Ollama's API
 

@@ -278,8 +278,8 @@ class GenerationParameters(SamplingParameters):
     min_tokens: int | None = Field(
         None,
         ge=0,
-        description="No stop string counts before that many, and no end of turn unless a form or "
-        "budget leaves nothing else",
+        description="Fewest tokens before a stop string or the end of turn may end the answer; a "
+        "form or budget that leaves no other token still ends it",
     )
 
     user: Any = Field(None, description="No effect")
