@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from itertools import repeat
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -75,6 +75,10 @@ class ServerClient:
         if not offered:
             raise ServerRefused(HTTPStatus.NOT_FOUND, f"{self.url} offers no model.")
         return str(offered[0]["id"])
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Return what the server says of one model, also by an alias."""
+        return self.get(f"/v1/models/{quote(name, safe='/:')}", "id")
 
     def get(self, path: str, field: str) -> dict[str, Any]:
         """What is at `path`, an object with that `field`."""

@@ -18,6 +18,7 @@ from mlx_manager.cli.bench import bench
 from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.key import key
+from mlx_manager.cli.launch import launch
 from mlx_manager.cli.list import list_models
 from mlx_manager.cli.load import cancel, load, unload, unpin
 from mlx_manager.cli.ps import ps
@@ -65,6 +66,7 @@ def mlx_manager(context: typer.Context, version: Version = False) -> None:
 
 app.command(short_help="Serve models over the OpenAI and Anthropic APIs.")(serve)
 app.command()(chat)
+app.command(context_settings={"ignore_unknown_options": False})(launch)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)

@@ -130,7 +130,7 @@ def serving(
     from mlx_manager.embedded import StartFailed, embedded_server
 
     if url is None and not answers(address(None)):
-        note("No server runs here; starting one for this chat.")
+        note("No server runs here; starting one for this session.")
         have_model(model)
         try:
             with (

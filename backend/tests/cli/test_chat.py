@@ -228,7 +228,7 @@ def test_without_a_server_one_runs_for_the_session(run) -> None:
     done = run("chat", "--once", QUESTION, "--temperature", "0")
     assert "--port 9000" in done.stdout
     assert done.stdout.count("\n") == 1
-    assert "starting one for this chat" in done.stderr
+    assert "starting one for this session" in done.stderr
     assert "tok/s" in done.stderr
 
 
