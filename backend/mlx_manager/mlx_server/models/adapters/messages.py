@@ -18,6 +18,9 @@ from mlx_manager.mlx_server.models.adapters.template import TemplateTraits
 WriteCalls = Callable[[Sequence[ToolCall]], str]
 """Calls as the model itself would write them, for a template that leaves them out."""
 
+CallId = Callable[[str, int], str]
+"""The id of a call, by its name and its number in the conversation."""
+
 _BASE62 = string.digits + string.ascii_letters
 
 
