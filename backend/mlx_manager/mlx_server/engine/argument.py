@@ -255,14 +255,15 @@ class ArgumentReader:
         length = None
         if place == 0 or own_line:
             length = yield from self._value_end(place, key)
+        right_one = length is not None and (yield from source.says(form.end, place))
         if length is not None:
-            sure, found = (yield from self._can_follow(length)), _End(0, length)
+            sure = yield from (self._can_follow(length) if right_one else self._must_follow(length))
+            found = _End(0, length)
         else:
             over = yield from self._other_end(place, first or place > 0)
             if over is None:
                 return None
             sure, found = over, _End(0, place)
-        right_one = length is not None and (yield from source.says(form.end, place))
         if sure and not value.within_quotes:
             return found if right_one or not source.cut else None
         right = yield from self._right_end(value)
@@ -326,6 +327,14 @@ class ArgumentReader:
             return True
         wrong = yield from self._wrong_end(blanks, self._form.call_end, ())
         return wrong > 0 and (yield from self._calls_over(wrong))
+
+    def _must_follow(self, place: int) -> Reading[bool]:
+        """Whether what stands there can only follow the end of a value."""
+        source = self._source
+        blanks = yield from source.blanks(place)
+        if (yield from source.char(blanks)) == "":
+            return True
+        return (yield from self._other_end(blanks, True)) or False
 
     def _calls_over(self, place: int, match: regex.Match[str] | None = None) -> Reading[bool]:
         """Whether what stands there can follow the end of a call: the end of all calls or of the

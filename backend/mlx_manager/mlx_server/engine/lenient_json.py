@@ -33,7 +33,9 @@ _SPECIAL = frozenset(string.whitespace + "\\}]")
 """In quotes, what may be the beginning of something else than text; and what `_unquoted` reads."""
 _SPECIAL_RAW = frozenset(string.whitespace + "}],\"'<|")
 _BARE_NAME = regex.compile(r"[^\s,:=(){}\[\]\"'<>]")
-_LIKE_A_QUOTE = regex.compile(r"[<|\"'>]{0,3}[\"'][|>\"']{0,3}|<[/\\]?\w{3,7}>?")
+_IN_QUOTES = "<|\"'>"
+_LONGEST_QUOTE = 7
+_TAG = regex.compile(r"<[/\\]?\w{3,7}>")
 _LONGEST_NAME = 128
 
 _LITERALS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false", "None": "null"}
@@ -272,13 +274,28 @@ class JsonReader:
                 if name and (yield from self._source.char(colon)) == ":":
                     found = place - ahead if name in known or not found else found
                 begun = self._source.seen(ahead, colon + (char == ":"))
-                if not any(each.startswith(begun) for each in known):
+                more = any(each.startswith(begun) for each in known)
+                if not more and (name in known or not (yield from self._goes_on(colon))):
                     break
                 place = colon
             elif not _BARE_NAME.fullmatch(char):
                 break
             place += 1
         return found
+
+    def _goes_on(self, colon: int) -> Reading[bool]:
+        """Whether a name that no schema knows goes on after this colon, to another that can be
+        nothing else, since quotes or a bracket follow it."""
+        place = colon + 1
+        while place - colon < _LONGEST_NAME:
+            char = yield from self._source.char(place)
+            if not _BARE_NAME.fullmatch(char):
+                break
+            place += 1
+        if place == colon + 1 or (yield from self._source.char(place)) != ":":
+            return False
+        char = yield from self._source.char(place + 1)
+        return char in ("{", "[", '"', "'") or (yield from self._quote(place + 1)) != ""
 
     # -- Values --------------------------------------------------------------------------------
 
@@ -464,12 +481,10 @@ class JsonReader:
     def _unquoted(self) -> Reading[int]:
         """The length of blanks and brackets in a text, or of one other character; 0 if the text
         ends before them without its quote, since the end of all follows."""
-        source, length = self._source, 0
-        while (char := (yield from source.char(length))) and (char.isspace() or char in "}]"):
-            length += 1
-        if char == "":
+        length = yield from self._blanks_and_brackets()
+        if (yield from self._source.char(length)) == "":
             self._end_of_all()
-            closing = any(bracket in "}]" for bracket in source.seen(0, length))
+            closing = any(bracket in "}]" for bracket in self._source.seen(0, length))
             return 0 if closing else length
         return 0 if (yield from self._ends_all(length)) else (length or 1)
 
@@ -488,28 +503,28 @@ class JsonReader:
             if source.cut and quote.startswith(source.rest):
                 raise _CutError
             wrong = yield from self._wrong_quote()
+            length = yield from self._blanks_and_brackets()
             if wrong is not None:
                 length = yield from self._right_quote(quote)
                 if length is None:
                     self._end_of_all()
                     source.take(wrong)
                     return
-                put(quoted(source.take(length))[1:-1])
-            else:
-                put(quoted(source.take(1))[1:-1])
+            put(quoted(source.take(length or 1))[1:-1])
 
     def _wrong_quote(self) -> Reading[int | None]:
         """The length of what may stand in the place of the quote that ends a text: another quote,
         or nothing before what can follow; None if no such thing stands here."""
-        source = self._source
-        found = yield from source.match(_LIKE_A_QUOTE)
-        while found is not None:
-            length = len(found[0])
-            if (yield from self._ends_value(length)):
-                return length
-            longer = source.seen(0, length + 1)
-            found = _LIKE_A_QUOTE.fullmatch(longer) if len(longer) > length else None
-        return 0 if (yield from self._ends_value(0)) else None
+        source, length = self._source, 0
+        while (char := (yield from source.char(length))) in _IN_QUOTES and char:
+            length += 1
+            if length > _LONGEST_QUOTE:
+                return None
+        said = source.seen(0, length)
+        if '"' not in said and "'" not in said:
+            found = yield from source.match(_TAG)
+            length = len(found[0]) if found else 0
+        return length if (yield from self._ends_value(length)) else None
 
     def _ends_value(self, ahead: int) -> Reading[bool]:
         """Whether what stands there can only follow a value."""
@@ -519,10 +534,15 @@ class JsonReader:
         if char == ",":
             after = yield from source.blanks(place + 1)
             return (yield from self._new_name_ahead(after))
-        while char and (char in "}]" or char.isspace()):
+        place += yield from self._blanks_and_brackets(place)
+        return (yield from source.char(place)) == "" or (yield from self._at_end(place))
+
+    def _blanks_and_brackets(self, ahead: int = 0) -> Reading[int]:
+        """How many blanks and closing brackets stand there."""
+        place = ahead
+        while (char := (yield from self._source.char(place))) and (char in "}]" or char.isspace()):
             place += 1
-            char = yield from source.char(place)
-        return char == "" or (yield from self._at_end(place))
+        return place - ahead
 
     def _right_quote(self, quote: str) -> Reading[int | None]:
         """Where the quote is that ends the text; None if the next one begins another."""

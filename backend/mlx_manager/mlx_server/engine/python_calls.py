@@ -104,9 +104,9 @@ def _value(text: str, kinds: AbstractSet[Kind]) -> str:
     Raises:
         ValueError: it is none.
     """
-    for written in (text, _with_escapes(text)):
+    for read in (json.loads, _literal, lambda written: _literal(_with_escapes(written))):
         try:
-            return _of_value(ast.literal_eval(_WithLiterals().visit(_parsed(written))), text, kinds)
+            return _of_value(read(text), text, kinds)
         except _LITERAL_ERRORS:
             continue
     if text.startswith(("{", "[")) and (found := mended(text)):
@@ -116,8 +116,8 @@ def _value(text: str, kinds: AbstractSet[Kind]) -> str:
     raise ValueError(f"{text[:40]} is no value")
 
 
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
+def _literal(text: str) -> Any:
+    return ast.literal_eval(_WithLiterals().visit(ast.parse(text, mode="eval").body))
 
 
 def _of_value(value: Any, text: str, kinds: AbstractSet[Kind]) -> str:

@@ -450,8 +450,8 @@ def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
         (f"<{call}>",),
         Parameters(
             call=rf"<{call}>\s*{NAME}\s*(?P<ahead><)",
-            head=rf"<{key}[>\n]\s*(?P<key>[^<]+?)\s*(?:</?(?:{key}|{value})>?\s*)?"
-            rf"<{value}(?:>|(?P<ahead>\n))",
+            head=rf"(?:<{key}>|<{key}\s)\s*(?P<key>[^<]+?)\s*"
+            rf"(?:(?:</{key}>|</?(?:{key}|{value})>?)\s*)?(?:<{value}>|<{value}(?P<ahead>\n))",
             end=f"</{value}>",
             also=(key, "arg_key", "arg_value", "arg", "value"),
             call_end="",
