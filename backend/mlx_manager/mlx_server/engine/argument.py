@@ -114,20 +114,18 @@ class ArgumentReader:
         source = self._source
         blanks = yield from source.blanks()
         if not self._started:
-            source.take(source.reach)
+            source.take(source.begun(self._item))
             raise NotACallError
         if (yield from source.char(blanks)) == "":
             if not source.cut:
                 self._close()
             return True
-        wrong = yield from self._wrong_end(blanks, self._form.call_end, ())
-        if wrong and (yield from self._calls_over(wrong)):
-            source.take(wrong)
+        another = yield from self._call_ahead(0)
+        wrong = yield from self._wrong_end(blanks, self._form.call_end or self._form.close, ())
+        if another or (wrong and (yield from self._calls_over(wrong))):
+            source.take(0 if another else wrong)
             self._close()
-            return False
-        if (yield from self._call_ahead(0)):
-            self._close()
-            return False
+            return not self._form.call_end
         if match is None and (yield from source.says(self._form.end, blanks)):
             source.take(blanks + len(self._form.end))
             return None
@@ -251,19 +249,22 @@ class ArgumentReader:
         place = yield from self._layout()
         if place is None:
             return None
+        if (yield from source.char(place)) == "":
+            return None if source.cut else _End(0, place)
         own_line = form.line and source.seen(0, place) == self._break
         length = None
         if place == 0 or own_line:
             length = yield from self._value_end(place, key)
         right_one = length is not None and (yield from source.says(form.end, place))
-        if length is not None:
-            sure = yield from (self._can_follow(length) if right_one else self._must_follow(length))
-            found = _End(0, length)
-        else:
-            over = yield from self._other_end(place, first or place > 0)
+        if length is None:
+            over = yield from self._other_end(place, first or place > 0, value)
             if over is None:
                 return None
             sure, found = over, _End(0, place)
+        else:
+            lax = right_one and not value.nested
+            sure = yield from (self._can_follow(length) if lax else self._must_follow(length))
+            found = _End(0, length)
         if sure and not value.within_quotes:
             return found if right_one or not source.cut else None
         right = yield from self._right_end(value)
@@ -274,16 +275,20 @@ class ArgumentReader:
         return _End(right - blank, blank + len(form.end))
 
     def _layout(self) -> Reading[int | None]:
-        """The length of a line break and blanks before a `<`; None if there is no such thing."""
+        """The length of line breaks and blanks before a `<` or the end of the output; None if there
+        is no such thing.
+
+        A value without its end has one line break after it, or two where it is on its own lines.
+        """
         source, place = self._source, 0
-        char = yield from source.char()
-        if char == "\r" and (yield from source.char(1)) == "\n":
-            place, char = 1, "\n"
-        if char == "\n":
+        for _ in range(2 if self._form.line else 1):
+            carried = (yield from source.char(place)) == "\r"
+            if (yield from source.char(place + carried)) == "\n":
+                place += 1 + carried
+        while place and (char := (yield from source.char(place))) and char in " \t":
             place += 1
-            while (char := (yield from source.char(place))) and char in " \t":
-                place += 1
-        return place if char == "<" else None
+        char = yield from source.char(place)
+        return place if char == "<" or (char == "" and self._form.line) else None
 
     def _value_end(self, place: int, key: str) -> Reading[int | None]:
         """Where the end of a value is over that stands there, right or, if what follows can only
@@ -298,57 +303,81 @@ class ArgumentReader:
         length = yield from resembling(self._source, self._wrong, place, end, also)
         return place + length if length else 0
 
-    def _other_end(self, place: int, line_start: bool) -> Reading[bool | None]:
+    def _other_end(
+        self, place: int, line_start: bool, value: _Value | None = None
+    ) -> Reading[bool | None]:
         """Whether what stands there is surely, or perhaps, what follows a value whose end is
         missing: another argument, or the end of the call. None if it is no such thing."""
         source = self._source
         match = yield from source.match(self._head, place)
         if match is not None and (line_start or not self._form.line):
-            key = self._key(match["key"])
-            return True if self._is_missing(key) else None
+            if self._is_missing(self._key(match["key"])):
+                return (yield from self._is_argument(place + len(match[0])))
+            if value is not None:
+                value.nested = True
+            return None
         match = yield from source.match(self._closing, place)
         if match is not None:
-            return (yield from self._calls_over(place + len(match[0]), match))
+            return (yield from self._calls_over(place + len(match[0])))
         match = yield from source.match(self._begun_call, place)
-        return True if match is not None and match["name"] in self._offered else None
+        if match is None:
+            return None
+        if value is not None:
+            value.nested = True
+        return True if match["name"] in self._offered else None
 
     def _is_missing(self, key: str) -> bool:
         """Whether an argument of this name may follow: text in the model's own format names others,
         if it names any."""
         return key not in self._given and (key in self._names or not self._names)
 
+    def _is_argument(self, place: int) -> Reading[bool]:
+        """Whether a value from there on ends like one of this call, as opposed to one in a text."""
+        source = self._source
+        while char := (yield from source.char(place)):
+            if char == "<":
+                if (yield from source.says(self._form.end, place)):
+                    return (yield from self._can_follow(place + len(self._form.end)))
+                match = yield from source.match(self._begun_call, place)
+                if match is not None and match["name"] in self._offered:
+                    return True
+            place += 1
+        return True
+
     def _can_follow(self, place: int) -> Reading[bool]:
         """Whether what stands there can follow the end of a value."""
-        source = self._source
-        if (yield from source.match(self._item, place)) is not None:
+        if (yield from self._source.match(self._item, place)) is not None:
             return True
-        blanks = yield from source.blanks(place)
-        if (yield from source.char(blanks)) == "" or (yield from self._call_ahead(place)):
-            return True
-        wrong = yield from self._wrong_end(blanks, self._form.call_end, ())
-        return wrong > 0 and (yield from self._calls_over(wrong))
+        return (yield from self._must_follow(place))
 
     def _must_follow(self, place: int) -> Reading[bool]:
         """Whether what stands there can only follow the end of a value."""
         source = self._source
         blanks = yield from source.blanks(place)
-        if (yield from source.char(blanks)) == "":
-            return True
-        return (yield from self._other_end(blanks, True)) or False
-
-    def _calls_over(self, place: int, match: regex.Match[str] | None = None) -> Reading[bool]:
-        """Whether what stands there can follow the end of a call: the end of all calls or of the
-        output, or another call. `match` is the end that stands before it."""
-        source = self._source
-        blanks = yield from source.blanks(place)
         if (yield from source.char(blanks)) == "" or (yield from self._call_ahead(place)):
             return True
-        closed = yield from source.match(self._closing, blanks)
-        if closed is None or closed.groupdict().get("close") is None:
-            return False
-        if match is not None and match.groupdict().get("close") is not None:
-            return False
-        return (yield from self._calls_over(blanks + len(closed[0]), closed))
+        if (yield from self._other_end(blanks, True)):
+            return True
+        wrong = yield from self._wrong_end(blanks, self._form.call_end or self._form.close, ())
+        return wrong > 0 and (yield from self._calls_over(wrong))
+
+    def _calls_over(self, place: int) -> Reading[bool]:
+        """Whether what stands there can only follow the end of a call: the end of the output, with
+        or without that of all calls, or another call."""
+        source = self._source
+        for _ in range(2):
+            place = yield from source.blanks(place)
+            if (yield from source.char(place)) == "" or (yield from self._call_ahead(place)):
+                return True
+            match = yield from source.match(self._closing, place)
+            wrong = yield from self._wrong_end(place, self._form.close, ())
+            if match is not None and match.groupdict().get("close") is not None:
+                place += len(match[0])
+            elif wrong:
+                place = wrong
+            else:
+                return False
+        return False
 
     def _call_ahead(self, place: int) -> Reading[bool]:
         match = yield from self._source.match(self._call, place)
@@ -361,7 +390,9 @@ class ArgumentReader:
         while char := (yield from source.char(place)):
             if char == "<" and place and not (quotes and quotes.within):
                 if (yield from source.says(self._form.end, place)):
-                    if (yield from self._can_follow(place + len(self._form.end))):
+                    after = place + len(self._form.end)
+                    follows = self._must_follow if value.nested else self._can_follow
+                    if (yield from follows(after)):
                         return place
                 else:
                     match = yield from source.match(self._begun_call, place)
@@ -445,6 +476,8 @@ class _Value:
         self._streams = kinds == TEXT
         self._opened = False
         self._parts: list[str] = []
+        # Whether there is markup like that of arguments or calls in it.
+        self.nested = False
         self.quotes = None if "string" in kinds else _Quotes.of(kinds)
 
     @property

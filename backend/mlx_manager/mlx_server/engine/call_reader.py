@@ -126,6 +126,8 @@ class CallReader:
         except _CompleteError:
             return self._progress("", "")
         except (StopIteration, NotACallError):
+            # What opened calls is text if none follows; it is not looked at again.
+            source.at = max(source.at, len(self._opener))
             if not source.ended:
                 return self._progress(self._shown(source.undecided), source.rest)
             source.take(len(source.rest))
@@ -223,16 +225,21 @@ class CallReader:
         if self._tail and (wrong := (yield from self._wrong_close(blanks))):
             source.take(wrong)
             source.decide()
+        elif self._tail:
+            separators = 0
+            while (char := (yield from source.char(separators))) and char in _SEPARATORS + "}":
+                separators += 1
+            source.take(separators)
         else:
-            source.take(source.reach)
+            source.take(source.begun(self._item_pattern))
         raise NotACallError
 
     def _wrong_close(self, place: int) -> Reading[int]:
         """Where something is over that stands there and resembles the end of all calls; 0 if
         nothing does."""
-        reach = self._source.reach
+        if self._opener and (yield from self._source.says(self._opener, place)):
+            return 0
         length = yield from resembling(self._source, _TAG, place, self._form.close)
-        self._source.reach = reach
         return place + length if length else 0
 
     def _object(self) -> Steps:

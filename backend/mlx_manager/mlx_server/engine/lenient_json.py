@@ -616,6 +616,8 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     Python, is text.
     """
     trimmed = text.strip()
+    if not trimmed and not kinds & {"string", "any"}:
+        return "null"
     try:
         value = json.loads(trimmed, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):

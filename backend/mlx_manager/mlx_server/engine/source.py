@@ -25,8 +25,6 @@ class Source:
         at: the place of the next character.
         mark: the place up to which all is understood; what is between this and `at` is text after
             all if nothing comes of it.
-        reach: how far the text that was matched last, in vain, might have been the beginning of what
-            was looked for.
         ended: nothing follows what is there.
         cut: the output was cut off there, and not ended by the model.
     """
@@ -35,7 +33,6 @@ class Source:
         self._chars = list(text)
         self.at = len(text)
         self.mark = 0
-        self.reach = 0
         self.ended = False
         self.cut = False
 
@@ -108,7 +105,16 @@ class Source:
             text += char
             found = pattern.fullmatch(text, partial=bool(char))
             if found is None or not found.partial:
-                self.reach = ahead + len(text) - len(char)
                 return found
-        self.reach = ahead + len(text) - 1
         return None
+
+    def begun(self, pattern: regex.Pattern[str]) -> int:
+        """How many of the next characters, of those that have arrived, may be the beginning of what a
+        pattern matches."""
+        length = 0
+        while length < LONGEST_MARKUP:
+            text = self.seen(0, length + 1)
+            if len(text) == length or not pattern.fullmatch(text, partial=True):
+                break
+            length += 1
+        return length
