@@ -15,7 +15,6 @@ import regex
 
 from mlx_manager.mlx_server.engine.lenient_json import (
     JsonReader,
-    NotJsonError,
     Write,
     as_json,
     quoted,
@@ -56,6 +55,7 @@ class ArgumentReader:
         form: Parameters,
         typed: Typed,
         offered: Collection[str],
+        *,
         start: Callable[[], None],
         write: Write,
     ) -> None:
@@ -126,6 +126,11 @@ class ArgumentReader:
             source.take(0 if another else wrong)
             self._close()
             return not self._form.call_end
+        if source.ended and self._item.fullmatch(source.rest, partial=True):
+            source.take(len(source.rest))
+            if not source.cut:
+                self._close()
+            return True
         if match is None and (yield from source.says(self._form.end, blanks)):
             source.take(blanks + len(self._form.end))
             return None
@@ -217,10 +222,10 @@ class ArgumentReader:
                 source.take(found.markup)
                 value.finish()
                 return
-            if not source.cut or not self._begins_markup(end):
-                value.put(source.take(1))
-            else:
+            if source.ended and self._begins_markup(end):
                 source.take(len(source.rest))
+            else:
+                value.put(source.take(1))
         if not source.cut:
             value.finish()
 
@@ -232,12 +237,13 @@ class ArgumentReader:
             self._source.take(len(self._break))
 
     def _begins_markup(self, end: str) -> bool:
-        """Whether all that is left of an output that was cut off may be markup."""
+        """Whether all that is left of the output may be the beginning of markup."""
         rest = self._source.rest
         text = rest.lstrip("\r\n \t")
-        return (
+        if end.startswith(rest) or (self._form.line and end.startswith(text)):
+            return True
+        return self._source.cut and (
             end.startswith(text)
-            or end.startswith(rest)
             or self._item.fullmatch(rest, partial=True) is not None
             or self._begun_call.fullmatch(rest, partial=True) is not None
             or self._wrong.fullmatch(text, partial=True) is not None

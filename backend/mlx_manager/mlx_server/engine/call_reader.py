@@ -1,8 +1,8 @@
 """Reads tool calls character by character, and hands their arguments on as they are written.
 
 What turns out to be no call is given back as the text it is: nothing is lost and nothing raises.
-Once a call has been announced, what the model writes as its arguments is passed on as JSON, whatever
-it is.
+Once a call has been announced, what the model writes as its arguments is passed on as JSON,
+whatever it is.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class CallReader:
         self._offered = output.offered
         self._form = form
         self._item_pattern = regex.compile(form.item)
+        self._markup = f"{form.end} {form.item}"
         self._bare = form.bare and not opener
         self._log = log
         self._name = name
@@ -100,6 +101,8 @@ class CallReader:
         self._source = Source(opener)
         self._arguments: list[str] = []
         self._tail = False
+        # The arguments of a call have been passed on, and the object around them has not ended.
+        self._within = False
         # A header has named a function, and nothing has followed: it is called with no arguments.
         self._named_only = bool(name)
         if opener and self._item_pattern.fullmatch(opener, partial=True):
@@ -131,8 +134,8 @@ class CallReader:
             if not source.ended:
                 return self._progress(self._shown(source.undecided), source.rest)
             source.take(len(source.rest))
-            if self._log.finished < self._log.started:
-                # A call was cut off: what has not been passed on is the beginning of its markup.
+            if self._log.finished < self._log.started or self._within:
+                # The output ended within a call: what has not been passed on is its markup.
                 source.decide()
             return self._progress(self._shown(source.undecided), "")
         return self._progress("", None)
@@ -182,6 +185,7 @@ class CallReader:
             return (yield from self._read_parameters(form.parameters, groups["name"] or ""))
         if groups.get("object") is not None:
             yield from self._object()
+            self._within = False
             return False
         name, call_id = self._called(groups)
         if groups.get("none") is not None:
@@ -222,24 +226,49 @@ class CallReader:
             if match is not None and match.groupdict().get("none") is not None:
                 source.take(len(source.rest))
                 return match
-        if self._tail and (wrong := (yield from self._wrong_close(blanks))):
-            source.take(wrong)
-            source.decide()
-        elif self._tail:
-            separators = 0
-            while (char := (yield from source.char(separators))) and char in _SEPARATORS + "}":
-                separators += 1
-            source.take(separators)
-        else:
+        if not self._tail:
             source.take(source.begun(self._item_pattern))
+            raise NotACallError
+        length = yield from self._after_calls()
+        for end in (self._form.end, self._form.close):
+            if wrong := (yield from self._wrong_end(length, end)):
+                source.take(wrong)
+                source.decide()
+                if end == self._form.close:
+                    raise NotACallError
+                return (yield from self._item())
+        source.take(length)
         raise NotACallError
 
-    def _wrong_close(self, place: int) -> Reading[int]:
-        """Where something is over that stands there and resembles the end of all calls; 0 if
-        nothing does."""
+    def _after_calls(self) -> Reading[int]:
+        """The length of separators and brackets after a call. Its own end is dropped, and so is the
+        beginning of an end where the output ends."""
+        source, length = self._source, 0
+        markup = [text for text in (self._form.end, "```") if text and text in self._markup]
+        while char := (yield from source.char(length)):
+            for text in markup:
+                if (yield from source.says(text, length)):
+                    source.take(length + len(text))
+                    source.decide()
+                    length = 0
+                    break
+            else:
+                if char not in _SEPARATORS + "}":
+                    break
+                length += 1
+        said = source.rest[length:]
+        ends = (*markup, self._form.close)
+        if source.ended and any(end.startswith(said) for end in ends if said):
+            source.take(len(source.rest))
+            source.decide()
+            return 0
+        return length
+
+    def _wrong_end(self, place: int, end: str) -> Reading[int]:
+        """Where something is over that stands there and resembles an end; 0 if nothing does."""
         if self._opener and (yield from self._source.says(self._opener, place)):
             return 0
-        length = yield from resembling(self._source, _TAG, place, self._form.close)
+        length = yield from resembling(self._source, _TAG, place, end)
         return place + length if length else 0
 
     def _object(self) -> Steps:
@@ -260,11 +289,11 @@ class CallReader:
             if key in _ARGUMENT_KEYS and char == "{" and "name" in fields and not streamed:
                 source.take(1)
                 yield from self._stream(self._offered_name(fields["name"]), None)
-                self._tail = streamed = True
+                self._tail = self._within = streamed = True
             elif key == "function" and char == "{" and not streamed:
                 source.take(1)
                 yield from self._object()
-                self._tail = streamed = True
+                self._tail = self._within = streamed = True
             else:
                 fields[key] = yield from self._field(key == "name")
             place = yield from source.blanks()
@@ -345,7 +374,12 @@ class CallReader:
         source, form = self._source, self._form
         typed = typed_parameters(self._offered[name])
         reader = JsonReader(
-            source, self._write, typed=typed, quotes=form.quotes, ends=(form.close,), again=self._another
+            source,
+            self._write,
+            typed=typed,
+            quotes=form.quotes,
+            ends=(form.close,),
+            again=self._another,
         )
         if not (yield from reader.begins()):
             raise NotACallError
@@ -397,7 +431,9 @@ class CallReader:
         def start() -> None:
             self._events.append(self._log.start(name, None))
 
-        reader = ArgumentReader(self._source, form, typed, self._offered, start, self._write)
+        reader = ArgumentReader(
+            self._source, form, typed, self._offered, start=start, write=self._write
+        )
         try:
             closed = yield from reader.read()
         except NotACallError:
@@ -456,6 +492,7 @@ class CallReader:
         else:
             if source.cut:
                 raise NotACallError
+            text = list(_without_beginning("".join(text), block.end or ""))
         self._emit_block(block, "".join(text).removesuffix(block.end or ""))
         source.decide()
 
@@ -505,6 +542,12 @@ def _loads_string(literal: str) -> str:
     if not isinstance(text, str):
         raise NotACallError
     return text
+
+
+def _without_beginning(text: str, end: str) -> str:
+    """`text` without the beginning of an end at its own."""
+    lengths = (length for length in range(len(end), 0, -1) if text.endswith(end[:length]))
+    return text[: len(text) - next(lengths, 0)]
 
 
 def called_by_id(call_id: str, offered: Collection[str]) -> tuple[str, str | None]:

@@ -33,6 +33,10 @@ _SPECIAL = frozenset(string.whitespace + "\\}]")
 """In quotes, what may be the beginning of something else than text; and what `_unquoted` reads."""
 _SPECIAL_RAW = frozenset(string.whitespace + "}],\"'<|")
 _BARE_NAME = regex.compile(r"[^\s,:=(){}\[\]\"'<>]")
+_ENDS_WORD = ",}]\"'{[<>"
+_ENDS_BARE = ",}]<"
+"""Besides blanks, what may end a word without quotes, in JSON and in notations with quotes of their
+own."""
 _IN_QUOTES = "<|\"'>"
 _LONGEST_QUOTE = 7
 _TAG = regex.compile(r"<[/\\]?\w{3,7}>")
@@ -160,9 +164,9 @@ class JsonReader:
         if named:
             if not length and not (quoted and (comma or not frame.filled)):
                 raise NotJsonError
-        elif char in "<>" and not quoted:
-            raise NotJsonError
-        elif frame.filled and not comma and not (quoted or char in "{["):
+        elif (char in "<>" and not quoted) or (
+            frame.filled and not comma and not (quoted or char in "{[")
+        ):
             raise NotJsonError
         self._separate(frame, comma)
         frame.filled = True
@@ -228,7 +232,12 @@ class JsonReader:
         """A member's name and its colon; the type of its value."""
         if quote:
             parts: list[str] = []
-            yield from self._text("name", lambda part: (parts.append(part), self._put(part))[1])
+
+            def put(part: str) -> None:
+                parts.append(part)
+                self._put(part)
+
+            yield from self._text("name", put)
             name = str(json.loads("".join(parts)))
         else:
             name = self._source.take(length).strip()
@@ -337,24 +346,32 @@ class JsonReader:
     def _word_length(self, place: Place, kinds: AbstractSet[Kind]) -> Reading[int]:
         """How far a word reaches, or a text without quotes."""
         source, length, depth = self._source, 0, 0
+        special = _ENDS_BARE if self._quotes else _ENDS_WORD
         while char := (yield from source.char(length)):
-            if kinds == TEXT and (char in "{[" or (depth and char in "}]")):
+            within = depth > 0
+            if kinds == TEXT and (char in "{[" or (within and char in "}]")):
                 depth += 1 if char in "{[" else -1
-            elif char in "}]":
+            elif within or not (char in special or char.isspace()):
+                pass
+            elif (yield from self._ends_word(char, place, length)):
                 break
-            elif char == "," and not depth:
-                # In a text without quotes, a comma is one unless a member follows.
-                if place == "element" or not self._quotes:
-                    break
-                if (yield from self._member_or_end(length + 1)):
-                    break
-            elif not self._quotes and char in "\n\r\"'{[<>":
-                break
-            elif self._quotes and (char.isspace() or char == "<"):
-                if (yield from self._ends_word(length)):
-                    break
             length += 1
         return length
+
+    def _ends_word(self, char: str, place: Place, ahead: int) -> Reading[bool]:
+        """Whether a word ends before a character."""
+        if char in "}]" or not self._quotes:
+            return char not in (" ", "\t")
+        if char == ",":
+            # In a text without quotes, a comma is one unless a member follows.
+            return place == "element" or (yield from self._member_or_end(ahead + 1))
+        after = yield from self._source.blanks(ahead)
+        if (yield from self._source.char(after)) == "" or (yield from self._at_end(after)):
+            return True
+        if after == ahead:
+            return (yield from self._quote(after)) != ""
+        # Another member follows without a comma.
+        return (yield from self._new_name_ahead(after))
 
     def _member_or_end(self, ahead: int) -> Reading[bool]:
         """Whether a comma before this place is one between members."""
@@ -363,16 +380,6 @@ class JsonReader:
         if char in ("", "}", "]", ",") or (char == '"' and not self._quotes):
             return True
         return (yield from self._name_ahead(place)) > 0
-
-    def _ends_word(self, ahead: int) -> Reading[bool]:
-        """Whether a word ends before a blank or a `<`: another member follows, without a comma, or
-        the end of all."""
-        place = yield from self._source.blanks(ahead)
-        if (yield from self._source.char(place)) == "" or (yield from self._at_end(place)):
-            return True
-        if place == ahead:
-            return (yield from self._quote(place)) != ""
-        return (yield from self._new_name_ahead(place))
 
     def _new_name_ahead(self, place: int) -> Reading[bool]:
         """Whether a member follows that the schema names and that is not there yet."""
@@ -500,16 +507,19 @@ class JsonReader:
             if (yield from source.says(quote)):
                 source.take(len(quote))
                 return
-            if source.cut and quote.startswith(source.rest):
-                raise _CutError
+            if source.ended and quote.startswith(source.rest):
+                self._end_of_all()
+                source.take(len(source.rest))
+                return
             wrong = yield from self._wrong_quote()
             length = yield from self._blanks_and_brackets()
             if wrong is not None:
-                length = yield from self._right_quote(quote)
-                if length is None:
+                right = yield from self._right_quote(quote)
+                if right is None:
                     self._end_of_all()
                     source.take(wrong)
                     return
+                length = right
             put(quoted(source.take(length or 1))[1:-1])
 
     def _wrong_quote(self) -> Reading[int | None]:

@@ -69,11 +69,8 @@ def _arguments(text: str, place: int, parameters: Mapping[str, Any]) -> tuple[st
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Where the comma or the bracket is that ends a value.
-
-    Raises:
-        ValueError: a text in it does not end.
-    """
+    """Where the comma or the bracket is that ends a value; the end of all if a text in it does not
+    end."""
     closers: list[str] = []
     while place < len(text):
         char = text[place]
@@ -95,7 +92,7 @@ def _end_of_text(text: str, place: int, quote: str) -> int:
         if text.startswith(quote, place):
             return place + len(quote)
         place += 2 if text[place] == "\\" else 1
-    raise ValueError("a text that does not end")
+    return len(text)
 
 
 def _value(text: str, kinds: AbstractSet[Kind]) -> str:
@@ -104,7 +101,7 @@ def _value(text: str, kinds: AbstractSet[Kind]) -> str:
     Raises:
         ValueError: it is none.
     """
-    for read in (json.loads, _literal, lambda written: _literal(_with_escapes(written))):
+    for read in (json.loads, _literal, _without_escapes, _without_quote):
         try:
             return _of_value(read(text), text, kinds)
         except _LITERAL_ERRORS:
@@ -128,9 +125,15 @@ def _of_value(value: Any, text: str, kinds: AbstractSet[Kind]) -> str:
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
-def _with_escapes(text: str) -> str:
-    """Texts of Python with the line feeds that a model forgot to escape."""
-    return text.replace("\r", "\\r").replace("\n", "\\n")
+def _without_escapes(text: str) -> Any:
+    """A literal whose line feeds the model forgot to escape."""
+    return _literal(text.replace("\r", "\\r").replace("\n", "\\n"))
+
+
+def _without_quote(text: str) -> Any:
+    """A text whose closing quote is missing, at the end of all."""
+    quote = next((quote for quote in _QUOTES if text.startswith(quote)), "")
+    return _without_escapes(text.rstrip(")] \r\n") + quote)
 
 
 class _WithLiterals(ast.NodeTransformer):

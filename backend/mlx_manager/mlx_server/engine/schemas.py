@@ -27,7 +27,7 @@ _TYPE_ALIASES = {
     **{"str": "string", "int": "integer", "bool": "boolean", "list": "array", "None": "null"},
     **{name.upper(): name for name in _TYPES},
 }
-"""Names of types that tools written for Python or for Gemini carry; JSON Schema has none of them."""
+"""Names of types that tools for Python or for Gemini carry; JSON Schema has none of them."""
 
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""

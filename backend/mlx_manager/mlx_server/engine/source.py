@@ -97,7 +97,9 @@ class Source:
                 return False
         return True
 
-    def match(self, pattern: regex.Pattern[str], ahead: int = 0) -> Reading[regex.Match[str] | None]:
+    def match(
+        self, pattern: regex.Pattern[str], ahead: int = 0
+    ) -> Reading[regex.Match[str] | None]:
         """The shortest text from a place on that a pattern matches."""
         text = ""
         while len(text) <= LONGEST_MARKUP:
@@ -109,8 +111,8 @@ class Source:
         return None
 
     def begun(self, pattern: regex.Pattern[str]) -> int:
-        """How many of the next characters, of those that have arrived, may be the beginning of what a
-        pattern matches."""
+        """How many of the next characters may be the beginning of what a pattern matches, of those
+        that have arrived."""
         length = 0
         while length < LONGEST_MARKUP:
             text = self.seen(0, length + 1)

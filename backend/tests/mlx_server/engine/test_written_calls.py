@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +15,74 @@ from hypothesis import strategies as st
 from thorough import ALL
 
 from mlx_manager.mlx_server.core import Tool
-from mlx_manager.mlx_server.formats import Braces, CallShape, Keywords, OneByOne, OutputFormat
+from mlx_manager.mlx_server.formats import Braces, CallShape, OneByOne, OutputFormat
 
 NAMES = ("city", "note-id", "a.b", "path/to", "mcp:x", "größe", "x1", "in", "a_b")
 INNER = ("city", "note-id", "a.b", "größe", "x1")
 FUNCTIONS = ("write_file", "mcp-files.write/now", "ns:get", "note")
 TEXTS = (
-    *("Paris", "zebra", " ", "\n", "\r\n", "\t", "é🎉", '"', "'", "\\", "{", "}", "[", "]", ",", ":"),
-    *("=", "<", ">", "</", "<b>", "</b>", "<p class='x'>", "3", "true", "null", "None", "[1]", "/*"),
-    *("</function>", "</parameter", "<parameter=other>", "<tool_call>", "</tool_call>", "</invoke>"),
-    *("<function=other>", "<|tool_call>", "<tool_call|>", "city:", ", days:", "\\n", "\\u00e9", "&"),
-    *("</arg_value", "<arg_key>", "<|close|>", "]]>", "```", "</tool_calls>", "<escape", "<|", "|>"),
+    *(
+        "Paris",
+        "zebra",
+        " ",
+        "\n",
+        "\r\n",
+        "\t",
+        "é🎉",
+        '"',
+        "'",
+        "\\",
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+    ),
+    *(
+        "=",
+        "<",
+        ">",
+        "</",
+        "<b>",
+        "</b>",
+        "<p class='x'>",
+        "3",
+        "true",
+        "null",
+        "None",
+        "[1]",
+        "/*",
+    ),
+    *(
+        "</function>",
+        "</parameter",
+        "<parameter=other>",
+        "<tool_call>",
+        "</tool_call>",
+        "</invoke>",
+    ),
+    *(
+        "<function=other>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "city:",
+        ", days:",
+        "\\n",
+        "\\u00e9",
+        "&",
+    ),
+    *(
+        "</arg_value",
+        "<arg_key>",
+        "<|close|>",
+        "]]>",
+        "```",
+        "</tool_calls>",
+        "<escape",
+        "<|",
+        "|>",
+    ),
 )
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "string": st.lists(st.sampled_from(TEXTS), max_size=8).map("".join) | st.text(max_size=8),
@@ -77,11 +135,7 @@ def calls(draw: st.DrawFn, shape: CallShape) -> tuple[list[tuple[str, Any]], dic
 
 def output_for(case: Case, offered: dict[str, Any]) -> OutputFormat:
     tools = tuple(Tool(name, parameters=schema) for name, schema in offered.items())
-
-    class NoTokenizer:
-        added_tokens_decoder: dict[int, Any] = {}
-
-    return output_of(case, NoTokenizer(), tools)
+    return output_of(case, SimpleNamespace(added_tokens_decoder={}), tools)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import jinja2
@@ -34,7 +35,11 @@ from mlx_manager.mlx_server.models.adapters.answer import (
     region_of,
 )
 from mlx_manager.mlx_server.models.adapters.infill import INFILL
-from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
+from mlx_manager.mlx_server.models.adapters.messages import (
+    template_messages,
+    template_tools,
+    with_call_ids,
+)
 from mlx_manager.mlx_server.models.adapters.template import (
     RENDER_ERRORS,
     Messages,
@@ -174,6 +179,9 @@ class DefaultAdapter:
                 "This model has no chat template; use /v1/completions with a prompt.",
                 param=conversation.param,
             )
+        if self._syntax and self._syntax.call_id:
+            named = with_call_ids(conversation.messages, self._syntax.call_id)
+            conversation = replace(conversation, messages=named)
         write = self._syntax.write if self._syntax else None
         messages = template_messages(conversation, self._traits, write)
         if self._traits.tools_as == "text" and _offers(conversation):

@@ -9,6 +9,7 @@ import string
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
@@ -188,6 +189,34 @@ def _short_id(call_id: str) -> str:
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
     return "".join(_BASE62[number // 62**place % 62] for place in range(9))
+
+
+def with_call_ids(messages: Iterable[Message], call_id: CallId) -> tuple[Message, ...]:
+    """`messages` with ids of calls, and of their results, as the model itself gives them.
+
+    Ids that are as they should be stay, and the others get the numbers that are left.
+    """
+    messages = tuple(messages)
+    calls = [call for message in messages for call in message.tool_calls]
+    own = {call.id for call in calls if _numbered(call, call_id) is not None}
+    taken = {_numbered(call, call_id) for call in calls}
+    free = (number for number in count() if number not in taken)
+    renamed: dict[str, str] = {}
+    placed: list[Message] = []
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            renamed[call.id] = call.id if call.id in own else call_id(call.name, next(free))
+            calls.append(replace(call, id=renamed[call.id]))
+        answered = renamed.get(message.tool_call_id or "", message.tool_call_id)
+        placed.append(replace(message, tool_calls=tuple(calls), tool_call_id=answered))
+    return tuple(placed)
+
+
+def _numbered(call: ToolCall, call_id: CallId) -> int | None:
+    """The number in a call's id, if it is as it should be."""
+    number = re.search(r"[0-9]{1,9}$", call.id)
+    return int(number[0]) if number and call.id == call_id(call.name, int(number[0])) else None
 
 
 # ---------------------------------------------------------------------------------------------

@@ -194,9 +194,9 @@ KIMI_K2 = ToolSyntax(
     lambda _: _KIMI_FORM,
     call_id="functions.{}:{}".format,
 )
-"""The name is in the id: docs/tool_call_guidance.md in MoonshotAI/Kimi-K2, which counts the calls of
-a conversation from 0. The model repeats what it finds in its history, other servers' ids as well, and
-leaves the section's markers out or spells them without the s."""
+"""The name is in the id: docs/tool_call_guidance.md in MoonshotAI/Kimi-K2, which counts the calls
+of a conversation from 0. The model repeats the ids that it finds in its history, other servers' as
+well, and leaves the section's markers out or spells them without the s."""
 
 
 def _write_deepseek(calls: Sequence[ToolCall]) -> str:
