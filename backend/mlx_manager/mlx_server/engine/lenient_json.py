@@ -379,7 +379,7 @@ class JsonReader:
         char = yield from self._source.char(place)
         if char in ("", "}", "]", ",") or (char == '"' and not self._quotes):
             return True
-        return (yield from self._name_ahead(place)) > 0
+        return (yield from self._at_end(place)) or (yield from self._name_ahead(place)) > 0
 
     def _new_name_ahead(self, place: int) -> Reading[bool]:
         """Whether a member follows that the schema names and that is not there yet."""
