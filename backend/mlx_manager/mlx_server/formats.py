@@ -37,12 +37,12 @@ class CallBlock:
     """Calls that can be read only once their whole block is there.
 
     parse: the block's text, without `end`, to (name, JSON arguments) pairs. Raises ValueError if
-    the text is no call. end: the text that ends the block; None ends it where its brackets
-    balance. quotes: pairs of texts between which `end` and brackets are nothing but text. several:
-    whether other blocks may follow, until the calls' `close`.
+    the text is no call. None if calls are written as in Python. end: the text that ends the block;
+    None ends it where its brackets balance. quotes: pairs of texts between which `end` and brackets
+    are nothing but text. several: whether other blocks may follow, until the calls' `close`.
     """
 
-    parse: Callable[[str], list[tuple[str, str]]]
+    parse: Callable[[str], list[tuple[str, str]]] | None
     end: str | None
     quotes: tuple[tuple[str, str], ...] = ()
     several: bool = False
@@ -52,24 +52,32 @@ class CallBlock:
 class Parameters:
     """Arguments that stand one after the other, each after its name.
 
-    They can be read while they are written: text as it is, anything else as JSON.
+    They can be read while they are written: text as it is, anything else as JSON. What ends them is
+    found where a model leaves it out or misspells it, too.
 
-    item: a regular expression (of the `regex` package) for what stands before each value and after
-    the last. It ends in one of these groups, which may be empty:
-        value   the beginning of a value. Group `key` is its name; where the format says what it is,
-                group `text` takes part if it is text, and group `json` if it is JSON
-        object  the beginning of all the arguments as one JSON object
-        end     the end of the call
-        close   the end of the call and of all calls
-    end: the text that ends a value. object_end: the text that ends an object. call_end: the text
-    that ends a call. line: a line feed at either end of a value belongs to the markup. wrap: texts
-    around values that look like markup.
+    call: a regular expression (of the `regex` package) for the beginning of a call, with all that
+    may stand before it where no other call precedes it; group `name` is the call's.
+    head: one for what stands before a value. Group `key` is its name; where the format says what it
+    is, group `text` takes part if it is text, and group `json` if it is JSON. What group `ahead`
+    matches is part of the value.
+    whole: one for what stands before all the arguments as one JSON object, "" if nothing does.
+    end: the text that ends a value. also: names that models give it by mistake. wrong: a regular
+    expression for what may be a misspelt end; what group `ahead` matches follows it.
+    whole_end: the text that ends a JSON object. call_end: the text that ends a call, "" if `close`
+    does. close: the text that ends all calls.
+    line: a line feed at either end of a value belongs to the markup. wrap: texts around values that
+    look like markup.
     """
 
-    item: str
+    call: str
+    head: str
     end: str
     call_end: str
-    object_end: str = ""
+    close: str
+    whole: str = ""
+    whole_end: str = ""
+    also: tuple[str, ...] = ()
+    wrong: str = r"<\s*[/\\]?[^<>\n]{0,40}(?:>|(?P<ahead>[<\n]))"
     line: bool = False
     wrap: tuple[str, str] | None = None
 
@@ -172,9 +180,15 @@ class CallFormat:
     after the last. It ends in one of these groups:
         object  a `{`: the call is a JSON object that holds its name and its arguments
         args    a `{`: the arguments, as JSON; group `name` is the call's and group `id` may be
+        braces  a `{`: the arguments, as `quotes` says; group `name` is the call's
+        none    anything, or nothing: the call has no arguments; group `name` is its name
         params  the beginning of what `parameters` reads; group `name` is the call's
         block   the beginning of what `block` reads
         close   the end of the calls
+    What group `ahead` matches is not part of it. end: what ends a call, where the output may end
+    before it. close: what ends all calls.
+    named_by_id: calls have no name but that in their id, which others may have rewritten.
+    quotes: the quotes of texts in arguments that are objects without quotes else.
     bare: calls may also begin an answer with no marker before them; such an object must hold
     arguments, so that an answer in JSON is not taken for a call. shape: how the model is made to
     write calls; None if it can't be. name_key: what the name is called in a call that is a JSON
@@ -189,6 +203,10 @@ class CallFormat:
     shape: CallShape | None = None
     name_key: str = "name"
     held: bool = False
+    end: str = ""
+    close: str = ""
+    named_by_id: bool = False
+    quotes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 from __future__ import annotations
 
 import json
-import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_manager.mlx_server.core import Tool
@@ -185,12 +184,16 @@ class _Writer:
         self._split = split
         self.rules: list[str] = []
         self._known: dict[str, str] = {}
+        self._names: list[str] = []
+        # An expression for what would be read as the next argument or call, where text is as it is.
+        self._markup = ""
 
     # -- Calls ---------------------------------------------------------------------------------
 
     def calls(self, tools: Sequence[Tool]) -> str:
         """The rule for a call of any of `tools`."""
         shape = self.shape
+        self._names = [tool.name for tool in tools]
         self._called = [(tool.name, self._checked(tool)) for tool in tools]
         ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
         found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
@@ -272,6 +275,7 @@ class _Writer:
             case AsObject():
                 return self._json(root, root)
             case OneByOne() as form:
+                self._markup = self._heads(form, properties(root))
                 ways = [
                     (self._parameter(form, name, schema, root), name in required(root))
                     for name, schema in properties(root).items()
@@ -286,8 +290,8 @@ class _Writer:
         needed = required(root)
         found = []
         for name, schema in properties(root).items():
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise UnwritableError(f"{name!r} is no name of an argument in Python")
+            if not re.fullmatch(r"[^\s()\[\]{}<>\"'\\,=]+", name):
+                raise UnwritableError(f"{name!r} can't be the name of an argument")
             found.append((f"{literal(name + '=')} {self._json(schema, root)}", name in needed))
         return found
 
@@ -318,6 +322,17 @@ class _Writer:
         begin, middle, tail = map(self._text, (f"{form.begin}{name}", form.middle, form.tail))
         return self._rule("parameter", f"{begin} {middle} ({' | '.join(values)}) {tail}")
 
+    def _heads(self, form: OneByOne, names: Iterable[str]) -> str:
+        """An expression for what stands before each argument, and before each call."""
+        call = [piece for piece in self.shape.head if isinstance(piece, str)]
+        ways = [(form.begin, list(names)), (call[-1].strip().rpartition("\n")[2], self._names)]
+        found = []
+        for begin, named in ways:
+            tag, blank, _ = begin.partition(" ")
+            start = re.escape(tag) + (r"\s[^<>\n]*" if blank else r"[\s\"']*")
+            found.append(f"{start}({'|'.join(map(re.escape, named))})")
+        return "|".join(found)
+
     def _written(self, form: OneByOne, branch: Branch, kinds: set[Kind]) -> str:
         """Text as it is, and its end."""
         mark = self._text(form.text)
@@ -325,6 +340,7 @@ class _Writer:
         if not form.text and kinds - {"string", "any", "null"}:
             # What looks like another of the types that are allowed would be read as such.
             text = rf"({text}) & ~/\s*(?:[-0-9\[{{]|true|false)(?s:.*)/"
+        text = f"({text}) & ~/(?s:.*)({_slashed(self._markup)})(?s:.*)/"
         if form.wrap is None or branch.schema:
             return f"{mark} {self._until(text, form.end)}"
         plain = self._until("/[^<&\\n]*/", form.end)
@@ -337,7 +353,7 @@ class _Writer:
     def _members(self, schema: Mapping[str, Any], root: Mapping[str, Any], quote: str) -> str:
         named = properties({**schema, **_definitions(root)})
         for name in named:
-            if not re.fullmatch(r"\w+", name):
+            if not re.fullmatch(r"[^\s,:=(){}\[\]\"'<>]+(?::[^\s,:=(){}\[\]\"'<>]+)*", name):
                 raise UnwritableError(f"{name!r} can't be the name of a parameter")
         needed = set(schema.get("required", ()))
         if not named and schema is not root and schema.get("additionalProperties") is not False:

@@ -1,21 +1,25 @@
 """Reads tool calls character by character, and hands their arguments on as they are written.
 
 What turns out to be no call is given back as the text it is: nothing is lost and nothing raises.
-Once a call has been announced, whatever the model writes as its arguments is passed on as it is.
+Once a call has been announced, what the model writes as its arguments is passed on as JSON,
+whatever it is.
 """
 
 from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.engine.argument import ANYTHING, TEXT, Value, quoted
-from mlx_manager.mlx_server.engine.schemas import Kind, kinds_by_name
+from mlx_manager.mlx_server.engine.argument import ArgumentReader, NotACallError, resembling
+from mlx_manager.mlx_server.engine.lenient_json import JsonReader, NotJsonError, mended
+from mlx_manager.mlx_server.engine.python_calls import python_calls
+from mlx_manager.mlx_server.engine.schemas import typed_parameters
+from mlx_manager.mlx_server.engine.source import Reading, Source, Steps
 from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
 from mlx_manager.mlx_server.utils.text import encodable
 
@@ -23,21 +27,13 @@ CallEvent = ToolCallStarted | ToolCallDelta
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})
-_CLOSER = {"{": "}", "[": "]"}
-_BETWEEN_STRINGS = frozenset(string.whitespace + string.ascii_letters + string.digits + ",:+-.")
+_NO_ARGUMENTS = frozenset({"null", '""', "[]"})
 _SEPARATORS = string.whitespace + ",;[]"
 _BRACKETS = str.maketrans("", "", "]}")
-_CONTROL = regex.compile(r"[\x00-\x1f]")
-_LITERAL = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
-_LONGEST_ITEM = 512
-"""Characters between calls after which no call follows; bounds what a run of blanks costs."""
-
-Steps = Generator[None, str, None]
-Reading = Generator[None, str, str]
-
-
-class _NotACallError(Exception):
-    """The last character can't be part of a call."""
+_PREFIX = regex.compile(r"functions?[._:\-]?")
+_TAG = regex.compile(r"<[/\\|]?[^<>\n]{0,40}(?:>|(?P<ahead>[<\n]))")
+_NAMED = regex.compile(r"\s*\"(?:name|tool_name)\"\s*:\s*\"(?P<name>[^\"\\]{1,128})\"")
+_NO_NAME = regex.compile(r"[^A-Za-z0-9]+")
 
 
 class CallLog:
@@ -49,6 +45,7 @@ class CallLog:
     def __init__(self, new_id: Callable[[], str], parallel: bool) -> None:
         self._new_id = new_id
         self._parallel = parallel
+        self._ids: set[str] = set()
         self.started = 0
         self.finished = 0
 
@@ -58,7 +55,10 @@ class CallLog:
         return self.finished > 0 and not self._parallel
 
     def start(self, name: str, call_id: str | None) -> ToolCallStarted:
-        event = ToolCallStarted(self.started, call_id or self._new_id(), name)
+        if call_id is None or call_id in self._ids:
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        event = ToolCallStarted(self.started, call_id, name)
         self.started += 1
         return event
 
@@ -75,6 +75,10 @@ class Progress:
     rest: str | None = None
 
 
+class _CompleteError(Exception):
+    """The only call allowed has been made."""
+
+
 class CallReader:
     """One run of calls, from what opened it to what ends it.
 
@@ -86,403 +90,411 @@ class CallReader:
         self, output: OutputFormat, form: CallFormat, log: CallLog, opener: str, name: str = ""
     ) -> None:
         self._offered = output.offered
+        self._form = form
         self._item_pattern = regex.compile(form.item)
-        self._parameters = form.parameters
-        self._block = form.block
-        self._name_key = form.name_key
+        self._markup = f"{form.end} {form.item}"
         self._bare = form.bare and not opener
         self._log = log
         self._name = name
+        self._opener = opener
         self._events: list[CallEvent] = []
-        self._undecided = [opener]
+        self._source = Source(opener)
         self._arguments: list[str] = []
-        self._passing = False
-        self._missing = ""
-        self._unread_block: list[str] | None = None
         self._tail = False
+        # The arguments of a call have been passed on, and the object around them has not ended.
+        self._within = False
         # A header has named a function, and nothing has followed: it is called with no arguments.
         self._named_only = bool(name)
-        begun = bool(opener and self._item_pattern.fullmatch(opener, partial=True))
-        self._steps = self._section(opener if begun else "")
+        if opener and self._item_pattern.fullmatch(opener, partial=True):
+            # The beginning of the first call itself.
+            self._source.at = 0
+        self._steps = self._section()
         next(self._steps)
 
     def feed(self, text: str) -> Progress:
-        for position, char in enumerate(text):
-            if self._log.full:
-                self._undecided.clear()
-                return self._end("")
-            self._keep(char)
-            try:
-                self._steps.send(char)
-            except StopIteration:
-                return self._end(text[position + 1 :])
-            except _NotACallError:
-                self._unkeep()
-                self._drop_brackets()
-                return self._end(text[position:])
-        self._flush_arguments()
-        events, self._events = self._events, []
-        return Progress(events)
+        self._source.add(text)
+        return self._advance()
 
     def finish(self, cut: bool) -> Progress:
         """The end of the output; `cut` if it was cut off rather than ended by the model."""
-        if self._missing and not cut:
-            ended = self.feed(self._missing)
-            return ended if ended.rest is not None else self._with_end(ended)
-        if self._unread_block is not None and self._block is not None and not cut:
-            try:
-                self._emit_block(self._block, "".join(self._unread_block))
-            except _NotACallError:
-                return self._end("")
-            self._undecided.clear()
-        if self._named_only and not cut:
-            self._emit(self._name, "{}")
-            self._undecided.clear()
-        if self._tail and not "".join(self._undecided).strip(_SEPARATORS + "}"):
-            self._undecided.clear()
-        self._drop_brackets()
-        return self._end("")
+        self._source.end(cut)
+        return self._advance()
 
-    # -- What is kept in case it is no call ----------------------------------------------------
+    def _advance(self) -> Progress:
+        source = self._source
+        if self._log.full:
+            return Progress(rest="")
+        try:
+            next(self._steps)
+        except _CompleteError:
+            return self._progress("", "")
+        except (StopIteration, NotACallError):
+            # What opened calls is text if none follows; it is not looked at again.
+            source.at = max(source.at, len(self._opener))
+            if not source.ended:
+                return self._progress(self._shown(source.undecided), source.rest)
+            source.take(len(source.rest))
+            if self._log.finished < self._log.started or self._within:
+                # The output ended within a call: what has not been passed on is its markup.
+                source.decide()
+            return self._progress(self._shown(source.undecided), "")
+        return self._progress("", None)
 
-    def _keep(self, char: str) -> None:
-        (self._arguments if self._passing else self._undecided).append(char)
-
-    def _unkeep(self) -> None:
-        (self._arguments if self._passing else self._undecided).pop()
-
-    def _drop_brackets(self) -> None:
-        """Brackets after a call end the list of calls, or are more than were opened."""
-        text = "".join(self._undecided)
-        if self._tail:
-            said = text.lstrip(string.whitespace + "]}")
-            before = text.removesuffix(said) if said else text
-            self._undecided[:] = [before.translate(_BRACKETS), said]
-
-    def _end(self, rest: str) -> Progress:
+    def _progress(self, text: str, rest: str | None) -> Progress:
         self._flush_arguments()
-        return Progress(self._events, "".join(self._undecided), rest)
+        events, self._events = self._events, []
+        return Progress(events, text, rest)
 
-    def _with_end(self, progress: Progress) -> Progress:
-        """The end of the output after `progress`, whose calls are complete but for their end."""
-        self._events = progress.events
-        self._undecided.clear()
-        return self._end("")
+    def _shown(self, text: str) -> str:
+        """What is left of text between calls: brackets after a call end the list of calls, or are
+        more than were opened."""
+        if not self._tail:
+            return text
+        if self._source.ended and not text.strip(_SEPARATORS + "}"):
+            return ""
+        said = text.lstrip(string.whitespace + "]}")
+        before = text.removesuffix(said) if said else text
+        return before.translate(_BRACKETS) + said
 
-    # -- The grammar: each generator is sent one character after the other ---------------------
+    # -- The grammar ---------------------------------------------------------------------------
 
-    def _section(self, ahead: str) -> Steps:
-        """Calls until their end. `ahead`: an opener that is the beginning of the first itself."""
+    def _section(self) -> Steps:
+        """Calls until their end."""
         while True:
-            match = yield from self._item(self._item_pattern, ahead)
+            match = yield from self._item()
             groups = match.groupdict()
             if groups.get("close") is not None:
                 if self._named_only:
                     self._emit(self._name, "{}")
                 elif not self._tail:
-                    raise _NotACallError
-                self._undecided.clear()
+                    raise NotACallError
+                self._source.decide()
                 return
             self._named_only = False
-            if self._block and groups.get("block") is not None:
-                yield from self._read_block(self._block, groups["block"])
-                if not self._block.several:
-                    return
-                ahead = ""
-            elif self._parameters and groups.get("params") is not None:
-                closed = yield from self._read_parameters(
-                    self._parameters, groups["name"], groups["params"]
-                )
-                if closed:
-                    return
-                ahead = ""
-            elif groups.get("args") is not None:
-                name = groups.get("name") or self._name
-                ahead = yield from self._stream(name, groups.get("id"))
-            else:
-                ahead = yield from self._object()
-            self._undecided[:] = [ahead]
+            if (yield from self._call(groups)):
+                return
             self._tail = True
 
-    def _item(
-        self, pattern: regex.Pattern[str], text: str
-    ) -> Generator[None, str, regex.Match[str]]:
-        while True:
-            if text:
-                match = pattern.fullmatch(text, partial=True)
-                if match is None or len(text) > _LONGEST_ITEM:
-                    raise _NotACallError
-                if not match.partial:
-                    return match
-            text += yield
+    def _call(self, groups: dict[str, str | None]) -> Reading[bool]:
+        """A call from its item on; whether all calls end with it."""
+        form = self._form
+        if form.block and groups.get("block") is not None:
+            yield from self._read_block(form.block, groups["block"] or "")
+            return not form.block.several
+        if form.parameters and groups.get("params") is not None:
+            return (yield from self._read_parameters(form.parameters, groups["name"] or ""))
+        if groups.get("object") is not None:
+            yield from self._object()
+            self._within = False
+            return False
+        name, call_id = self._called(groups)
+        if groups.get("none") is not None:
+            self._emit(name, "{}", call_id)
+            self._source.decide()
+        elif groups.get("braces") is not None:
+            yield from self._stream_braces(name)
+        else:
+            yield from self._stream(name, call_id)
+        return False
 
-    def _object(self) -> Reading:
-        """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order, or all of it
-        as another object's `function`.
+    def _called(self, groups: dict[str, str | None]) -> tuple[str, str | None]:
+        """The name and the id that an item gives a call.
 
-        Returns a character that was read too far, if any: models forget the last brace.
+        Raises:
+            NotACallError: no such function is offered.
         """
-        fields: dict[str, str] = {}
-        streamed = False
-        char = yield from self._nonblank()
-        while char != "}":
-            key = yield from self._key(char)
-            char = yield from self._nonblank()
-            if key in _ARGUMENT_KEYS and char == "{" and "name" in fields and not streamed:
-                ahead = yield from self._stream(self._offered_name(fields["name"]), None)
-                if ahead:
-                    return ahead
-                self._tail = streamed = True
-                char = yield from self._nonblank()
-            elif key == "function" and char == "{" and not streamed:
-                ahead = yield from self._object()
-                self._undecided[:] = [ahead]
-                self._tail = streamed = True
-                if ahead:
-                    return ahead
-                char = yield from self._nonblank()
+        name, call_id = groups.get("name") or self._name, groups.get("id")
+        if self._form.named_by_id:
+            name, call_id = called_by_id(call_id or "", self._offered)
+        if name not in self._offered:
+            raise NotACallError
+        return name, call_id
+
+    def _item(self) -> Reading[regex.Match[str]]:
+        source = self._source
+        match = yield from source.match(self._item_pattern)
+        if match is not None:
+            source.take(len(match[0]) - len(match.groupdict().get("ahead") or ""))
+            return match
+        blanks = yield from source.blanks()
+        if source.ended and not source.cut and (yield from source.char(blanks)) == "":
+            if self._named_only:
+                self._emit(self._name, "{}")
+                source.decide()
+        elif source.ended and not source.cut and self._form.end:
+            match = self._item_pattern.fullmatch(source.rest + self._form.end)
+            if match is not None and match.groupdict().get("none") is not None:
+                source.take(len(source.rest))
+                return match
+        if not self._tail:
+            source.take(source.begun(self._item_pattern))
+            raise NotACallError
+        length = yield from self._after_calls()
+        for end in (self._form.end, self._form.close):
+            if wrong := (yield from self._wrong_end(length, end)):
+                source.take(wrong)
+                source.decide()
+                if end == self._form.close:
+                    raise NotACallError
+                return (yield from self._item())
+        source.take(length)
+        raise NotACallError
+
+    def _after_calls(self) -> Reading[int]:
+        """The length of separators and brackets after a call. Its own end is dropped, and so is the
+        beginning of an end where the output ends."""
+        source, length = self._source, 0
+        markup = [text for text in (self._form.end, "```") if text and text in self._markup]
+        while char := (yield from source.char(length)):
+            for text in markup:
+                if (yield from source.says(text, length)):
+                    source.take(length + len(text))
+                    source.decide()
+                    length = 0
+                    break
             else:
-                fields[key], char = yield from self._value(char)
-                if key == "name":
-                    self._offered_name(fields["name"])
-            if char == ",":
-                char = yield from self._nonblank()
-            elif char != "}":
+                if char not in _SEPARATORS + "}":
+                    break
+                length += 1
+        said = source.rest[length:]
+        ends = (*markup, self._form.close)
+        if source.ended and any(end.startswith(said) for end in ends if said):
+            source.take(len(source.rest))
+            source.decide()
+            return 0
+        return length
+
+    def _wrong_end(self, place: int, end: str) -> Reading[int]:
+        """Where something is over that stands there and resembles an end; 0 if nothing does."""
+        if self._opener and (yield from self._source.says(self._opener, place)):
+            return 0
+        length = yield from resembling(self._source, _TAG, place, end)
+        return place + length if length else 0
+
+    def _object(self) -> Steps:
+        """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order, or all of it
+        as another object's `function`. Models forget the last brace."""
+        source, fields, streamed = self._source, dict[str, str](), False
+        while True:
+            source.take((yield from source.blanks()))
+            char = yield from source.char()
+            if char == "}":
+                source.take(1)
+                break
+            if char != '"' and streamed:
+                return
+            key = yield from self._key()
+            source.take((yield from source.blanks()))
+            char = yield from source.char()
+            if key in _ARGUMENT_KEYS and char == "{" and "name" in fields and not streamed:
+                source.take(1)
+                yield from self._stream(self._offered_name(fields["name"]), None)
+                self._tail = self._within = streamed = True
+            elif key == "function" and char == "{" and not streamed:
+                source.take(1)
+                yield from self._object()
+                self._tail = self._within = streamed = True
+            else:
+                fields[key] = yield from self._field(key == "name")
+            place = yield from source.blanks()
+            char = yield from source.char(place)
+            if char == "}":
+                continue
+            if char != ",":
                 if streamed:
-                    return char
-                raise _NotACallError
+                    return
+                source.take(place)
+                raise NotACallError
+            source.take(place + 1)
         if not streamed:
             self._emit_object(fields)
-        return ""
+        source.decide()
 
-    def _key(self, char: str) -> Reading:
-        key = _loads_string((yield from self._string(char)))
-        if key == self._name_key:
+    def _key(self) -> Reading[str]:
+        key = _loads_string((yield from self._string()))
+        if key == self._form.name_key:
             key = "name"
         if self._bare and key not in _CALL_KEYS:
-            raise _NotACallError
-        if (yield from self._nonblank()) != ":":
-            raise _NotACallError
+            raise NotACallError
+        self._source.take((yield from self._source.blanks()))
+        if (yield from self._source.char()) != ":":
+            raise NotACallError
+        self._source.take(1)
         return key
 
-    def _stream(self, name: str, call_id: str | None) -> Reading:
-        """The arguments whose brace has just been read, announced once they look like JSON.
+    def _string(self) -> Reading[str]:
+        """A string literal."""
+        source = self._source
+        if (yield from source.char()) != '"':
+            raise NotACallError
+        text = source.take(1)
+        while (char := (yield from source.next())) != '"':
+            if char == "":
+                raise NotACallError
+            text += char
+            if char == "\\":
+                text += yield from source.next()
+        return text + '"'
 
-        Returns the character with which they stopped being JSON, if they did.
-        """
-        if name not in self._offered:
-            raise _NotACallError
-        blanks = ""
-        while (char := (yield)).isspace():
-            blanks += char
-        if char not in '"}':
-            raise _NotACallError
-        self._events.append(self._log.start(name, call_id))
-        self._undecided.clear()
-        self._arguments += ["{", blanks, char]
-        self._passing = True
-        ahead = ""
+    def _field(self, name: bool) -> Reading[str]:
+        """Any value of an object, as JSON."""
+        if name:
+            text = yield from self._string()
+            self._offered_name(text)
+            return text
+        parts: list[str] = []
+        reader = JsonReader(self._source, parts.append)
         try:
-            yield from self._balanced("{", char)
-        except _NotACallError:
-            ahead = self._arguments.pop()
-            self._undecided.append(ahead)
-        self._end_call()
-        return ahead
+            yield from reader.read()
+        except NotJsonError as error:
+            raise NotACallError from error
+        if not reader.complete or (self._source.ended and not self._source.rest):
+            raise NotACallError
+        return "".join(parts)
+
+    def _stream(self, name: str, call_id: str | None) -> Steps:
+        """The arguments whose brace has just been read, announced once they look like JSON."""
+        source = self._source
+        if name not in self._offered:
+            raise NotACallError
+        blanks = yield from source.blanks()
+        char = yield from source.char(blanks)
+        if char not in ('"', "}"):
+            source.take(blanks)
+            raise NotACallError
+        self._events.append(self._log.start(name, call_id))
+        source.at -= 1
+        form = self._form
+        ends = tuple(filter(None, (form.end, form.close)))
+        again = self._another if self._opener else None
+        yield from self._pass_on(JsonReader(source, self._write, ends=ends, again=again))
+
+    def _stream_braces(self, name: str) -> Steps:
+        """The arguments whose brace comes next, in a notation with quotes of its own."""
+        source, form = self._source, self._form
+        typed = typed_parameters(self._offered[name])
+        reader = JsonReader(
+            source,
+            self._write,
+            typed=typed,
+            quotes=form.quotes,
+            ends=(form.close,),
+            again=self._another,
+        )
+        if not (yield from reader.begins()):
+            raise NotACallError
+        self._events.append(self._log.start(name, None))
+        yield from self._pass_on(reader)
+
+    def _pass_on(self, reader: JsonReader) -> Steps:
+        """A call's arguments, as they are written."""
+        self._source.decide()
+        yield from reader.read()
+        if reader.complete:
+            self._source.decide()
+            self._end_call()
+
+    def _another(self, place: int) -> Reading[bool]:
+        """Whether another call of a function that is offered begins there."""
+        source = self._source
+        if not (yield from source.says(self._opener, place)):
+            return False
+        match = yield from source.match(self._item_pattern, place + len(self._opener))
+        if match is None or match.groupdict().get("object") is None:
+            return match is not None and (match.groupdict().get("name") or "") in self._offered
+        found = yield from source.match(_NAMED, place + len(self._opener) + len(match[0]))
+        return found is not None and found["name"] in self._offered
+
+    def _write(self, text: str) -> None:
+        self._arguments.append(text)
+        self._source.decide()
 
     def _end_call(self) -> None:
         self._flush_arguments()
-        self._passing = False
         self._log.finished += 1
+        if self._log.full:
+            raise _CompleteError
 
     def _flush_arguments(self) -> None:
-        if self._arguments:
-            text = "".join(self._arguments)
-            self._arguments.clear()
-            if text:
-                self._events.append(ToolCallDelta(self._log.started - 1, text))
+        if text := "".join(self._arguments):
+            self._events.append(ToolCallDelta(self._log.started - 1, text))
+        self._arguments.clear()
 
     # -- Arguments that are written one by one -------------------------------------------------
 
-    def _read_parameters(
-        self, form: Parameters, name: str, ahead: str
-    ) -> Generator[None, str, bool]:
-        """A call's arguments after its name; `ahead` has been read already.
-
-        Returns whether this was the end of all calls.
-        """
+    def _read_parameters(self, form: Parameters, name: str) -> Reading[bool]:
+        """A call's arguments after its name; whether this was the end of all calls."""
         if name not in self._offered:
-            raise _NotACallError
-        pattern = regex.compile(form.item)
-        kinds = kinds_by_name(self._offered[name])
-        before = ""
-        while True:
-            try:
-                match = yield from self._item(pattern, ahead)
-            except _NotACallError:
-                if before:
-                    self._close_arguments(before)
-                raise
-            groups = match.groupdict()
-            if before == "{}" and groups.get("end") is None:
-                self._close_arguments(before)
-                raise _NotACallError
-            if not before:
-                self._events.append(self._log.start(name, None))
-            self._undecided.clear()
-            ahead, self._missing = "", form.call_end
-            if groups.get("value") is not None:
-                self._arguments.append(f"{before or '{'}{quoted(match['key'].strip())}: ")
-                yield from self._read_value(form, _kinds_of(match, kinds))
-                before = ", "
-            elif groups.get("object") is not None:
-                yield from self._read_object(form, match["object"])
-                self._missing, before = form.call_end, "{}"
-            else:
-                self._close_arguments(before)
-                return groups.get("close") is not None
+            raise NotACallError
+        typed = typed_parameters(self._offered[name])
 
-    def _read_value(self, form: Parameters, kinds: frozenset[Kind]) -> Steps:
-        ends = (f"\n{form.end}", form.end) if form.line else (form.end,)
-        wrap = form.wrap and (form.wrap[0], [form.wrap[1] + form.end])
-        value = Value(kinds, ends, line=form.line, wrap=wrap)
-        self._missing = form.end + form.call_end
-        ended = False
-        while not ended:
-            char = yield
-            known, ended = value.add(char)
-            self._undecided.clear()
-            self._arguments.append(known)
-        self._missing = form.call_end
+        def start() -> None:
+            self._events.append(self._log.start(name, None))
 
-    def _read_object(self, form: Parameters, beginning: str) -> Steps:
-        value = Value(frozenset({"object"}), (form.object_end,))
-        ended = False
-        for char in beginning:
-            value.add(char)
-        self._missing = form.object_end + form.call_end
-        while not ended:
-            char = yield
-            known, ended = value.add(char)
-            self._undecided.clear()
-            self._arguments.append(known)
-
-    def _close_arguments(self, before: str) -> None:
-        """`before` is what would stand before another argument, "{}" if none can follow."""
-        self._missing = ""
-        if before != "{}":
-            self._arguments.append("}" if before else "{}")
-        self._tail = True
-        self._end_call()
+        reader = ArgumentReader(
+            self._source, form, typed, self._offered, start=start, write=self._write
+        )
+        try:
+            closed = yield from reader.read()
+        except NotACallError:
+            if reader.complete:
+                self._tail = True
+                self._end_call()
+            raise
+        if reader.complete:
+            self._tail = True
+            self._end_call()
+        return closed
 
     # -- Calls that are emitted when they are complete -----------------------------------------
 
     def _emit_object(self, fields: dict[str, str]) -> None:
         given = [fields[key] for key in _ARGUMENT_KEYS if key in fields]
         if "name" not in fields or (self._bare and not given):
-            raise _NotACallError
-        arguments = given[0] if given and given[0] not in ("null", '""') else "{}"
+            raise NotACallError
+        arguments = given[0] if given and given[0] not in _NO_ARGUMENTS else "{}"
         if arguments.startswith('"'):
-            arguments = _with_escapes(_loads_string(arguments))
-        if not arguments.lstrip().startswith("{"):
-            raise _NotACallError
+            arguments = mended(_loads_string(arguments).strip()) or ""
+        if not arguments.startswith("{"):
+            raise NotACallError
         self._emit(self._offered_name(fields["name"]), arguments)
 
     def _offered_name(self, literal: str) -> str:
         name = _loads_string(literal)
         if name not in self._offered:
-            raise _NotACallError
+            raise NotACallError
         return name
 
     def _emit_block(self, block: CallBlock, text: str) -> None:
         try:
-            calls = block.parse(text)
+            calls = block.parse(text) if block.parse else python_calls(text, self._offered)
         except ValueError as error:
-            raise _NotACallError from error
+            raise NotACallError from error
         if not calls or any(name not in self._offered for name, _ in calls):
-            raise _NotACallError
+            raise NotACallError
         for name, arguments in calls:
-            if not self._log.full:
-                self._emit(name, arguments)
+            self._emit(name, arguments)
 
-    def _emit(self, name: str, arguments: str) -> None:
-        started = self._log.start(name, None)
-        self._events += [started, ToolCallDelta(started.index, encodable(arguments))]
-        self._log.finished += 1
+    def _emit(self, name: str, arguments: str, call_id: str | None = None) -> None:
+        self._events.append(self._log.start(name, call_id))
+        self._arguments.append(encodable(arguments))
+        self._end_call()
 
     def _read_block(self, block: CallBlock, beginning: str) -> Steps:
         ending = _BlockEnding(block)
-        text = self._unread_block = list(beginning)
+        source, text = self._source, list(beginning)
         for char in beginning:
             ending.reached(char)
-        while True:
-            char = yield
+        while char := (yield from source.next()):
             text.append(char)
             if ending.reached(char):
                 break
-        self._unread_block = None
-        self._emit_block(block, "".join(text).removesuffix(block.end or ""))
-        self._undecided.clear()
-
-    # -- JSON's parts --------------------------------------------------------------------------
-
-    def _nonblank(self) -> Reading:
-        while (char := (yield)).isspace():
-            pass
-        return char
-
-    def _string(self, char: str) -> Reading:
-        """A string literal from its quote on."""
-        if char != '"':
-            raise _NotACallError
-        text = char
-        while (char := (yield)) != '"':
-            if char < " ":
-                char = _escaped(char)
-                if self._passing:
-                    self._arguments[-1] = char
-            text += char
-            if char == "\\":
-                text += yield
-        return text + char
-
-    def _balanced(self, opener: str, char: str = "") -> Reading:
-        """What follows `opener`, up to the bracket that closes it; `char` is its first character.
-
-        Strings are skipped, brackets are counted, and the rest is not looked at closely.
-        """
-        text = ""
-        closers = [_CLOSER[opener]]
-        while closers:
-            char = char or (yield)
-            if char == '"':
-                char = yield from self._string(char)
-            elif char in _CLOSER:
-                closers.append(_CLOSER[char])
-            elif char == closers[-1]:
-                closers.pop()
-            elif char not in _BETWEEN_STRINGS:
-                raise _NotACallError
-            text += char
-            char = ""
-        return text
-
-    def _value(self, char: str) -> Generator[None, str, tuple[str, str]]:
-        """A value from its first character on, as text, and the first character after it."""
-        if char == '"':
-            text = yield from self._string(char)
-        elif char in _CLOSER:
-            text = char + (yield from self._balanced(char))
         else:
-            text = ""
-            while char in _BETWEEN_STRINGS and char != "," and not char.isspace():
-                text += char
-                char = yield
-            if not text:
-                raise _NotACallError
-            if not char.isspace():
-                return text, char
-        return text, (yield from self._nonblank())
+            if source.cut:
+                raise NotACallError
+            text = list(_without_beginning("".join(text), block.end or ""))
+        self._emit_block(block, "".join(text).removesuffix(block.end or ""))
+        source.decide()
 
 
 class _BlockEnding:
@@ -521,34 +533,48 @@ class _BlockEnding:
             self._closing, self._recent = None, ""
 
 
-def _escaped(char: str) -> str:
-    return json.dumps(char)[1:-1]
-
-
-def _with_escapes(text: str) -> str:
-    """JSON as clients can read it, from JSON whose texts hold line feeds or tabs as they are."""
-
-    def escaped(literal: regex.Match[str]) -> str:
-        return str(_CONTROL.sub(lambda char: _escaped(char[0]), literal[0]))
-
-    return str(_LITERAL.sub(escaped, text))
-
-
 def _loads_string(literal: str) -> str:
     """The text of a JSON string literal, which may hold raw control characters."""
     try:
         text = json.loads(literal, strict=False)
     except ValueError as error:
-        raise _NotACallError from error
+        raise NotACallError from error
     if not isinstance(text, str):
-        raise _NotACallError
+        raise NotACallError
     return text
 
 
-def _kinds_of(match: regex.Match[str], named: Mapping[str, frozenset[Kind]]) -> frozenset[Kind]:
-    """The types that an argument may have: what its call says, else what its schema says."""
-    groups = match.groupdict()
-    if groups.get("text") is not None:
-        return TEXT
-    kinds = named.get(match["key"].strip(), ANYTHING)
-    return (kinds - TEXT or ANYTHING) if groups.get("json") is not None else kinds
+def _without_beginning(text: str, end: str) -> str:
+    """`text` without the beginning of an end at its own."""
+    lengths = (length for length in range(len(end), 0, -1) if text.endswith(end[:length]))
+    return text[: len(text) - next(lengths, 0)]
+
+
+def called_by_id(call_id: str, offered: Collection[str]) -> tuple[str, str | None]:
+    """The function that an id such as `functions.note:1` names, and the id as it should be; no
+    function if none that is offered has such a name, and no id if it would not tell calls apart.
+
+    Clients and proxies rewrite ids, and models repeat what they find: `functions_note_1`,
+    `functionsnote1`, `functions.note`, `note`.
+    """
+    prefix = _PREFIX.match(call_id)
+    bodies = [call_id, call_id[prefix.end() :] if prefix else call_id]
+    split = [(body[:place], body[place:]) for body in bodies for place in _numbers(body)]
+    for name, number in split:
+        for known in (name, name[:-1] if name[-1:] in "._:-" and number else name):
+            if known in offered:
+                return known, f"functions.{known}:{number}" if number else None
+    plain = {_plain(name): name for name in sorted(offered, reverse=True)}
+    for name, number in split:
+        if known := plain.get(_plain(name), ""):
+            return known, f"functions.{known}:{number}" if number else None
+    return "", None
+
+
+def _numbers(text: str) -> range:
+    """The places where a number at the end of a text may begin, the last first."""
+    return range(len(text), len(text.rstrip(string.digits)) - 1, -1)
+
+
+def _plain(name: str) -> str:
+    return str(_NO_NAME.sub("", name)).lower()

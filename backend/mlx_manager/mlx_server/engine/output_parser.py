@@ -96,6 +96,9 @@ class OutputParser:
     def finish(self, reason: FinishReason) -> list[Event]:
         """Whatever was held back. `reason` "length" means that the output was cut off."""
         text = self._detokenizer.finish()
+        if reason == "length":
+            # Half a character, whose other half was cut off, is none.
+            text = text.rstrip("\ufffd")
         if self._markup is None:
             return self._with_logprobs([text_delta(text)]) if text or self._logprobs else []
         if self._markup.complete:

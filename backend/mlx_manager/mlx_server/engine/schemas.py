@@ -20,8 +20,14 @@ LARGEST_INTEGER = 10**18 - 1
 """Integers that a tool is called with have 18 digits at most, where its schema says nothing: they
 fit 64 bits, and a model that repeats a digit for ever comes to an end."""
 
-_TYPE_ALIASES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
-"""Names of types that tools written for Python carry; JSON Schema has none of them."""
+_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+
+_TYPE_ALIASES = {
+    **{"dict": "object", "float": "number", "tuple": "array", "any": None},
+    **{"str": "string", "int": "integer", "bool": "boolean", "list": "array", "None": "null"},
+    **{name.upper(): name for name in _TYPES},
+}
+"""Names of types that tools for Python or for Gemini carry; JSON Schema has none of them."""
 
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
@@ -235,7 +241,8 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def _with_json_types(schema: Any) -> Any:
-    """`schema` with Python's names of types in JSON Schema's."""
+    """`schema` with the names of types in JSON Schema's, and OpenAPI's `nullable` as the type that
+    it is."""
     if not isinstance(schema, Mapping):
         return schema
     found = _within(schema, _with_json_types)
@@ -247,6 +254,8 @@ def _with_json_types(schema: Any) -> Any:
         meant = [_TYPE_ALIASES.get(name, name) for name in names]
         if None not in meant:
             found = {"type": meant if isinstance(named, list) else meant[0], **found}
+    if found.get("nullable") is True and isinstance(found.get("type"), str):
+        found["type"] = list(dict.fromkeys([found["type"], "null"]))
     return found
 
 
@@ -387,14 +396,6 @@ def required(root: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(resolved(root, root).get("required", ()))
 
 
-def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[Kind]:
-    """The types that `schema` allows, as far as they can be told."""
-    try:
-        return frozenset(branch.kind for branch in branches(schema, root))
-    except UnwritableError:
-        return frozenset({"any"})
-
-
 def branches(schema: Any, root: Mapping[str, Any]) -> Sequence[Branch]:
     """`schema` as alternatives of one type each.
 
@@ -500,12 +501,135 @@ def _joined(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
     return {**outer, **inner}
 
 
-def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]]:
-    """The types of the parameters that a tool's schema names, as far as they can be told."""
-    root = _with_json_types(parameters)
+# ---------------------------------------------------------------------------------------------
+# What a value that has been written may be
+# ---------------------------------------------------------------------------------------------
+
+TEXT: frozenset[Kind] = frozenset({"string"})
+ANYTHING: frozenset[Kind] = frozenset({"any"})
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """The schema of a value as its reader needs it: the types that the value may have, and the
+    schemas of what is in it.
+
+    root: what references are relative to.
+    """
+
+    schema: Any
+    root: Mapping[str, Any]
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The types, as far as they can be told; "any" alone where they can't."""
+        return _kinds(self.schema, self.root, {}) or ANYTHING
+
+    @property
+    def names(self) -> Mapping[str, Typed]:
+        """What an object's schema names, wherever it does."""
+        named: dict[str, list[Any]] = {}
+        for part in self._parts():
+            for name, schema in part.get("properties", {}).items():
+                named.setdefault(name, []).append(schema)
+        return {name: self._of(found) for name, found in named.items()}
+
+    def member(self, name: str) -> Typed:
+        """The schema of an object's property."""
+        if name in (names := self.names):
+            return names[name]
+        return self._of([part.get("additionalProperties", {}) for part in self._parts()])
+
+    @property
+    def element(self) -> Typed:
+        """The schema of a list's elements."""
+        parts = [part for part in self._parts() if "prefixItems" not in part]
+        return self._of([part.get("items", {}) for part in parts])
+
+    def _parts(self) -> list[Mapping[str, Any]]:
+        """The schema, and all that it refers to or combines."""
+        found: list[Mapping[str, Any]] = []
+        waiting, seen = [self.schema], set[str]()
+        while waiting:
+            schema = waiting.pop()
+            if not isinstance(schema, Mapping):
+                continue
+            found.append(schema)
+            for keyword in _COMBINATIONS:
+                waiting += reversed(schema.get(keyword, ()))
+            if "$ref" in schema and schema["$ref"] not in seen:
+                seen.add(schema["$ref"])
+                with suppress(UnwritableError):
+                    waiting.append(_at(self.root, schema["$ref"]))
+        return found
+
+    def _of(self, found: list[Any]) -> Typed:
+        return Typed(found[0] if len(found) == 1 else {"anyOf": found} if found else {}, self.root)
+
+
+def typed_parameters(parameters: Mapping[str, Any]) -> Typed:
+    """A tool's parameters; of any type if what it brings is no schema."""
     try:
         check(parameters)
-        named = dict(resolved(root, root).get("properties", {}))
-    except UnwritableError:
-        return {}
-    return {name: kinds(schema, root) for name, schema in named.items()}
+    except MalformedError:
+        return Typed({}, {})
+    root = _with_json_types(parameters)
+    return Typed(root, root)
+
+
+def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]]:
+    """The types of the parameters that a tool's schema names, as far as they can be told."""
+    return {name: typed.kinds for name, typed in typed_parameters(parameters).names.items()}
+
+
+_COMBINATIONS = ("anyOf", "oneOf", "allOf")
+
+
+def _kinds(
+    schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[Kind]]
+) -> frozenset[Kind]:
+    """The types that `schema` allows; none where it refers to nothing but itself.
+
+    known: the types of what has been referred to, none yet of what is being looked at.
+    """
+    if not isinstance(schema, Mapping):
+        return ANYTHING
+    found = _own_kinds(schema)
+    if (reference := schema.get("$ref")) is not None:
+        if reference not in known:
+            known[reference] = frozenset()
+            with suppress(UnwritableError):
+                known[reference] = _kinds(_at(root, reference), root, known)
+        found = _both(found, known[reference])
+    for each in schema.get("allOf", ()):
+        found = _both(found, _kinds(each, root, known))
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            options = [_kinds(option, root, known) for option in schema[keyword]]
+            allowed = frozenset[Kind]().union(*options)
+            found = _both(found, ANYTHING if "any" in allowed else allowed)
+    implied: Sequence[Kind] = [_IMPLIED[key] for key in schema if key in _IMPLIED]
+    return frozenset(implied[:1]) if "any" in found and implied else found
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> frozenset[Kind]:
+    named = schema.get("type", ())
+    among = [named] if isinstance(named, str) else named
+    found = frozenset(among) if among and _TYPES.issuperset(among) else ANYTHING
+    if "const" in schema or schema.get("enum"):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return _both(found, frozenset(map(kind_of, values)))
+    return found
+
+
+def _both(one: frozenset[Kind], other: frozenset[Kind]) -> frozenset[Kind]:
+    """The types that two schemas both allow; those of the first where they exclude each other."""
+    if not other or "any" in other:
+        return one
+    if not one or "any" in one:
+        return other
+    return frozenset(kind for kind in one | other if _has(one, kind) and _has(other, kind)) or one
+
+
+def _has(kinds: frozenset[Kind], kind: Kind) -> bool:
+    return kind in kinds or (kind == "integer" and "number" in kinds)

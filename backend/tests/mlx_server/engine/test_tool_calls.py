@@ -264,8 +264,10 @@ MALFORMED = (
     (APERTUS, '<|tools_prefix|>[{"other": {}}]<|tools_suffix|>'),
     (APERTUS, '<|tools_prefix|>[{"now": 5}]<|tools_suffix|>'),
     (INTERNLM, "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
-    (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Par'),
-    (GEMMA, "<|tool_call>call:note{text:{}<tool_call|>"),
+    (GEMMA, "<|tool_call>call:get_weather{cit"),
+    (GEMMA, '<|tool_call>call:other{city:<|"|>Paris<|"|>}<tool_call|>'),
+    (GEMMA, '<|tool_call>call:note{<|"|>x<|"|>}<tool_call|>'),
+    (GEMMA, "<|tool_call>call:note(text=1)<tool_call|>"),
 )
 
 
@@ -360,7 +362,7 @@ def test_arguments_are_exactly_what_the_model_wrote() -> None:
 
 def test_arguments_that_stop_being_json_end_there() -> None:
     answer = parse('<tool_call>{"name": "now", "arguments": {"a": 1 </tool_call>there', HERMES)
-    assert answer.calls == [Call("now", '{"a": 1 ', "id-1")]
+    assert answer.calls == [Call("now", '{"a": 1}', "id-1")]
     assert answer.content == "there"
 
 
@@ -465,7 +467,7 @@ def test_nothing_of_a_broken_call_is_content_when_no_other_may_follow() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": 1<b></tool_call>there'
     for pieces in ([text], text):
         answer = parse(pieces, replace(HERMES, parallel=False))
-        assert (answer.content, answer.calls) == ("", [Call("now", '{"a": 1', "id-1")])
+        assert (answer.content, answer.calls) == ("", [Call("now", '{"a": 1}', "id-1")])
 
 
 @pytest.mark.parametrize("end", ["", "\n</tool_call>", "\n</tool_call>\nDone."])

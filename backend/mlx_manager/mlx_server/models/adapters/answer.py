@@ -85,9 +85,11 @@ def kept_tokens(
     patterns = [header]
     if form is not None:
         patterns.append(form.item)
+        texts += [form.end, form.close, *form.quotes]
         if form.parameters is not None:
-            patterns.append(form.parameters.item)
-            texts += [form.parameters.end, form.parameters.call_end, form.parameters.object_end]
+            parameters = form.parameters
+            patterns += [parameters.call, parameters.head, parameters.whole, parameters.close]
+            texts += [parameters.end, parameters.call_end, parameters.whole_end]
         if form.block is not None:
             texts += [text for quote in form.block.quotes for text in quote]
             texts.append(form.block.end or "")

@@ -1,21 +1,18 @@
 """How models write tool calls: those that mlx-lm has a parser for, and a few it has none for.
 
-Where the arguments are JSON, or stand one by one, the engine streams them as they are written;
-otherwise mlx-lm's parser reads the whole block. mlx-lm decides which of its formats a model has, by
+Arguments in JSON, in Gemma's notation, and those that stand one by one are streamed by the engine
+as they are written; calls as in Python are read when they are complete. A format that is new to
+mlx-lm and not known here is read by its parser. mlx-lm decides which of its formats a model has, by
 its template.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import math
-import sys
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-from mlx_lm.tool_parsers import function_gemma, gemma4, pythonic
 
 from mlx_manager.mlx_server.formats import (
     Aside,
@@ -72,8 +69,14 @@ def _json(
     *,
     name_key: str = "name",
     held: bool = False,
+    end: str = "",
+    close: str = "",
 ) -> ToolSyntax:
-    form = CallFormat(item, shape=shape, name_key=name_key, held=held)
+    """Calls whose arguments are JSON.
+
+    held: see `CallFormat`. end: what ends a call. close: what ends all calls.
+    """
+    form = CallFormat(item, shape=shape, name_key=name_key, held=held, end=end, close=close)
     return ToolSyntax(openers, lambda _: form)
 
 
@@ -91,39 +94,6 @@ def _objects(key: str, opening: str = "", between: str = ", ", closing: str = ""
     )
 
 
-def read_block(parser: BlockParser, text: str, tools: ToolDicts) -> list[tuple[str, str]]:
-    """(name, JSON arguments) of the calls that a parser of mlx-lm's finds.
-
-    Raises:
-        ValueError: it finds none, or one whose arguments JSON can't hold.
-    """
-    try:
-        found = parser(text.strip(), tools)
-        calls = found if isinstance(found, list) else [found]
-        return [(str(call["name"]), _dump(call["arguments"])) for call in calls]
-    except PARSE_ERRORS as error:
-        raise ValueError(f"not a tool call: {error}") from error
-
-
-def _dump(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        raise ValueError("arguments are not an object")
-    return json.dumps(_finite(arguments), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """`value` with the largest number there is in place of those that JSON has but floats don't."""
-    match value:
-        case float() if math.isinf(value):
-            return math.copysign(sys.float_info.max, value)
-        case Mapping():
-            return {key: _finite(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_finite(inner) for inner in value]
-        case _:
-            return value
-
-
 # ---------------------------------------------------------------------------------------------
 # Arguments in JSON
 # ---------------------------------------------------------------------------------------------
@@ -138,10 +108,10 @@ _HERMES_SHAPE = CallShape(
     tail=("}\n</tool_call>",),
     between=("\n",),
 )
-HERMES = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE)
+HERMES = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE, close="</tool_call>")
 
 
-GENERIC = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE, held=True)
+GENERIC = _json(("<tool_call>",), _HERMES_ITEM, _HERMES_SHAPE, held=True, close="</tool_call>")
 """Hermes's format for models whose template has no place for tools; see `generic_tools`."""
 
 
@@ -150,12 +120,14 @@ GRANITE = _json(
     ("<|tool_call|>",),
     _GRANITE_ITEM,
     _objects("arguments", "<|tool_call|>[", ", ", "]"),
+    close="<|/tool_call|>",
 )
 
 PHI_4 = _json(
     ("<|tool_call|>",),
     _GRANITE_ITEM,
     _objects("arguments", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    close="<|/tool_call|>",
 )
 """Phi-4-mini, whose template has a place for tools and none for calls:
 llama-cpp-microsoft-Phi-4-mini-instruct.jinja in llama.cpp's models/templates has. Both are read
@@ -163,7 +135,8 @@ either way, and what the model makes of OpenAI's form, with the call as a `funct
 
 _MISTRAL_ITEM = (
     r"(?:[\s,\[\]}]|\[TOOL_CALLS\])*(?:(?P<object>\{)"
-    rf"|{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?P<args>\{{))"
+    rf"|{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*"
+    r"(?:(?P<args>\{)|(?P<none>(?P<ahead>\[TOOL_CALLS\]))))"
 )
 _ID = Pattern("[A-Za-z0-9]{9}")
 MISTRAL = _json(
@@ -180,16 +153,21 @@ MISTRAL_ARGS = _json(
     ("[TOOL_CALLS]",),
     _MISTRAL_ITEM,
     CallShape(head=("[TOOL_CALLS]",), middle=(Maybe(("[CALL_ID]", _ID)), "[ARGS]"), name=_WORD),
+    end="[TOOL_CALLS]",
 )
 """`name[ARGS]{...}`: since Small 3.2. Both are read either way."""
 
-KIMI_K2 = _json(
-    ("<|tool_calls_section_begin|>",),
-    r"(?:\s|<\|tool_call_end\|>)*(?:(?P<close><\|tool_calls_section_end\|>)"
-    r"|<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?"
-    rf"(?P<name>{_WORD}?):\d+)\s*"
-    r"<\|tool_call_argument_begin\|>\s*(?P<args>\{))",
-    CallShape(
+_KIMI_ARGUMENTS = r"<\|tool_call_argument_begin\|>"
+_KIMI_FORM = CallFormat(
+    r"(?:\s|<\|tool_call_end\|>|<\|tool_calls?_section_begin\|>)*"
+    r"(?:(?P<close><\|tool_calls?_section_end\|>)"
+    rf"|<\|tool_call_begin\|>\s*(?P<id>{_WORD}?)\s*"
+    rf"(?:(?:{_KIMI_ARGUMENTS}\s*)?(?P<args>\{{)"
+    rf"|(?:{_KIMI_ARGUMENTS}\s*)?(?P<none>(?P<ahead><\|tool_call_end\|>))))",
+    end="<|tool_call_end|>",
+    close="<|tool_calls_section_end|>",
+    named_by_id=True,
+    shape=CallShape(
         head=("<|tool_call_begin|>functions.",),
         middle=(":", Pattern("[0-9]{1,3}"), "<|tool_call_argument_begin|>"),
         tail=("<|tool_call_end|>",),
@@ -198,12 +176,20 @@ KIMI_K2 = _json(
         name=_WORD,
     ),
 )
+KIMI_K2 = ToolSyntax(
+    ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
+    lambda _: _KIMI_FORM,
+)
+"""The name is in the id: docs/tool_call_guidance.md in MoonshotAI/Kimi-K2, which counts the calls
+of a conversation from 0. The model repeats the ids that it finds in its history, other servers' as
+well, and leaves the section's markers out or spells them without the s."""
 
 
 _DEEPSEEK_ITEM = (
     r"(?:\s|```|<｜tool▁call▁end｜>)*(?:(?P<close><｜tool▁calls▁end｜>)"
     rf"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>{NAME}\s*```json\s*(?P<args>\{{)"
-    rf"|{NAME}<｜tool▁sep｜>\s*(?P<args>\{{)))"
+    rf"|function<｜tool▁sep｜>{NAME}\s*(?:```(?:json)?\s*)*(?P<none>(?P<ahead><｜tool▁call▁end｜>))"
+    rf"|{NAME}<｜tool▁sep｜>\s*(?:(?P<args>\{{)|(?P<none>(?P<ahead><｜tool▁call▁end｜>)))))"
 )
 DEEPSEEK = _json(
     ("<｜tool▁calls▁begin｜>",),
@@ -217,6 +203,8 @@ DEEPSEEK = _json(
         closing=("<｜tool▁calls▁end｜>",),
         name=_WORD,
     ),
+    end="<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
 )
 """V3 and R1: `function`, then the name, then fenced JSON."""
 
@@ -231,6 +219,8 @@ DEEPSEEK_31 = _json(
         closing=("<｜tool▁calls▁end｜>",),
         name=_WORD,
     ),
+    end="<｜tool▁call▁end｜>",
+    close="<｜tool▁calls▁end｜>",
 )
 """V3.1: the name, then JSON. Both are read either way."""
 
@@ -246,6 +236,7 @@ COMMAND = _json(
         closing=("\n]<|END_ACTION|>",),
     ),
     name_key="tool_name",
+    close="<|END_ACTION|>",
 )
 """Cohere's Command R7B and A: CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja in llama.cpp's
 models/templates, and vLLM's cohere_command_reasoning_parser.py."""
@@ -254,6 +245,7 @@ NEMOTRON = _json(
     ("<TOOLCALL>",),
     _LIST_OF_OBJECTS + r"|(?P<close></TOOLCALL>))",
     _objects("arguments", "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    close="</TOOLCALL>",
 )
 """Llama-Nemotron and Nemotron Nano 2: NVIDIA-Nemotron-Nano-v2.jinja and
 nvidia-Llama-3_3-Nemotron-Super-49B-v1_5.jinja in llama.cpp's models/templates, and vLLM's
@@ -275,6 +267,8 @@ HUNYUAN = _json(
         closing=(Maybe(("\n",)), "</tool_calls>"),
         name=_WORD,
     ),
+    end="</tool_call>",
+    close="</tool_calls>",
 )
 """Hunyuan's dense models: HunyuanHermesAgentTemplate in ms-swift's agent_template/hermes.py."""
 
@@ -287,6 +281,7 @@ TOOL_CALLS = _json(
         between=(",", Pattern(r" |\n    ")),
         closing=(Maybe(("\n",)), "]</tool_calls>"),
     ),
+    close="</tool_calls>",
 )
 """Jamba 1.5 and Hunyuan A13B: vLLM's jamba_tool_parser.py with its tests, and its
 tool_chat_template_hunyuan_a13b.jinja. Both are read either way, and so are the dense models'."""
@@ -304,6 +299,7 @@ APERTUS = _json(
         closing=("]<|tools_suffix|>",),
         name=_WORD,
     ),
+    close="<|tools_suffix|>",
 )
 """Each call is an object whose one key is the name: chat_template.jinja in swiss-ai/apertus_format,
 and SGLang's apertus2509_detector.py."""
@@ -316,6 +312,7 @@ INTERNLM = _json(
         middle=('", "parameters": ',),
         tail=("}<|action_end|>",),
     ),
+    close="<|action_end|>",
 )
 """InternLM 2 and 3: vLLM's internlm2_tool_parser.py and tool_chat_template_internlm2_tool.jinja,
 and LMDeploy's tests of its prompts."""
@@ -337,30 +334,22 @@ HARMONY = _json(
         joint=("<|end|><|start|>assistant",),
         name=_WORD,
     ),
+    close="<|call|>",
 )
 """The body of a message to a function in gpt-oss's harmony format; the header names it."""
 
 
-def _python_calls(text: str, tools: ToolDicts) -> Any:
-    """What mlx-lm finds in a list of calls, if it is Python and no argument lacks its name."""
-    for node in ast.walk(ast.parse(text, mode="eval")):
-        if isinstance(node, ast.Call) and node.args:
-            raise ValueError("an argument without a name")
-    return pythonic.parse_tool_call(text, tools)
+PYTHON_NAME = r"[A-Za-z_][^\s()\[\]{}<>\"'\\,=]{0,127}"
+"""Functions as calls in Python name them; tools' names need not be Python's."""
 
-
-def _llama_form(tools: ToolDicts) -> CallFormat:
-    block = CallBlock(lambda text: read_block(_python_calls, text, tools), None, _PYTHON_QUOTES)
-    return CallFormat(
-        r"(?:[\s,;\[\]}]|<\|python_tag\|>|<\|python_end\|>)*"
-        r"(?:(?P<object>\{)|(?P<block>\[\s*[A-Za-z_][\w.]*\())",
-        block=block,
-        bare=True,
-        shape=_objects("parameters", between="\n"),
-    )
-
-
-LLAMA = ToolSyntax(("<|python_tag|>", "<|python_start|>"), _llama_form)
+_LLAMA_FORM = CallFormat(
+    r"(?:[\s,;\[\]}]|<\|python_tag\|>|<\|python_end\|>)*"
+    rf"(?:(?P<object>\{{)|(?P<block>\[\s*{PYTHON_NAME}\())",
+    block=CallBlock(None, None, _PYTHON_QUOTES),
+    bare=True,
+    shape=_objects("parameters", between="\n"),
+)
+LLAMA = ToolSyntax(("<|python_tag|>", "<|python_start|>"), lambda _: _LLAMA_FORM)
 """JSON objects at the beginning of the answer or after `<|python_tag|>`, several of them separated
 by `;` or line feeds, or a Python list of calls. Also what a model without any known format gets.
 """
@@ -370,10 +359,27 @@ by `;` or line feeds, or a Python list of calls. Also what a model without any k
 # ---------------------------------------------------------------------------------------------
 
 
+_TAG_END = r"(?:[\"']?\s*(?:>|(?P<ahead>\n))|[\"'](?P<ahead>[^\s<>\"']))"
+"""The end of a tag that ends in a name, also where its quote or its `>` is missing."""
+
+
 def _parameters(
-    openers: tuple[str, ...], item: str, parameters: Parameters, shape: CallShape
+    openers: tuple[str, ...],
+    parameters: Parameters,
+    shape: CallShape,
+    item: str | None = None,
 ) -> ToolSyntax:
-    form = CallFormat(item, parameters=parameters, shape=replace(shape, name=_WORD))
+    """Calls whose arguments stand one by one.
+
+    item: as in `CallFormat`; None if calls stand between what opens them and what closes them.
+    """
+    item = item or rf"\s*(?:(?P<close>{parameters.close})|{parameters.call}(?P<params>))"
+    form = CallFormat(
+        item,
+        parameters=parameters,
+        shape=replace(shape, name=_WORD),
+        close=str(shape.closing[-1] if shape.closing else shape.tail[-1]).rpartition("\n")[2],
+    )
     return ToolSyntax(openers, lambda _: form)
 
 
@@ -385,11 +391,12 @@ def _coder(prefix: str, *, lines: bool) -> ToolSyntax:
     call, line = f"{prefix}tool_call", "\n" if lines else ""
     return _parameters(
         (f"<{call}>", "<function="),
-        rf"\s*(?:(?P<close></{call}>)|<function=\s*{NAME}\s*>(?P<params>))",
         Parameters(
-            r"\s*(?:<parameter=\s*(?P<key>[^<>\n]+?)\s*>(?P<value>)|(?P<end></function>))",
+            call=rf"(?:<{call}>\s*)?<function=\s*{NAME}\s*(?:>|(?P<ahead>\n))",
+            head=r"<parameter=\s*(?P<key>[^<>\n]+?)\s*(?:>|(?P<ahead>\n))",
             end="</parameter>",
             call_end="</function>",
+            close=f"</{call}>",
             line=lines,
         ),
         CallShape(
@@ -416,13 +423,14 @@ def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
     line = "\n" if lines else ""
     return _parameters(
         (f"<{call}>",),
-        rf"\s*(?:(?P<close></{call}>)|(?P<object>\{{)"
-        rf"|{NAME}\s*(?:(?P<params><)|(?P<args>\{{)))",
         Parameters(
-            rf"\s*(?:<{key}>\s*(?P<key>[^<]+?)\s*</{key}>\s*<{value}>(?P<value>)"
-            rf"|(?P<close></{call}>))",
+            call=rf"<{call}>\s*{NAME}\s*(?P<ahead><)",
+            head=rf"(?:<{key}>|<{key}\s)\s*(?P<key>[^<]+?)\s*"
+            rf"(?:(?:</{key}>|</?(?:{key}|{value})>?)\s*)?(?:<{value}>|<{value}(?P<ahead>\n))",
             end=f"</{value}>",
-            call_end=f"</{call}>",
+            also=(key, "arg_key", "arg_value", "arg", "value"),
+            call_end="",
+            close=f"</{call}>",
         ),
         CallShape(
             head=(f"<{call}>",),
@@ -431,6 +439,8 @@ def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
             between=("\n",),
             arguments=OneByOne(f"<{key}>", f"</{key}>{line}<{value}>", f"</{value}>", line),
         ),
+        rf"\s*(?:(?P<close></{call}>)|(?P<object>\{{)"
+        rf"|{NAME}\s*(?:(?P<params>(?P<ahead><))|(?P<args>\{{)))",
     )
 
 
@@ -444,13 +454,12 @@ LONGCAT = _glm("longcat_", lines=True)
 
 MINIMAX = _parameters(
     ("<minimax:tool_call>",),
-    r"\s*(?:(?P<close></minimax:tool_call>)"
-    rf"|<invoke name=[\"']?{NAME}[\"']?\s*>(?P<params>))",
     Parameters(
-        r"\s*(?:<parameter name=[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
-        r"|(?P<end></invoke>))",
+        call=rf"(?:<minimax:tool_call>\s*)?<invoke name=[\"']?{NAME}{_TAG_END}",
+        head=rf"<parameter name=[\"']?(?P<key>[^<>\"'\n]+){_TAG_END}",
         end="</parameter>",
         call_end="</invoke>",
+        close="</minimax:tool_call>",
     ),
     CallShape(
         head=('<invoke name="',),
@@ -469,14 +478,14 @@ _DSML_BLOCK = "(?:function_calls|tool_calls)"
 def _dsml(block: str) -> ToolSyntax:
     return _parameters(
         (f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
-        rf"\s*(?:(?P<close></{_DSML}{_DSML_BLOCK}>)"
-        rf'|<{_DSML}invoke name="{NAME}"\s*>(?P<params>))',
         Parameters(
-            rf'\s*(?:<{_DSML}parameter name="(?P<key>[^<>"\n]+)"'
-            r'(?:\s+string="(?:(?P<text>true)|(?P<json>false))")?\s*>(?P<value>)'
-            rf"|(?P<end></{_DSML}invoke>))",
+            call=rf'(?:<{_DSML}{_DSML_BLOCK}>\s*)?<{_DSML}invoke name="{NAME}{_TAG_END}',
+            head=rf'<{_DSML}parameter name="(?P<key>[^<>"\n]+)'
+            r'(?:"\s+string="(?:(?P<text>true)|(?P<json>false)))?' + _TAG_END,
             end=f"</{_DSML}parameter>",
+            also=("parameter",),
             call_end=f"</{_DSML}invoke>",
+            close=f"</{_DSML}{_DSML_BLOCK}>",
         ),
         CallShape(
             head=(f'<{_DSML}invoke name="',),
@@ -504,12 +513,13 @@ DEEPSEEK_4 = _dsml("tool_calls")
 
 MINICPM = _parameters(
     ("<function name=",),
-    rf"[\"']?{NAME}[\"']?\s*>(?P<params>)",
     Parameters(
-        r"\s*(?:<param name\s*=\s*[\"']?(?P<key>[^<>\"'\n]+)[\"']?\s*>(?P<value>)"
-        r"|(?P<close></function>))",
+        call=rf"<function name=[\"']?{NAME}{_TAG_END}",
+        head=rf"<param name\s*=\s*[\"']?(?P<key>[^<>\"'\n]+){_TAG_END}",
         end="</param>",
-        call_end="</function>",
+        also=("parameter",),
+        call_end="",
+        close="</function>",
         wrap=("<![CDATA[", "]]>"),
     ),
     CallShape(
@@ -518,17 +528,19 @@ MINICPM = _parameters(
         tail=("</function>",),
         arguments=OneByOne('<param name="', '">', "</param>", wrap=("<![CDATA[", "]]>")),
     ),
+    rf"[\"']?{NAME}{_TAG_END}(?P<params>)",
 )
 
 MUSE_SPARK = _parameters(
     ("<atem:function_calls>",),
-    r"\s*(?:(?P<close></atem:function_calls>)"
-    rf'|<atem:invoke\s(?:[^<>]*\s)?name="{NAME}"[^<>]*>(?P<params>))',
     Parameters(
-        r'\s*(?:<atem:parameter\s(?:[^<>]*\s)?name="(?P<key>[^<>"\n]+)"[^<>]*>(?P<value>)'
-        r"|(?P<end></atem:invoke>))",
+        call=r"(?:<atem:function_calls>\s*)?"
+        rf'<atem:invoke\s(?:[^<>]*\s)?name="{NAME}"[^<>\n]*(?:>|(?P<ahead>\n))',
+        head=r'<atem:parameter\s(?:[^<>]*\s)?name="(?P<key>[^<>"\n]+)"[^<>\n]*(?:>|(?P<ahead>\n))',
         end="</atem:parameter>",
+        also=("parameter",),
         call_end="</atem:invoke>",
+        close="</atem:function_calls>",
     ),
     CallShape(
         head=('<atem:invoke name="',),
@@ -547,16 +559,17 @@ MUSE_SPARK = _parameters(
 
 KIMI_K3 = _parameters(
     ("<|open|>tools<|sep|>",),
-    r"\s*(?:(?P<close><\|close\|>tools<\|sep\|>)"
-    rf'|<\|open\|>call\s(?:[^<]*\s)?tool="{NAME}"[^<]*<\|sep\|>(?P<params>))',
     Parameters(
-        r'\s*(?:<\|open\|>argument\s(?:[^<]*\s)?key="(?P<key>[^<"\n]+)"'
-        r'(?:\s+type="(?:(?P<text>string)|(?P<json>\w+))")?[^<]*<\|sep\|>(?P<value>)'
-        r"|<\|open\|>json[^<]*<\|sep\|>(?P<object>)"
-        r"|(?P<end><\|close\|>call<\|sep\|>))",
+        call=r"(?:<\|open\|>tools<\|sep\|>\s*)?"
+        rf'<\|open\|>call\s(?:[^<]*\s)?tool="{NAME}"[^<]*<\|sep\|>',
+        head=r'<\|open\|>argument\s(?:[^<]*\s)?key="(?P<key>[^<"\n]+)"'
+        r'(?:\s+type="(?:(?P<text>string)|(?P<json>\w+))")?[^<]*<\|sep\|>',
+        whole=r"<\|open\|>json[^<]*<\|sep\|>",
+        whole_end="<|close|>json<|sep|>",
         end="<|close|>argument<|sep|>",
-        object_end="<|close|>json<|sep|>",
+        wrong=r"<\|close\|>[^<\n]{0,40}(?:<\|sep\|>|(?P<ahead>\n|<\|(?:open|close)\|>))",
         call_end="<|close|>call<|sep|>",
+        close=r"<\|close\|>tools<\|sep\|>",
     ),
     CallShape(
         head=('<|open|>call tool="',),
@@ -575,108 +588,103 @@ KIMI_K3 = _parameters(
 )
 
 # ---------------------------------------------------------------------------------------------
-# Arguments that mlx-lm's parsers read once they are complete
+# Arguments as objects without quotes, and as in Python
 # ---------------------------------------------------------------------------------------------
 
 
-def _block(
-    start: str,
-    end: str,
-    head: str,
-    parser: BlockParser,
-    quotes: tuple[tuple[str, str], ...] = (),
-    *,
-    shape: CallShape | None = None,
-) -> ToolSyntax:
-    """Calls for one of mlx-lm's parsers. `head`: what the block's beginning looks like."""
+def _gemma(start: str, end: str, *quotes: str) -> ToolSyntax:
+    """Gemma's calls: names have no quotes, and texts are between quotes of its own."""
+    begin, close = re.escape(start), re.escape(end)
+    form = CallFormat(
+        rf"\s*(?:(?P<close>{close})|(?:{begin}\s*)?call\s*:\s*{NAME}\s*"
+        rf"(?:(?P<braces>(?P<ahead>\{{))|(?P<none>(?P<ahead>{close}))))",
+        quotes=quotes,
+        close=end,
+        shape=CallShape(
+            head=(f"{start}call:",),
+            middle=(),
+            tail=(end,),
+            arguments=Braces(quotes[0]),
+            name=_WORD,
+        ),
+    )
+    return ToolSyntax((start,), lambda _: form)
 
+
+GEMMA_4 = _gemma("<|tool_call>", "<tool_call|>", '<|"|>')
+
+FUNCTION_GEMMA = _gemma("<start_function_call>", "<end_function_call>", "<escape>")
+
+_LFM_2_FORM = CallFormat(
+    r"(?P<block>\s*\[)",
+    block=CallBlock(None, "<|tool_call_end|>", _PYTHON_QUOTES),
+    shape=CallShape(
+        head=(),
+        middle=("(",),
+        tail=(")",),
+        opening=("<|tool_call_start|>[",),
+        between=(", ",),
+        closing=("]<|tool_call_end|>",),
+        arguments=Keywords(),
+        name=PYTHON_NAME,
+    ),
+)
+LFM_2 = ToolSyntax(("<|tool_call_start|>",), lambda _: _LFM_2_FORM)
+"""A list of calls as in Python."""
+
+_OLMO_3_FORM = CallFormat(
+    rf"\s*(?:(?P<block>{PYTHON_NAME}\()|(?P<close></function_calls>))",
+    block=CallBlock(None, None, _PYTHON_QUOTES, several=True),
+    close="</function_calls>",
+    shape=CallShape(
+        head=(),
+        middle=("(",),
+        tail=(")",),
+        opening=("<function_calls>",),
+        between=("\n",),
+        closing=("</function_calls>",),
+        arguments=Keywords(),
+        name=PYTHON_NAME,
+    ),
+)
+OLMO_3 = ToolSyntax(("<function_calls>",), lambda _: _OLMO_3_FORM)
+"""Calls as in Python, a line each: vLLM's olmo3_tool_parser.py, and the template of
+lmstudio-community's Olmo-3.1-32B-Instruct-MLX-8bit as its users quote it."""
+
+# ---------------------------------------------------------------------------------------------
+# Calls for a parser of mlx-lm's
+# ---------------------------------------------------------------------------------------------
+
+
+def read_block(parser: BlockParser, text: str, tools: ToolDicts) -> list[tuple[str, str]]:
+    """(name, JSON arguments) of the calls that a parser of mlx-lm's finds.
+
+    Raises:
+        ValueError: it finds none, or one whose arguments JSON can't hold.
+    """
+    try:
+        found = parser(text.strip(), tools)
+        calls = found if isinstance(found, list) else [found]
+        return [(str(call["name"]), _dump(call["arguments"])) for call in calls]
+    except PARSE_ERRORS as error:
+        raise ValueError(f"not a tool call: {error}") from error
+
+
+def _dump(arguments: Any) -> str:
+    if not isinstance(arguments, Mapping):
+        raise ValueError("arguments are not an object")
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _block(start: str, end: str, parser: BlockParser) -> ToolSyntax:
     def form(tools: ToolDicts) -> CallFormat:
-        block = CallBlock(lambda text: read_block(parser, text, tools), end, quotes)
-        return CallFormat(rf"(?P<block>{head})", block=block, shape=shape)
+        block = CallBlock(lambda text: read_block(parser, text, tools), end)
+        return CallFormat(r"(?P<block>\s*\S)", block=block)
 
     return ToolSyntax((start,), form)
 
 
-_PYTHON_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-
-
-def _olmo_form(tools: ToolDicts) -> CallFormat:
-    def parse(text: str) -> list[tuple[str, str]]:
-        return read_block(_python_calls, f"[{text.strip()}]", tools)
-
-    return CallFormat(
-        r"\s*(?:(?P<block>[A-Za-z_][\w.]*\()|(?P<close></function_calls>))",
-        block=CallBlock(parse, None, _PYTHON_QUOTES, several=True),
-        shape=CallShape(
-            head=(),
-            middle=("(",),
-            tail=(")",),
-            opening=("<function_calls>",),
-            between=("\n",),
-            closing=("</function_calls>",),
-            arguments=Keywords(),
-            name=_PYTHON_NAME,
-        ),
-    )
-
-
-OLMO_3 = ToolSyntax(("<function_calls>",), _olmo_form)
-"""OLMo 3: vLLM's olmo3_tool_parser.py, and the template of lmstudio-community's
-Olmo-3.1-32B-Instruct-MLX-8bit as its users quote it."""
-
-_BLOCKS: Mapping[str, tuple[str, tuple[tuple[str, str], ...], CallShape]] = {
-    "function_gemma": (
-        r"\s*call:",
-        (("<escape>", "<escape>"),),
-        CallShape(
-            head=("<start_function_call>call:",),
-            middle=(),
-            tail=("<end_function_call>",),
-            arguments=Braces("<escape>"),
-            name=r"[\w\-]+",
-        ),
-    ),
-    "gemma4": (
-        r"\s*call:",
-        (('<|"|>', '<|"|>'),),
-        CallShape(
-            head=("<|tool_call>call:",),
-            middle=(),
-            tail=("<tool_call|>",),
-            arguments=Braces('<|"|>'),
-            name=r"[\w\-]+",
-        ),
-    ),
-    "pythonic": (
-        r"\s*\[",
-        _PYTHON_QUOTES,
-        CallShape(
-            head=(),
-            middle=("(",),
-            tail=(")",),
-            opening=("<|tool_call_start|>[",),
-            between=(", ",),
-            closing=("]<|tool_call_end|>",),
-            arguments=Keywords(),
-            name=_PYTHON_NAME,
-        ),
-    ),
-}
-"""What a block begins with, what surrounds values in it, and how it is written, by the parser."""
-
-
-def _gemma(text: str, tools: ToolDicts) -> Any:
-    """FunctionGemma's calls are Gemma 4's but for the quotes, and its own parser knows no nesting.
-
-    What has no quotes at all is text, which only FunctionGemma's own parser knows.
-    """
-    try:
-        return gemma4.parse_tool_call(text.replace("<escape>", '<|"|>'), tools)
-    except PARSE_ERRORS:
-        return function_gemma.parse_tool_call(text, tools)
-
-
-_STREAMED: Mapping[str, ToolSyntax] = {
+_KNOWN: Mapping[str, ToolSyntax] = {
     "json_tools": HERMES,
     "mistral": MISTRAL,
     "kimi_k2": KIMI_K2,
@@ -688,18 +696,15 @@ _STREAMED: Mapping[str, ToolSyntax] = {
     "minimax_m2": MINIMAX,
     "minicpm5": MINICPM,
     "muse_spark": MUSE_SPARK,
+    "gemma4": GEMMA_4,
+    "function_gemma": FUNCTION_GEMMA,
+    "pythonic": LFM_2,
 }
 
 
 def of_mlx_parser(module: str, start: str, end: str, parser: BlockParser) -> ToolSyntax:
     """The syntax that the parser in `mlx_lm.tool_parsers.<module>` reads."""
-    if module in _STREAMED:
-        return _STREAMED[module]
-    if module not in _BLOCKS:
-        return _block(start, end, r"\s*\S", parser)
-    head, quotes, shape = _BLOCKS[module]
-    reader = _gemma if module == "function_gemma" else parser
-    return _block(start, end, head, reader, quotes, shape=shape)
+    return _KNOWN.get(module) or _block(start, end, parser)
 
 
 # ---------------------------------------------------------------------------------------------
