@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ from mlx_manager.mlx_server.core import (
     Regex,
     Tool,
 )
+from mlx_manager.mlx_server.engine.bounds import (
+    MOST_GRAMMAR,
+    MOST_PATTERN,
+    MOST_SCHEMA,
+    TooMuchError,
+    check_lark,
+    check_schema,
+    check_size,
+)
 from mlx_manager.mlx_server.engine.call_grammar import (
     bare_calls,
     calls_grammar,
@@ -36,20 +45,23 @@ from mlx_manager.mlx_server.engine.call_grammar import (
     json_of,
     literal,
 )
-from mlx_manager.mlx_server.engine.schemas import (
-    UnwritableError,
-    parameters_schema,
-    without_unknown_formats,
-)
+from mlx_manager.mlx_server.engine.gbnf import GbnfError, is_lark, lark_of
+from mlx_manager.mlx_server.engine.sandbox import Sandbox, Verdict
+from mlx_manager.mlx_server.engine.sandbox import Vocabulary as StandIn
+from mlx_manager.mlx_server.engine.schemas import UnwritableError, parameters_schema
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
 from mlx_manager.mlx_server.utils.bare import BareErrors
+from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 Mask = NDArray[np.int32]
 """(words,): bit i of word w allows token 32 * w + i."""
 
 MOST_KEPT = 128
 """Compiled grammars kept per model."""
+
+MOST_BYTES = 2**29
+"""And what these may take, as far as is known."""
 
 MOST_AT_ONCE = 500
 """Ways in which a text may be read so far, of a grammar that the request has written.
@@ -66,9 +78,13 @@ class Grammars:
     Args:
         tokenizer: mlx-lm's `TokenizerWrapper`.
         end_ids: tokens that end an answer; allowed wherever the grammar may end.
+        sandbox: where they are tried first; one of its own unless it is shared.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, end_ids: Iterable[int], sandbox: Sandbox | None = None
+    ) -> None:
+        self._sandbox = sandbox or Sandbox()
         self._tokenizer = tokenizer
         self._end_ids = sorted(end_ids)
         self._ids = {
@@ -81,16 +97,23 @@ class Grammars:
         self._texts: LLTokenizer | None = None
         # Why there is none: to find out takes as long as to make one.
         self._refusal: str | None = None
-        self._kept: OrderedDict[tuple[str, int | None], LLMatcher] = OrderedDict()
+        self._stand_in: StandIn | None = None
+        # With the bytes that each takes.
+        self._kept: OrderedDict[tuple[str, int | None], tuple[LLMatcher, int]] = OrderedDict()
+        self._kept_bytes = 0
         self._lock = Lock()
 
     def make_ahead(self) -> None:
-        """What every grammar needs: of 128 000 tokens 0.6 s with Python's lock held.
+        """Make what every grammar needs: of 128 000 tokens 0.6 s with Python's lock held.
 
         Raises:
             UnsupportedParameter: the model's tokenizer is of no use here.
+            GenerationFailed: no process to try grammars in starts.
         """
         self._tokens("response_format")
+        self._sandbox.make_ahead()
+        # It makes a vocabulary, too.
+        self.answer(JsonObject())
 
     def _tokens(self, param: str) -> LLTokenizer:
         """llguidance's form of the vocabulary, made when it is first needed."""
@@ -106,6 +129,9 @@ class Grammars:
                     f"use its tokenizer: {self._refusal}",
                     param=param,
                 )
+            if self._stand_in is None:
+                end = self._end_ids[0] if self._end_ids else 0
+                self._stand_in = StandIn(self._texts.vocab_size, self._ids, end)
             return self._texts
 
     @property
@@ -119,46 +145,69 @@ class Grammars:
         """The length of this model's masks."""
         return -(-self.texts.vocab_size // 32)
 
-    def matcher(self, grammar: str, param: str, most: int | None = None) -> LLMatcher:
+    def matcher(
+        self,
+        grammar: str,
+        param: str,
+        most: int | None = None,
+        waiting: Waiting | None = None,
+    ) -> LLMatcher:
         """A matcher at the beginning of `grammar`, in any form that llguidance reads.
 
         most: ways in which a text may be read so far, if not as many as llguidance follows.
+        waiting: who waits for it.
 
         Raises:
             InvalidParameter: the grammar can't be honoured; says why.
             UnsupportedParameter: the model's tokenizer is of no use here.
+            GenerationFailed: there is no process to try it in.
+            AbandonedError: nobody waits for it any more.
         """
         texts = self._tokens(param)
         with self._lock:
             known = self._kept.get((grammar, most))
             if known is not None:
                 self._kept.move_to_end((grammar, most))
-                return known.deep_copy()
-        limits = LLParserLimits(max_items_in_row=most)
+                return known[0].deep_copy()
         # Each is looked for by itself: an expression of thousands takes seconds.
         spells = any(map(_unescaped(grammar).__contains__, self._special))
         form = unforced(grammar) if spells else grammar
+        tried = self._tried(form, param, most, waiting or Waiting())
+        limits = LLParserLimits(max_items_in_row=most)
         made = LLMatcher(texts, form, log_level=0, limits=limits)
         if made.is_error():
-            raise _refused(param, reason(made))
+            raise _refused(param, reason(made.get_error()))
         # What refers to itself without end compiles, and ends at once.
         fill_masks(None, [made], self.words)
         if made.is_error():
-            raise _refused(param, f"nothing fits it ({reason(made)})")
+            raise _refused(param, f"nothing fits it ({reason(made.get_error())})")
         with self._lock:
-            self._kept[grammar, most] = made
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+            if (grammar, most) not in self._kept:
+                self._kept[grammar, most] = made, tried.size
+                self._kept_bytes += tried.size
+            while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_BYTES:
+                _, (_, size) = self._kept.popitem(last=False)
+                self._kept_bytes -= size
             return made.deep_copy()
 
-    def answer(self, constraint: Constraint) -> LLMatcher:
+    def _tried(self, form: str, param: str, most: int | None, waiting: Waiting) -> Verdict:
+        """What is known of a grammar that can be compiled here without harm."""
+        if waiting.late:
+            raise _refused(param, "all that the request asks for takes too long to compile")
+        assert self._stand_in is not None
+        verdict = self._sandbox.verdict(self._stand_in, form, most, waiting)
+        if verdict.error is not None:
+            raise _refused(param, reason(verdict.error))
+        return verdict
+
+    def answer(self, constraint: Constraint, waiting: Waiting | None = None) -> LLMatcher:
         """A matcher for answers that fit `constraint`.
 
         Raises:
             InvalidParameter: the constraint can't be honoured; says why.
         """
         grammar = json.dumps({"grammars": [answer_grammar(constraint)]})
-        return self.matcher(grammar, constraint.param, _most(constraint))
+        return self.matcher(grammar, constraint.param, _most(constraint), waiting)
 
     def calls(
         self,
@@ -167,6 +216,7 @@ class Grammars:
         *,
         parallel: bool,
         param: str = "tool_choice",
+        waiting: Waiting | None = None,
     ) -> LLMatcher:
         """A matcher for one call of `tools` or, if `parallel`, for one or more.
 
@@ -178,10 +228,16 @@ class Grammars:
         def lark(some: Sequence[Tool]) -> str:
             return calls_grammar(shape, some, split, parallel=parallel)
 
-        return self._of_tools(lark, tools, param)
+        return self._of_tools(lark, tools, param, waiting)
 
     def free_calls(
-        self, shape: CallShape, tools: Sequence[Tool], openers: Sequence[str], *, param: str
+        self,
+        shape: CallShape,
+        tools: Sequence[Tool],
+        openers: Sequence[str],
+        *,
+        param: str,
+        waiting: Waiting | None = None,
     ) -> LLMatcher:
         """A matcher for any text, in which only calls of `tools` can follow `openers`.
 
@@ -193,23 +249,25 @@ class Grammars:
         def lark(some: Sequence[Tool]) -> str:
             return free_calls_grammar(shape, some, split, openers)
 
-        return self._of_tools(lark, tools, param)
+        return self._of_tools(lark, tools, param, waiting)
 
     def _of_tools(
         self,
         lark: Callable[[Sequence[Tool]], str],
         tools: Sequence[Tool],
         param: str,
+        waiting: Waiting | None,
     ) -> LLMatcher:
         try:
-            return self.matcher(lark(tools), param)
+            return self.matcher(lark(tools), param, waiting=waiting)
         except InvalidParameter as error:
             if error.param == param:
                 for tool in tools:
                     place = tool.schema_param
-                    schema = json.dumps(json_of(parameters_schema(tool)))
-                    self.matcher(LLMatcher.grammar_from_json_schema(schema), place)
-                    self.matcher(lark([tool]), place)
+                    schema = json_of(parameters_schema(tool), lenient=not tool.strict)
+                    alone = json.dumps({"grammars": [{"json_schema": schema}]})
+                    self.matcher(alone, place, waiting=waiting)
+                    self.matcher(lark([tool]), place, waiting=waiting)
             raise
 
     def _split(self, text: str) -> list[tuple[str, int | None]]:
@@ -217,7 +275,13 @@ class Grammars:
         return [(part, self._ids.get(part)) for part in parts if part]
 
     def answer_or_calls(
-        self, constraint: Constraint, shape: CallShape, tools: Sequence[Tool], *, parallel: bool
+        self,
+        constraint: Constraint,
+        shape: CallShape,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        waiting: Waiting | None = None,
     ) -> LLMatcher:
         """A matcher for answers that either fit `constraint` or call `tools`.
 
@@ -225,23 +289,23 @@ class Grammars:
             InvalidParameter: the one or the other can't be honoured; says which and why.
         """
         try:
-            return self._answer_or_calls(constraint, shape, tools, parallel=parallel)
+            whole = self._answer_or_calls(constraint, shape, tools, parallel=parallel)
+            return self.matcher(whole, constraint.param, _most(constraint), waiting)
         except (InvalidParameter, UnwritableError):
-            self.answer(constraint)
-            self.calls(shape, tools, parallel=parallel, param="tools")
+            self.answer(constraint, waiting)
+            self.calls(shape, tools, parallel=parallel, param="tools", waiting=waiting)
             raise
 
     def _answer_or_calls(
         self, constraint: Constraint, shape: CallShape, tools: Sequence[Tool], *, parallel: bool
-    ) -> LLMatcher:
+    ) -> str:
         answer = answer_grammar(constraint)
         if not shape.bare:
             calls = calls_grammar(shape, tools, self._split, parallel=parallel)
         elif "json_schema" in answer:
             # Both begin with a brace: only as JSON can they be followed side by side.
             schema = json.dumps(answer["json_schema"])
-            lark = f"start: calls | answer\nanswer: %json {schema}\n{bare_calls(shape, tools)}"
-            return self.matcher(lark, constraint.param)
+            return f"start: calls | answer\nanswer: %json {schema}\n{bare_calls(shape, tools)}"
         else:
             calls = f"start: calls\n{bare_calls(shape, tools)}"
         grammars = [
@@ -249,8 +313,7 @@ class Grammars:
             {"name": "calls", "lark_grammar": calls},
             {"name": "answer", **answer},
         ]
-        whole = json.dumps({"grammars": grammars})
-        return self.matcher(whole, constraint.param, _most(constraint))
+        return json.dumps({"grammars": grammars})
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLTokenizer:
@@ -305,9 +368,31 @@ def _most(constraint: Constraint) -> int | None:
     return MOST_AT_ONCE if isinstance(constraint, Grammar) else None
 
 
-def reason(matcher: LLMatcher) -> str:
-    """Why `matcher` is of no use, without llguidance's account of its state."""
-    return matcher.get_error().partition("\n<state>")[0].strip()
+def reason(error: str) -> str:
+    """Why a matcher is of no use, without llguidance's account of its state."""
+    return error.partition("\n<state>")[0].strip()
+
+
+_UNHELD = (
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), "{}"),
+    (re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?"), "format {}"),
+    (re.compile(r"(oneOf) .*"), "{}"),
+)
+"""llguidance's warnings, and what they are about."""
+
+
+def unheld(matcher: LLMatcher) -> tuple[str, ...]:
+    """What of the schemas in a grammar answers are not held to, each once."""
+    found: dict[str, None] = {}
+    for warning in matcher.get_grammar_warnings():
+        for pattern, form in _UNHELD:
+            if match := pattern.fullmatch(warning):
+                names = match[1].replace('"', "").split(", ")
+                found |= dict.fromkeys(form.format(name) for name in names)
+                break
+        else:
+            found[warning] = None
+    return tuple(found)
 
 
 def _refused(param: str, reason: str) -> InvalidParameter:
@@ -327,24 +412,37 @@ def answer_grammar(constraint: Constraint) -> dict[str, Any]:
     """A constraint as one of llguidance's grammars.
 
     Raises:
-        InvalidParameter: it can't be one.
+        InvalidParameter: it can't be one, or is too large.
     """
+    try:
+        return _answer_grammar(constraint)
+    except TooMuchError as error:
+        raise _refused(constraint.param, str(error)) from error
+    except GbnfError as error:
+        raise _refused(constraint.param, f"it is neither Lark nor GBNF: {error}") from error
+
+
+def _answer_grammar(constraint: Constraint) -> dict[str, Any]:
     match constraint:
         case JsonObject():
             return {"json_schema": json_of({"type": "object"})}
         case JsonSchema(text, strict):
+            check_size("the schema", len(text), MOST_SCHEMA)
             schema = json.loads(text)
-            return {"json_schema": json_of(schema if strict else without_unknown_formats(schema))}
+            check_schema(schema)
+            return {"json_schema": json_of(schema, lenient=not strict)}
         case Regex(pattern):
+            check_size("the regular expression", len(pattern), MOST_PATTERN)
             found = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
             return {"lark_grammar": found["lark_grammar"]}
         case Choice(options):
+            check_size("all options together", sum(map(len, options)), MOST_GRAMMAR)
             return {"lark_grammar": "start: " + " | ".join(map(literal, options))}
-        case Grammar(text, param):
-            try:
-                return {"lark_grammar": grammar_from("grammar", text)}
-            except ValueError as error:
-                raise _refused(param, str(error)) from error
+        case Grammar(text):
+            check_size("the grammar", len(text), MOST_GRAMMAR)
+            lark = text if is_lark(text) else lark_of(text)
+            check_lark(lark)
+            return {"lark_grammar": lark}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
@@ -32,7 +33,7 @@ PROGRAM = "mlx_manager.sandbox"
 IDLE = 2
 """Processes that are kept for the next grammar."""
 GROWN = 32 * 2**20
-"""Bytes by which a grammar may make a process grow that is kept: it hides what the next one takes."""
+"""Bytes by which a grammar may make a process grow that is kept: these hide what others take."""
 VERDICTS = 4096
 """Grammars whose verdict is remembered."""
 FORGET = 60.0
@@ -223,8 +224,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        try:
+        # What was to be sent is for nobody.
+        with suppress(BrokenPipeError):
             pipe.close()
-        except BrokenPipeError:
-            # What was to be sent is for nobody.
-            pass
