@@ -22,9 +22,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 STACK = 2**20
 """Bytes. Rust's threads, which fill masks, have 2 MiB; Python's have more."""
@@ -92,6 +93,8 @@ class StandIn:
 
 def vocabulary(size: int, special: dict[str, int], end: int) -> LLTokenizer:
     """llguidance's form of a stand-in."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     # The end may be one of the bytes here: one more token is none of theirs.
     stand_in = StandIn(max(size, BYTES) + 1, special, max(size, BYTES) if end < BYTES else end)
     stand_in.tokens[stand_in.eos_token_id] = b"\xffend"
@@ -134,6 +137,8 @@ class Watch:
 
 def tried(texts: LLTokenizer, grammar: str, most: int | None) -> str | None:
     """Compile a grammar and write the beginning of an answer; why it is of no use, if so."""
+    from llguidance import LLMatcher, LLParserLimits
+
     matcher = LLMatcher(texts, grammar, log_level=0, limits=LLParserLimits(max_items_in_row=most))
     if matcher.is_error():
         return str(matcher.get_error())
@@ -164,6 +169,9 @@ def _one_of(mask: bytes, dice: random.Random) -> int:
 
 def serve(source: IO[bytes], target: IO[bytes]) -> None:
     """Try one grammar after the other until there are no more."""
+    # The server, which reads the frames' form here, need not have it yet.
+    import llguidance  # noqa: F401
+
     watch = Watch()
     known: OrderedDict[str, LLTokenizer] = OrderedDict()
     write_frame(target, {"ready": True})

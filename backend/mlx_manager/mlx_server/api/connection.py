@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LARGE = 64 * 2**10
 """Bytes of a body that is not parsed and validated in one go."""
 MOST_NAMED = 20
+LONGEST_NAME = 64
 MOST_WRONG = 1000
 """Values that are looked up to name some: those of a large object take seconds."""
 Body = TypeVar("Body", bound=Wire)
@@ -197,10 +198,25 @@ def unknown_header(body: Wire) -> dict[str, str]:
     unknown = body.unknown_fields()
     if not unknown:
         return {}
-    # The names are the caller's: whatever is not plain ASCII must not reach header or log raw.
-    names = ", ".join(ascii(name)[1:-1][:64] for name in unknown[:MOST_NAMED])
+    names = _listed(unknown)
     log.info("fields that are unknown here, without effect: %s", names)
     return {"x-unknown-fields": names}
+
+
+def unheld_header(unheld: Iterable[str]) -> dict[str, str]:
+    """The response header that names what the request demands of the answer's form, and the answer
+    is not held to."""
+    names = list(dict.fromkeys(unheld))
+    if not names:
+        return {}
+    return {"x-schema-not-enforced": _listed(names)}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A caller's names for a header or the log: neither may have what is not plain ASCII raw."""
+    more = len(names) - MOST_NAMED
+    shown = [ascii(name)[1:-1][:LONGEST_NAME] for name in names[:MOST_NAMED]]
+    return ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
 
 
 class UntilHangup:

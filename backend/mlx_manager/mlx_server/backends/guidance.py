@@ -10,41 +10,56 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
-from mlx_manager.mlx_server.engine.grammar import Grammars
+from mlx_manager.mlx_server.engine.grammar import Grammars, unheld
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
+from mlx_manager.mlx_server.engine.sandbox import Sandbox
+from mlx_manager.mlx_server.engine.schemas import unknown_formats
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside, CallShape, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
+from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}
+COMPILE_SECONDS = 10.0
+"""For all grammars of a request: the tool that can't be held to is looked for one by one."""
 
 
 class Guidance:
     """Makes the guides of one model's rows. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, end_ids: Iterable[int], sandbox: Sandbox | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = tuple(end_ids)
-        self._grammars = Grammars(tokenizer, self._end_ids)
+        self._grammars = Grammars(tokenizer, self._end_ids, sandbox)
 
     def make_ahead(self) -> None:
-        """What all guides share.
+        """Make what all guides share.
 
         Raises:
             UnsupportedParameter: this model has none.
+            GenerationFailed: there is no process to try grammars in.
         """
         self._grammars.make_ahead()
 
     def of(
-        self, request: GenerationRequest, output: OutputFormat
+        self,
+        request: GenerationRequest,
+        output: OutputFormat,
+        waiting: Waiting | None = None,
     ) -> tuple[OutputFormat, Guide | None]:
         """The row's guide, None if anything goes, and what its output then looks like.
+
+        waiting: who waits for it; it takes seconds.
 
         Raises:
             InvalidParameter: a constraint or a tool can't be honoured; says why.
             UnsupportedParameter: this model can't be made to do that.
+            GenerationFailed: there is no process to try grammars in.
+            AbandonedError: nobody waits for it any more.
         """
-        rules = self._rules(request, output)
+        rules = self._rules(request, output, waiting or Waiting(COMPILE_SECONDS))
         budget = self._budget(request, output, rules)
         if rules is None and budget is None:
             return output, None
@@ -57,7 +72,9 @@ class Guidance:
         Masks().update([guide])
         return output, guide
 
-    def _rules(self, request: GenerationRequest, output: OutputFormat) -> Rules | None:
+    def _rules(
+        self, request: GenerationRequest, output: OutputFormat, waiting: Waiting
+    ) -> Rules | None:
         constraint = request.constraint
         conversation = request.prompt if isinstance(request.prompt, Conversation) else None
         forced = forced_tools(conversation) if conversation else ()
@@ -66,27 +83,39 @@ class Guidance:
         if conversation and forced:
             shape = _known(shape, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            matcher = self._grammars.calls(shape, forced, parallel=several)
+            matcher = self._grammars.calls(shape, forced, parallel=several, waiting=waiting)
+            left_out = formats_left_out(forced)
             whole = shape.whole
         elif constraint is None:
-            return self._strict(conversation, output) if conversation else None
+            return self._strict(conversation, output, waiting) if conversation else None
         elif conversation is None or output.calls is None or output.header is not None:
             # Where headers announce calls, the content is never one.
-            matcher = self._grammars.answer(constraint)
+            matcher, left_out = self._grammars.answer(constraint, waiting), ()
         else:
             either = partial(
                 self._grammars.answer_or_calls,
                 constraint,
                 _known(shape, constraint.param),
                 parallel=output.parallel,
+                waiting=waiting,
             )
-            matcher = _eased(either, conversation.tools)
+            matcher, left_out = _eased(either, conversation.tools)
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
         param = "tool_choice" if constraint is None or forced else constraint.param
-        return Rules(matcher, self._grammars.texts, self._end_ids, param, openers, whole)
+        return Rules(
+            matcher,
+            self._grammars.texts,
+            self._end_ids,
+            param,
+            openers,
+            whole,
+            unheld=(*unheld(matcher), *left_out),
+        )
 
-    def _strict(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
+    def _strict(
+        self, conversation: Conversation, output: OutputFormat, waiting: Waiting
+    ) -> Rules | None:
         """The rules of an answer that is free but for its calls, if there are strict tools."""
         strict = [tool for tool in conversation.tools if tool.strict]
         if conversation.tool_choice != "auto" or not strict:
@@ -100,11 +129,20 @@ class Guidance:
                 param=param,
             )
         markers = [m for m, region in output.edges.get("content", ()) if region == "calls"]
-        calls = partial(self._grammars.free_calls, shape, openers=markers, param=param)
-        matcher = _eased(calls, conversation.tools)
-        openers = () if shape.whole else self._openers(output)
-        texts, ends = self._grammars.texts, self._end_ids
-        return Rules(matcher, texts, ends, param, openers, shape.whole, free=True)
+        calls = partial(
+            self._grammars.free_calls, shape, openers=markers, param=param, waiting=waiting
+        )
+        matcher, left_out = _eased(calls, conversation.tools)
+        return Rules(
+            matcher,
+            self._grammars.texts,
+            self._end_ids,
+            param,
+            () if shape.whole else self._openers(output),
+            shape.whole,
+            free=True,
+            unheld=(*unheld(matcher), *left_out),
+        )
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""
@@ -153,18 +191,40 @@ def forced_tools(conversation: Conversation) -> Sequence[Tool]:
     return found
 
 
-def _eased(compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool]) -> LLMatcher:
-    """What holds answers to `tools`. Of those that are not strict, the ones that can't be held to
-    their parameters aren't."""
-    try:
-        return compiled(tools)
-    except InvalidParameter as error:
-        found = [tool for tool in tools if tool.schema_param == error.param]
-        if not found or found[0].strict or found[0].parameters == _ANY_ARGUMENTS:
-            raise
-        too_much = found[0]
-    eased = replace(too_much, parameters=_ANY_ARGUMENTS)
-    return _eased(compiled, [eased if tool is too_much else tool for tool in tools])
+def _eased(
+    compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool]
+) -> tuple[LLMatcher, Sequence[str]]:
+    """What holds answers to `tools`, and what of these it does not. Of those that are not strict,
+    the ones that can't be held to their parameters at all aren't."""
+    held, left_out = list(tools), list(formats_left_out(tools))
+    while True:
+        try:
+            return compiled(held), left_out
+        except InvalidParameter as error:
+            found = [at for at, tool in enumerate(held) if tool.schema_param == error.param]
+            if not found or held[found[0]].strict or held[found[0]].parameters == _ANY_ARGUMENTS:
+                raise
+        at = found[0]
+        left_out.append(held[at].schema_param)
+        held[at] = replace(held[at], parameters=_ANY_ARGUMENTS)
+
+
+def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:
+    """The formats of texts in the parameters of `tools` that are not enforced."""
+    names = dict.fromkeys(name for tool in tools for name in unknown_formats(tool.parameters))
+    return [f"format {name}" for name in names]
+
+
+def compiles(request: GenerationRequest) -> bool:
+    """Whether a grammar is needed to answer `request`, which takes up to seconds."""
+    if request.constraint is not None:
+        return True
+    match request.prompt:
+        case Conversation(tool_choice="auto", tools=tools):
+            return any(tool.strict for tool in tools)
+        case Conversation(tool_choice=choice):
+            return choice != "none"
+    return False
 
 
 def _known(shape: CallShape | None, param: str) -> CallShape:

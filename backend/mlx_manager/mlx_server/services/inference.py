@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -31,6 +39,7 @@ from mlx_manager.mlx_server.core import (
     Progress,
     Prompt,
     RowStatus,
+    Started,
     TokenizerInfo,
     Tokens,
 )
@@ -46,6 +55,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 L = TypeVar("L")
+Ask = Callable[[Callable[[], bool]], Coroutine[Any, Any, bool]]
+"""Has a question answered on another thread."""
 
 
 class EverShorter(Protocol):
@@ -263,7 +274,8 @@ class Inference:
         whole = self._own([requests[0]])
 
         def work(lease: Lease, _: Call) -> AsyncGenerator[Progress, None]:
-            return fitting(lease.backend, requests, self._own)
+            ask = partial(self.calls.questions.run, key=self.caller.key)
+            return fitting(lease.backend, requests, self._own, ask)
 
         return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
 
@@ -326,7 +338,8 @@ class Inference:
             MLXManagerError: there is no such model, or it has no answer.
         """
         async with self._asking(model, kind) as (call, backend):
-            return await call.wait(self.calls.questions.run(partial(question, backend)))
+            asked = self.calls.questions.run(partial(question, backend), self.caller.key)
+            return await call.wait(asked)
 
     async def count(self, requests: EverShorter) -> int:
         """The tokens of the prompt that `generate_fitting` would read.
@@ -335,9 +348,9 @@ class Inference:
             MLXManagerError: as `ask`.
         """
         async with self._asking(requests[0].model, "text") as (call, backend):
-            fitting = await call.wait(first_fitting(backend, requests))
-            tokenize = partial(backend.tokenize, fitting.prompt)
-            return len((await call.wait(self.calls.questions.run(tokenize))).ids)
+            ask = partial(self.calls.questions.run, key=self.caller.key)
+            fitting = await call.wait(first_fitting(backend, requests, ask))
+            return len((await call.wait(ask(partial(backend.tokenize, fitting.prompt)))).ids)
 
     @asynccontextmanager
     async def _asking(
@@ -373,15 +386,18 @@ async def fitting(
     backend: TokenBackend,
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
+    ask: Ask,
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await first_fitting(backend, requests)
+    request = await first_fitting(backend, requests, ask)
     async with aclosing(rows(backend, own([request]))) as progress:
         async for step in progress:
             yield step
 
 
-async def first_fitting(backend: TokenBackend, requests: EverShorter) -> GenerationRequest:
+async def first_fitting(
+    backend: TokenBackend, requests: EverShorter, ask: Ask
+) -> GenerationRequest:
     """Found by halves; who has hung up costs no more than the look at the one under way."""
 
     def fits(index: int) -> bool:
@@ -390,7 +406,7 @@ async def first_fitting(backend: TokenBackend, requests: EverShorter) -> Generat
     first, last = 0, len(requests) - 1
     while first < last:
         middle = (first + last) // 2
-        if await asyncio.to_thread(fits, middle):
+        if await ask(partial(fits, middle)):
             last = middle
         else:
             first = middle + 1
@@ -470,10 +486,20 @@ class Answer(Protocol):
         ...
 
 
-async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> Iterator[str]:
-    """The body of an answer that is not streamed, in pieces: the stream, collected."""
+async def collect(
+    progress: AsyncGenerator[Progress, None],
+    answer: Answer,
+    begun: Callable[[Started], object] = id,
+) -> Iterator[str]:
+    """The body of an answer that is not streamed, in pieces: the stream, collected.
+
+    begun: told of each row's beginning.
+    """
     async with aclosing(progress):
         async for step in progress:
+            for _, events in step:
+                if type(start := events[0]) is Started:
+                    begun(start)
             try:
                 answer.add(step)
             except MLXManagerError as error:
