@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlx_manager.mlx_server.backends.contents import Content, contents
+from mlx_manager.mlx_server.backends.contents import (
+    Content,
+    check_counted,
+    contents,
+    most_counted,
+)
 from mlx_manager.mlx_server.backends.guidance import (
     COMPILE_SECONDS,
     Guidance,
@@ -62,8 +66,6 @@ PROMPTS_AT_ONCE = 4
 """Prompts that are rendered and tokenised at once, which can't be ended. Keys take turns."""
 GRAMMARS_AT_ONCE = 2
 """Grammars that are compiled at once: up to seconds, and without Python's lock."""
-ALL = sys.maxsize
-"""More tokens than any text has."""
 SHORT = 4096
 """Characters or tokens of a prompt that takes less than a millisecond to render and to tokenise."""
 MESSAGE = 64
@@ -225,12 +227,16 @@ class TextBackend:
         Raises:
             InvalidRequest: the prompt can't be rendered, has unknown token ids, or asks for a call
                 of a tool that is not there.
+            ContextLengthExceeded: they are several times as many.
         """
+        most = most_counted(self._loaded.context_length)
         if isinstance(prompt, Text) and not special:
-            ids = token_ids(self._loaded.tokenizer, prompt.text)
+            encode = partial(token_ids, self._loaded.tokenizer)
+            [content] = contents(lambda texts: list(map(encode, texts)), [prompt.text], most)
         else:
-            ids = self._tokenise(prompt, ALL)[0].ids
-        return Tokenized(ids, self._loaded.context_length, self._texts)
+            content = self._tokenise(prompt, most)[0]
+        check_counted(len(content.ids), self._loaded.context_length, prompt.param)
+        return Tokenized(content.ids, self._loaded.context_length, self._texts)
 
     def leaves_room(self, request: GenerationRequest) -> bool:
         """Whether an answer as long as is asked for, or half the context long, can follow.
@@ -247,8 +253,11 @@ class TextBackend:
 
         Raises:
             InvalidParameter: there is no such token.
+            ContextLengthExceeded: there are more than `tokenize` would give.
         """
-        return self._vocabulary.text(ids, "tokens")
+        given = list(ids)
+        check_counted(len(given), self._loaded.context_length, "tokens")
+        return self._vocabulary.text(given, "tokens")
 
     def render(self, conversation: Conversation) -> str:
         """The text that the model gets to see.

@@ -63,6 +63,9 @@ MOST_KEPT = 128
 MOST_BYTES = 2**29
 """And what these may take, as far as is known."""
 
+LONGEST_REASON = 400
+"""Characters of why a grammar is refused."""
+
 MOST_AT_ONCE = 500
 """Ways in which a text may be read so far, of a grammar that the request has written.
 
@@ -400,7 +403,10 @@ def _refused(param: str, reason: str) -> InvalidParameter:
         # The excerpt is of a grammar that the caller has never seen.
         reason = re.split(r"\n *\d+ \| ", reason.strip())[0]
         reason = re.sub(r"^(at )?\d+\(\d+\): ", "", reason)
-    return InvalidParameter(f"`{param}` can't be honoured: {reason.strip()}", param=param)
+    # llguidance repeats a pattern as a whole.
+    reason = reason.strip()
+    said = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
+    return InvalidParameter(f"`{param}` can't be honoured: {said}", param=param)
 
 
 # ---------------------------------------------------------------------------------------------
