@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 STACK = 2**20
 """Bytes. Rust's threads, which fill masks, have 2 MiB; Python's have more."""
-SECONDS = 3.0
-"""For a grammar to be compiled and tried."""
-MEMORY = 256 * 2**20
-"""Bytes that a grammar may take meanwhile."""
+PATIENCE = 10.0
+"""Seconds that a grammar may take on a machine that is busy."""
 LOOK = 0.01
 """Seconds between two looks at the memory."""
 TOO_MUCH_MEMORY = 75
@@ -97,7 +95,7 @@ def vocabulary(size: int, special: dict[str, int], end: int) -> LLTokenizer:
 
     # The end may be one of the bytes here: one more token is none of theirs.
     stand_in = StandIn(max(size, BYTES) + 1, special, max(size, BYTES) if end < BYTES else end)
-    stand_in.tokens[stand_in.eos_token_id] = b"\xffend"
+    stand_in.tokens[stand_in.eos_token_id] = stand_in.tokens[stand_in.eos_token_id] or b"\xffend"
     stand_in.special_token_ids.append(stand_in.eos_token_id)
     return LLTokenizer(TokenizerWrapper(stand_in))
 
@@ -112,25 +110,32 @@ class Watch:
     """Ends the process when a job takes too long or too much memory."""
 
     def __init__(self) -> None:
+        self._most = 0
         self._before = 0
         self._working = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
-    def begin(self) -> None:
+    def begin(self, seconds: float, memory: int) -> None:
+        """
+        seconds: of the processor. memory: bytes by which the process may grow.
+        """
         self._before = peak()
-        # Nobody handles the signal, which ends the program, also in native code.
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        self._most = self._before + memory
+        # Nobody handles the signals, which end the program, also in native code.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         self._working.set()
 
     def end(self) -> int:
         """Bytes by which the process has grown."""
         self._working.clear()
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         return peak() - self._before
 
     def _look(self) -> None:
         while self._working.wait():
-            if peak() - self._before > MEMORY:
+            if peak() > self._most:
                 os._exit(TOO_MUCH_MEMORY)
             time.sleep(LOOK)
 
@@ -182,7 +187,7 @@ def serve(source: IO[bytes], target: IO[bytes]) -> None:
             while len(known) > KEPT:
                 known.popitem(last=False)
         known.move_to_end(key)
-        watch.begin()
+        watch.begin(job["seconds"], job["memory"])
         error = tried(known[key], job["grammar"], job["most"])
         grown = watch.end()
         write_frame(target, {"error": error, "grown": grown})
@@ -201,7 +206,8 @@ def main() -> None:
     """Try what comes by stdin."""
     # A core of each process that dies would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for ending in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(ending, signal.SIG_DFL)
     source, target = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
     # Nothing but frames goes to the pipe.
     os.dup2(2, 1)

@@ -56,7 +56,7 @@ class _Rule:
 
 def is_lark(text: str) -> bool:
     """Whether a grammar is in Lark's syntax already."""
-    return re.search(r"(?m)^\s*(%llguidance\b|start\s*:)", text) is not None
+    return re.search(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))", text) is not None
 
 
 def lark_of(text: str) -> str:

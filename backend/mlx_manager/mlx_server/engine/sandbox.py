@@ -25,11 +25,15 @@ from typing import Any
 
 from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
-from mlx_manager.sandbox import MEMORY, SECONDS, TOO_MUCH_MEMORY, read_frame, write_frame
+from mlx_manager.sandbox import PATIENCE, TOO_MUCH_MEMORY, read_frame, write_frame
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "mlx_manager.sandbox"
+SECONDS = 3.0
+"""Of the processor, for a grammar to be compiled and tried."""
+MEMORY = 256 * 2**20
+"""Bytes that a grammar may take meanwhile."""
 IDLE = 2
 """Processes that are kept for the next grammar."""
 GROWN = 32 * 2**20
@@ -117,22 +121,21 @@ class Process:
         answer: Mapping[str, Any] | None = read_frame(self._process.stdout)
         return answer
 
-    def last_words(self) -> tuple[str, bool]:
-        """Why it has died, and whether that depends on what else the machine had to do."""
-        code = self._process.wait()
-        if code == -signal.SIGALRM:
-            return f"to compile it took more than {SECONDS:g} s", True
-        if code in (TOO_MUCH_MEMORY, -signal.SIGKILL):
-            return f"to compile it took more than {MEMORY >> 20} MiB", False
-        what = signal.Signals(-code).name if code < 0 else f"exit {code}"
-        return f"the process that compiled it has died ({what}): it is nested too deeply", False
+    def exit_code(self) -> int:
+        """How it has ended; negative if by a signal."""
+        return self._process.wait()
 
 
 class Sandbox:
     """Tries grammars in processes, which it keeps. Safe to use from several threads, each of which
-    has a process of its own."""
+    has a process of its own.
 
-    def __init__(self) -> None:
+    seconds: of the processor, and memory: bytes, that a grammar may take.
+    """
+
+    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+        self._seconds = seconds
+        self._memory = memory
         self._lock = threading.Lock()
         self._idle: list[Process] = []
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -185,16 +188,20 @@ class Sandbox:
     def _tried(
         self, vocabulary: Vocabulary, grammar: str, most: int | None, waiting: Waiting
     ) -> Verdict:
-        job = {"vocabulary": vocabulary.wire, "grammar": grammar, "most": most}
+        job = {
+            "vocabulary": vocabulary.wire,
+            "grammar": grammar,
+            "most": most,
+            "seconds": self._seconds,
+            "memory": self._memory,
+        }
         process = self._taken()
         whole = False
         try:
             with waiting.stopping(process.kill):
                 answer = process.try_out(job)
             if answer is None:
-                error, busy = process.last_words()
-                log.warning("the form of an answer was refused: %s", error)
-                return Verdict(error, until=monotonic() + FORGET if busy else None)
+                return self._of_death(process.exit_code())
             whole = answer["grown"] <= GROWN
             return Verdict(answer["error"], answer["grown"])
         finally:
@@ -202,6 +209,22 @@ class Sandbox:
                 self._give_back(process)
             else:
                 process.close()
+
+    def _of_death(self, code: int) -> Verdict:
+        """What the end of a process says of the grammar that it tried."""
+        until = None
+        if code == -signal.SIGPROF:
+            error = f"to compile it took more than {self._seconds:g} s"
+        elif code == -signal.SIGALRM:
+            error = f"to compile it took more than {PATIENCE:g} s"
+            until = monotonic() + FORGET
+        elif code in (TOO_MUCH_MEMORY, -signal.SIGKILL):
+            error = f"to compile it took more than {self._memory >> 20} MiB"
+        else:
+            how = signal.Signals(-code).name if code < 0 else f"exit {code}"
+            error = f"it is nested too deeply: the process that compiled it has died ({how})"
+        log.warning("the form of an answer was refused: %s", error)
+        return Verdict(error, until=until)
 
     def _taken(self) -> Process:
         with self._lock:
