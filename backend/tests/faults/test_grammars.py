@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +16,12 @@ from live import LiveServer, live_server
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 OBJECT = {"type": "object"}
-SIMPLE = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+SIMPLE = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 
 def chain(length: int, link: Any) -> dict[str, Any]:
@@ -149,7 +157,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("grammars") / "log"
     with live_server(log, log_level="warning") as running:
         yield running
+        left = children(running.process.pid)
     assert "Traceback" not in log.read_text()
+    assert not [pid for pid in left if runs(pid)]
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 @pytest.fixture
@@ -174,3 +197,87 @@ async def test_forms_that_are_too_deep_or_too_large_cost_their_request_alone(
     path, body = chat(response_format=schema_format(SIMPLE), max_tokens=40)
     answer = await http.post(path, json=body)
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def endless(number: int) -> dict[str, Any]:
+    """A schema that takes longer to compile than it may, and that nobody has asked for yet."""
+    # That names which fit one fit no other is found out for each two.
+    patterns = {f"^a{number}b{i}[a-z]*$": {"type": "string"} for i in range(900)}
+    return {"type": "object", "patternProperties": patterns}
+
+
+async def test_clients_that_have_left_hold_up_nobody(http: httpx.AsyncClient):
+    async def leave(number: int) -> None:
+        path, body = chat(guided_json=endless(number))
+        with contextlib.suppress(httpx.TimeoutException):
+            await http.post(path, json=body, timeout=0.5)
+
+    await asyncio.gather(*map(leave, range(40)))
+    # Nobody waits for the forty: with their work to be done, each of these would take a minute.
+    async with asyncio.timeout(15):
+        for path in ("/metrics", "/v1/models", "/health"):
+            assert (await http.get(path)).status_code == 200
+        long = {"messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 1}
+        assert (await http.post("/v1/chat/completions", json=long)).status_code == 200
+        path, body = chat(response_format=schema_format(SIMPLE), max_tokens=40)
+        answer = await http.post(path, json=body)
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_what_takes_too_long_is_refused_by_name(http: httpx.AsyncClient):
+    path, body = chat(guided_json=endless(-1))
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 422
+    assert "`guided_json`" in answer.json()["error"]["message"]
+    assert "more than" in answer.json()["error"]["message"]
+
+
+UNHELD = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "not": {}, "required": ["a"]}
+UNHELD |= {"additionalProperties": False, "propertyNames": {"maxLength": 9}}
+NAMES = "not, propertyNames"
+RESPONSES_FORMAT = {"type": "json_schema", "name": "x", "schema": UNHELD}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        chat(response_format=schema_format(UNHELD)),
+        ("/v1/completions", {"prompt": "x", "guided_json": UNHELD}),
+        ("/v1/responses", {"input": "x", "text": {"format": RESPONSES_FORMAT}}),
+        chat(**forced(UNHELD)),
+    ],
+)
+async def test_what_is_not_enforced_is_named_in_a_header(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], stream: bool
+):
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    asked = body | {"stream": stream, limit: 60}
+    async with http.stream("POST", path, json=asked) as answer:
+        text = (await answer.aread()).decode()
+    assert answer.status_code == 200, text
+    assert answer.headers["x-schema-not-enforced"] == NAMES
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        chat(response_format=schema_format(UNHELD, strict=True)),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": RESPONSES_FORMAT | {"strict": True}}},
+        ),
+        chat(**forced(UNHELD, strict=True)),
+    ],
+)
+async def test_what_can_not_be_enforced_is_refused_if_it_is_strict(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+):
+    answer = await http.post(path, json=body)
+    assert answer.status_code in (400, 422)
+    assert "propertyNames" in answer.json()["error"]["message"]
+
+
+async def test_a_header_is_there_only_where_something_is_not_enforced(http: httpx.AsyncClient):
+    path, body = chat(response_format=schema_format(SIMPLE))
+    assert "x-schema-not-enforced" not in (await http.post(path, json=body)).headers
