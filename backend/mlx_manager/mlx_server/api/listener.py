@@ -230,7 +230,10 @@ class Connection(HttpToolsProtocol):
         """Tell the client, unless it is reading another answer, and hang up."""
         said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
         log.warning("a request was refused (%s): %s", request_id.decode(), error.message)
-        if self.cycle is None or self.cycle.response_complete:
+        answer = self._answering
+        if answer is None or answer.response_complete or not answer.response_started:
+            # Its body may be what is broken.
+            self._hang_up()
             body = json.dumps(said).encode()
             named = "".join(f"{name.decode()}: {request_id.decode()}\r\n" for name in ID_HEADERS)
             head = (
