@@ -235,6 +235,7 @@ async def test_what_takes_too_long_is_refused_by_name(http: httpx.AsyncClient):
 UNHELD = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "not": {}, "required": ["a"]}
 UNHELD |= {"additionalProperties": False, "propertyNames": {"maxLength": 9}}
 NAMES = "not, propertyNames"
+PATTERN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!b)"}}}
 RESPONSES_FORMAT = {"type": "json_schema", "name": "x", "schema": UNHELD}
 
 
@@ -257,6 +258,14 @@ async def test_what_is_not_enforced_is_named_in_a_header(
         text = (await answer.aread()).decode()
     assert answer.status_code == 200, text
     assert answer.headers["x-schema-not-enforced"] == NAMES
+
+
+async def test_what_llguidance_has_no_words_for_is_left_out_and_named(http: httpx.AsyncClient):
+    loose = chat(response_format=schema_format(SIMPLE), **forced(PATTERN) | {"tool_choice": "auto"})
+    for path, body in (chat(guided_json=PATTERN), chat(**forced(PATTERN)), loose):
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-schema-not-enforced"] == "pattern"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mlx_manager.mlx_server import limits
 from mlx_manager.mlx_server.core import STRING_FORMATS
 from mlx_manager.mlx_server.protocols import embeddings, messages, parameters, responses
 from mlx_manager.mlx_server.protocols.parameters import Refusal
@@ -39,18 +40,27 @@ mlx_manager.mlx_server.api.reference`); a test fails when this page and they dif
 `response_format` and its kin hold the content of an answer to a form, token by token, from the end
 of the thinking on. An answer that was cut by the token limit says so (`length`); every other one
 fits. Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance)
-knows it; what it can't hold an answer to (`not`, `if`, `dependencies`, most `oneOf`, look-around
-in patterns) is refused with the reason. A property that the schema does not name may come twice,
+knows it. What it can't hold an answer to (`not`, `if`, `dependencies`, `uniqueItems`, look-around
+in patterns, addresses in `$ref`, unknown formats; of most `oneOf` that it is not two at once) is
+refused with the reason where the schema is `strict`. Otherwise all else is held to, and the
+response header `x-schema-not-enforced` names what is not, once each (a stream that begins with a
+sign of life has no such header). A property that the schema does not name may come twice,
 and counts twice for `minProperties`. Blanks between JSON's tokens are one space, or one or two
-line breaks with up to 20 blanks. The formats of strings that are enforced are {formats}; with
-`strict` any other is refused, without it is an annotation, as JSON Schema has it. Properties come
-in the schema's order. With `tools` the answer may be a call instead.
+line breaks with up to 20 blanks. The formats of strings that are enforced are {formats}. Properties
+come in the schema's order. With `tools` the answer may be a call instead.
+
+A schema may have {schema} characters, a grammar or all options of a choice together {grammar}, a
+regular expression {pattern}, and so may a terminal of a grammar with all that it refers to. At most
+{deepest} schemas, rules or terminals may be nested in each other, counting what they refer to. Each
+form is compiled by another process first, which gets {seconds} s of the processor and {memory} MiB.
+What is beyond any of this is refused by name.
 
 ## Tools
 
 `tool_choice` "required" and a named function are held to likewise: after the thinking comes a
 call, in the model's own format, of a function that is offered, with arguments that fit its
-parameters (a named function is called once, and so is any with `parallel_tool_calls` false). With
+parameters (a named function is called once, and so is any with `parallel_tool_calls` false). What
+of the parameters can't be held to is named or refused as it is for forms. With
 "auto" the text is free; if one of `tools` is `strict`, then from the marker that opens a call on,
 its name and its arguments are held to the same (where calls are bare JSON, as Llama's, an object's
 brace at the beginning of the answer is that marker). Once a call is held to its schema, it has no
@@ -67,6 +77,8 @@ OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with
 names of types ("dict", "float", "tuple", "any") are understood in parameters.
 
 ## Anthropic's messages
+
+`output_config.format` is always strict.
 
 With `thinking.display` "omitted" the answer's thinking blocks have no text, and their signature
 carries the thinking (it is no secret): a block that is sent back is read by the model again. With
@@ -172,10 +184,23 @@ ROUTES = (
 )
 
 
+LIMITS = {
+    "schema": limits.MOST_SCHEMA,
+    "grammar": limits.MOST_GRAMMAR,
+    "pattern": limits.MOST_PATTERN,
+    "deepest": limits.DEEPEST,
+    "seconds": int(limits.COMPILE_SECONDS),
+    "memory": limits.COMPILE_MEMORY >> 20,
+}
+
+
 def page() -> str:
     """The whole page, in Markdown."""
     names = ", ".join(f"`{name}`" for name in sorted(STRING_FORMATS))
-    parts = [INTRODUCTION.replace("{formats}", names)]
+    introduction = INTRODUCTION.replace("{formats}", names)
+    for name, value in LIMITS.items():
+        introduction = introduction.replace(f"{{{name}}}", f"{value:,}")
+    parts = [introduction]
     for route in ROUTES:
         parts.append(f"\n## `POST {route.path}`\n\n| Field | Takes | |\n|---|---|---|\n")
         parts += _rows(route)

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
-from mlx_manager.mlx_server.engine.grammar import Grammars, unheld
+from mlx_manager.mlx_server.engine.grammar import Grammars, TooLargeForm, unheld
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
 from mlx_manager.mlx_server.engine.sandbox import Sandbox
 from mlx_manager.mlx_server.engine.schemas import unknown_formats
@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}
-COMPILE_SECONDS = 10.0
+GUIDE_SECONDS = 10.0
 """For all grammars of a request: the tool that can't be held to is looked for one by one."""
 
 
@@ -59,7 +59,7 @@ class Guidance:
             GenerationFailed: there is no process to try grammars in.
             AbandonedError: nobody waits for it any more.
         """
-        rules = self._rules(request, output, waiting or Waiting(COMPILE_SECONDS))
+        rules = self._rules(request, output, waiting or Waiting(GUIDE_SECONDS))
         budget = self._budget(request, output, rules)
         if rules is None and budget is None:
             return output, None
@@ -83,8 +83,8 @@ class Guidance:
         if conversation and forced:
             shape = _known(shape, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            matcher = self._grammars.calls(shape, forced, parallel=several, waiting=waiting)
-            left_out = formats_left_out(forced)
+            calls = partial(self._grammars.calls, shape, parallel=several, waiting=waiting)
+            matcher, left_out = self._held(calls, forced, waiting, forced=True)
             whole = shape.whole
         elif constraint is None:
             return self._strict(conversation, output, waiting) if conversation else None
@@ -99,7 +99,7 @@ class Guidance:
                 parallel=output.parallel,
                 waiting=waiting,
             )
-            matcher, left_out = _eased(either, conversation.tools)
+            matcher, left_out = self._held(either, conversation.tools, waiting)
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
         param = "tool_choice" if constraint is None or forced else constraint.param
@@ -132,7 +132,7 @@ class Guidance:
         calls = partial(
             self._grammars.free_calls, shape, openers=markers, param=param, waiting=waiting
         )
-        matcher, left_out = _eased(calls, conversation.tools)
+        matcher, left_out = self._held(calls, conversation.tools, waiting)
         return Rules(
             matcher,
             self._grammars.texts,
@@ -143,6 +143,38 @@ class Guidance:
             free=True,
             unheld=(*unheld(matcher), *left_out),
         )
+
+    def _held(
+        self,
+        compiled: Callable[[Sequence[Tool]], LLMatcher],
+        tools: Sequence[Tool],
+        waiting: Waiting,
+        *,
+        forced: bool = False,
+    ) -> tuple[LLMatcher, Sequence[str]]:
+        """What holds answers to `tools`, and what of these it does not. Of those that are not
+        strict, parameters that can't be held to are eased as far as need be: to any arguments,
+        unless a call is `forced`."""
+        held, left_out = list(tools), list(formats_left_out(tools))
+        tried: set[int] = set()
+        while True:
+            try:
+                return compiled(held), left_out
+            except InvalidParameter as error:
+                found = [at for at, tool in enumerate(held) if tool.schema_param == error.param]
+                if not found or held[found[0]].strict:
+                    raise
+                at = found[0]
+                if at not in tried and not isinstance(error, TooLargeForm):
+                    tried.add(at)
+                    held[at], names = self._grammars.eased(held[at], waiting)
+                    left_out += names
+                    if names:
+                        continue
+                if forced or held[at].parameters == _ANY_ARGUMENTS:
+                    raise
+            left_out.append(held[at].schema_param)
+            held[at] = replace(held[at], parameters=_ANY_ARGUMENTS)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""
@@ -189,24 +221,6 @@ def forced_tools(conversation: Conversation) -> Sequence[Tool]:
             "`tool_choice` asks for a call of none of `tools`.", param="tool_choice"
         )
     return found
-
-
-def _eased(
-    compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool]
-) -> tuple[LLMatcher, Sequence[str]]:
-    """What holds answers to `tools`, and what of these it does not. Of those that are not strict,
-    the ones that can't be held to their parameters at all aren't."""
-    held, left_out = list(tools), list(formats_left_out(tools))
-    while True:
-        try:
-            return compiled(held), left_out
-        except InvalidParameter as error:
-            found = [at for at, tool in enumerate(held) if tool.schema_param == error.param]
-            if not found or held[found[0]].strict or held[found[0]].parameters == _ANY_ARGUMENTS:
-                raise
-        at = found[0]
-        left_out.append(held[at].schema_param)
-        held[at] = replace(held[at], parameters=_ANY_ARGUMENTS)
 
 
 def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:

@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.backends.contents import (
     most_counted,
 )
 from mlx_manager.mlx_server.backends.guidance import (
-    COMPILE_SECONDS,
+    GUIDE_SECONDS,
     Guidance,
     compiles,
     forced_tools,
@@ -317,7 +317,7 @@ class TextBackend:
             ids, output = await self._prompts.run(partial(self._prompt, request), key)
         if not compiles(request):
             return Prepared(ids, *self._guidance.of(request, output))
-        waiting = Waiting(COMPILE_SECONDS)
+        waiting = Waiting(GUIDE_SECONDS)
         guiding = partial(self._guidance.of, request, output, waiting)
         return Prepared(ids, *await self._compiling.run(guiding, key, waiting))
 

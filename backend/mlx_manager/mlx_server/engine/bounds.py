@@ -12,17 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-Node = TypeVar("Node", bound=Hashable)
+from mlx_manager.mlx_server.limits import DEEPEST, MOST_PATTERN
 
-MOST_SCHEMA = 2**19
-"""Characters of a JSON schema."""
-MOST_GRAMMAR = 2**18
-"""Characters of a grammar, or of all options of a choice."""
-MOST_PATTERN = 2**14
-"""Characters of a regular expression, and of a terminal with all that it refers to: a mask takes
-time with the square of that, up to 0.2 s."""
-DEEPEST = 128
-"""Schemas, rules or terminals of which each refers to the next. One takes up to 5 kB of a stack."""
+Node = TypeVar("Node", bound=Hashable)
 
 DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
@@ -71,6 +63,12 @@ def check_schema(schema: Any) -> None:
     """
     found = _Schemas(schema)
     _check_depth("schemas", _depths([found.root], found.below).values())
+
+
+def resolver(schema: Any) -> Callable[[str], bool]:
+    """Whether a reference in `schema` refers to anything there."""
+    found = _Schemas(schema)
+    return lambda reference: found.at(reference) is not None
 
 
 def check_lark(text: str) -> None:
@@ -198,7 +196,7 @@ class _Schemas:
             if key in DATA or key in DEFINITIONS:
                 continue
             if key in REFERENCES and isinstance(value, str):
-                found: Iterable[Any] = [self._at(value)]
+                found: Iterable[Any] = [self.at(value)]
             elif key == "pattern" and isinstance(value, str):
                 check_size("`pattern`", len(value), MOST_PATTERN)
                 continue
@@ -214,7 +212,7 @@ class _Schemas:
                     self._known[id(each)] = each
                     yield id(each)
 
-    def _at(self, reference: str) -> Any:
+    def at(self, reference: str) -> Any:
         """What a reference leads to; None if it is not to be found."""
         if reference == "#":
             return self._whole

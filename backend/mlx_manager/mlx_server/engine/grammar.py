@@ -10,6 +10,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -30,13 +31,11 @@ from mlx_manager.mlx_server.core import (
     Tool,
 )
 from mlx_manager.mlx_server.engine.bounds import (
-    MOST_GRAMMAR,
-    MOST_PATTERN,
-    MOST_SCHEMA,
     TooMuchError,
     check_lark,
     check_schema,
     check_size,
+    resolver,
 )
 from mlx_manager.mlx_server.engine.call_grammar import (
     bare_calls,
@@ -48,9 +47,15 @@ from mlx_manager.mlx_server.engine.call_grammar import (
 from mlx_manager.mlx_server.engine.gbnf import GbnfError, is_lark, lark_of
 from mlx_manager.mlx_server.engine.sandbox import Sandbox, Verdict
 from mlx_manager.mlx_server.engine.sandbox import Vocabulary as StandIn
-from mlx_manager.mlx_server.engine.schemas import UnwritableError, parameters_schema
+from mlx_manager.mlx_server.engine.schemas import (
+    LEFT_OUT,
+    Easing,
+    UnwritableError,
+    parameters_schema,
+)
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
+from mlx_manager.mlx_server.limits import MOST_GRAMMAR, MOST_PATTERN, MOST_SCHEMA
 from mlx_manager.mlx_server.utils.bare import BareErrors
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
@@ -73,6 +78,10 @@ A token takes time with their cube, on the MLX thread: of 2 000, which llguidanc
 seconds. Programming languages take 60. What we write ourselves is wide and not ambiguous: a token
 takes time with its width.
 """
+
+
+class TooLargeForm(InvalidParameter):
+    """A form that is too large or too deep, or that no process survives: nothing eases it."""
 
 
 class Grammars:
@@ -196,11 +205,13 @@ class Grammars:
     def _tried(self, form: str, param: str, most: int | None, waiting: Waiting) -> Verdict:
         """What is known of a grammar that can be compiled here without harm."""
         if waiting.late:
-            raise _refused(param, "all that the request asks for takes too long to compile")
+            too_long = "all that the request asks for takes too long to compile"
+            raise _refused(param, too_long, TooLargeForm)
         assert self._stand_in is not None
         verdict = self._sandbox.verdict(self._stand_in, form, most, waiting)
         if verdict.error is not None:
-            raise _refused(param, reason(verdict.error))
+            kind = TooLargeForm if verdict.fatal else InvalidParameter
+            raise _refused(param, reason(verdict.error), kind)
         return verdict
 
     def answer(self, constraint: Constraint, waiting: Waiting | None = None) -> LLMatcher:
@@ -209,8 +220,44 @@ class Grammars:
         Raises:
             InvalidParameter: the constraint can't be honoured; says why.
         """
-        grammar = json.dumps({"grammars": [answer_grammar(constraint)]})
-        return self.matcher(grammar, constraint.param, _most(constraint), waiting)
+        try:
+            grammar = json.dumps({"grammars": [answer_grammar(constraint)]})
+            return self.matcher(grammar, constraint.param, _most(constraint), waiting)
+        except TooLargeForm:
+            raise
+        except InvalidParameter:
+            eased = self._eased(constraint, waiting)
+            if eased is None:
+                raise
+        return self.answer(eased, waiting)
+
+    def _eased(self, constraint: Constraint, waiting: Waiting | None) -> JsonSchema | None:
+        """A schema that could not be compiled, less the patterns and the references that can't be;
+        None if there are none of these."""
+        if not isinstance(constraint, JsonSchema) or constraint.strict:
+            return None
+        schema = json.loads(constraint.schema)
+        easing = self._easing(schema, constraint.param, waiting, named=True)
+        eased = json.dumps(easing.of(schema))
+        return replace(constraint, schema=eased) if easing.left_out else None
+
+    def eased(self, tool: Tool, waiting: Waiting | None) -> tuple[Tool, Sequence[str]]:
+        """A tool less the patterns and the references in its parameters that calls can't be held
+        to, and the names of these keywords."""
+        easing = self._easing(tool.parameters, tool.schema_param, waiting, named=False)
+        parameters = easing.of(tool.parameters)
+        return replace(tool, parameters=parameters), list(easing.left_out)
+
+    def _easing(self, schema: Any, param: str, waiting: Waiting | None, *, named: bool) -> Easing:
+        def holds(pattern: str) -> bool:
+            alone = {"json_schema": {"type": "string", "pattern": pattern}}
+            try:
+                self.matcher(json.dumps({"grammars": [alone]}), param, waiting=waiting)
+            except InvalidParameter:
+                return False
+            return True
+
+        return Easing(holds, resolver(schema), named)
 
     def calls(
         self,
@@ -294,7 +341,10 @@ class Grammars:
         try:
             whole = self._answer_or_calls(constraint, shape, tools, parallel=parallel)
             return self.matcher(whole, constraint.param, _most(constraint), waiting)
-        except (InvalidParameter, UnwritableError):
+        except (InvalidParameter, UnwritableError) as error:
+            simple = not isinstance(error, TooLargeForm)
+            if simple and (eased := self._eased(constraint, waiting)) is not None:
+                return self.answer_or_calls(eased, shape, tools, parallel=parallel, waiting=waiting)
             self.answer(constraint, waiting)
             self.calls(shape, tools, parallel=parallel, param="tools", waiting=waiting)
             raise
@@ -378,6 +428,7 @@ def reason(error: str) -> str:
 
 _UNHELD = (
     (re.compile(r"Unimplemented keys: \[(.*)\]"), "{}"),
+    (re.compile(rf"Unknown format: {LEFT_OUT}(.*?)(?: \(\d+ times\))?"), "{}"),
     (re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?"), "format {}"),
     (re.compile(r"(oneOf) .*"), "{}"),
 )
@@ -398,7 +449,9 @@ def unheld(matcher: LLMatcher) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _refused(param: str, reason: str) -> InvalidParameter:
+def _refused(
+    param: str, reason: str, kind: type[InvalidParameter] = InvalidParameter
+) -> InvalidParameter:
     if param.startswith("tool"):
         # The excerpt is of a grammar that the caller has never seen.
         reason = re.split(r"\n *\d+ \| ", reason.strip())[0]
@@ -406,7 +459,7 @@ def _refused(param: str, reason: str) -> InvalidParameter:
     # llguidance repeats a pattern as a whole.
     reason = reason.strip()
     said = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
-    return InvalidParameter(f"`{param}` can't be honoured: {said}", param=param)
+    return kind(f"`{param}` can't be honoured: {said}", param=param)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -423,7 +476,7 @@ def answer_grammar(constraint: Constraint) -> dict[str, Any]:
     try:
         return _answer_grammar(constraint)
     except TooMuchError as error:
-        raise _refused(constraint.param, str(error)) from error
+        raise _refused(constraint.param, str(error), TooLargeForm) from error
     except GbnfError as error:
         raise _refused(constraint.param, f"it is neither Lark nor GBNF: {error}") from error
 

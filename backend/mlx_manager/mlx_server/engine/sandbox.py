@@ -24,16 +24,13 @@ from time import monotonic
 from typing import Any
 
 from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.limits import COMPILE_MEMORY, COMPILE_SECONDS
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 from mlx_manager.sandbox import PATIENCE, TOO_MUCH_MEMORY, read_frame, write_frame
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "mlx_manager.sandbox"
-SECONDS = 3.0
-"""Of the processor, for a grammar to be compiled and tried."""
-MEMORY = 256 * 2**20
-"""Bytes that a grammar may take meanwhile."""
 IDLE = 2
 """Processes that are kept for the next grammar."""
 GROWN = 32 * 2**20
@@ -65,12 +62,14 @@ class Vocabulary:
 class Verdict:
     """What came of trying a grammar.
 
-    error: why it is of no use; None if it can be compiled here. size: bytes it took. until: when it
-    may be tried again, in `time.monotonic`'s seconds; None: never.
+    error: why it is of no use; None if it can be compiled here. size: bytes it took. fatal: whether
+    the process died of it. until: when it may be tried again, in `time.monotonic`'s seconds; None:
+    never.
     """
 
     error: str | None
     size: int = 0
+    fatal: bool = False
     until: float | None = None
 
 
@@ -133,7 +132,7 @@ class Sandbox:
     seconds: of the processor, and memory: bytes, that a grammar may take.
     """
 
-    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+    def __init__(self, seconds: float = COMPILE_SECONDS, memory: int = COMPILE_MEMORY) -> None:
         self._seconds = seconds
         self._memory = memory
         self._lock = threading.Lock()
@@ -224,7 +223,7 @@ class Sandbox:
             how = signal.Signals(-code).name if code < 0 else f"exit {code}"
             error = f"it is nested too deeply: the process that compiled it has died ({how})"
         log.warning("the form of an answer was refused: %s", error)
-        return Verdict(error, until=until)
+        return Verdict(error, fatal=True, until=until)
 
     def _taken(self) -> Process:
         with self._lock:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from mlx_manager.mlx_server.core import STRING_FORMATS, Tool
 from mlx_manager.mlx_server.engine.bounds import (
-    MOST_SCHEMA,
     TooMuchError,
     check_schema,
     check_size,
 )
+from mlx_manager.mlx_server.limits import MOST_SCHEMA
 
 Kind = Literal["string", "integer", "number", "boolean", "null", "array", "object", "any"]
 
@@ -260,6 +260,50 @@ def without_unknown_formats(schema: Any) -> Any:
     if isinstance(found.get("format"), str) and found["format"] not in STRING_FORMATS:
         del found["format"]
     return found
+
+
+LEFT_OUT = "left out: "
+"""What is in the way is named as a format that nobody knows: llguidance has a warning of those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Easing:
+    """Takes out of schemas the patterns that no answer can be held to, and the references that
+    lead nowhere.
+
+    holds: whether an answer can be held to a pattern. leads: whether there is anything that a
+    reference refers to. named: whether an unknown format names each in its place. left_out: the
+    keywords so far.
+    """
+
+    holds: Callable[[str], bool]
+    leads: Callable[[str], bool]
+    named: bool
+    left_out: dict[str, None] = field(default_factory=dict)
+
+    def of(self, schema: Any) -> Any:
+        """What is left of `schema`."""
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("allOf", []), list):
+            return schema
+        found = _within(schema, self.of)
+        lost = [key for key, value in schema.items() if not self._is_held(key, value)]
+        for key in lost:
+            del found[key]
+            self.left_out[key] = None
+        if lost and self.named:
+            names = [{"format": f"{LEFT_OUT}{key}"} for key in lost]
+            return {**found, "allOf": [*found.get("allOf", ()), *names]}
+        return found
+
+    def _is_held(self, key: str, value: Any) -> bool:
+        match key, value:
+            case "pattern", str():
+                return self.holds(value)
+            case "patternProperties", dict():
+                return all(map(self.holds, value))
+            case "$ref", str():
+                return self.leads(value)
+        return True
 
 
 def unknown_formats(schema: Any) -> list[str]:

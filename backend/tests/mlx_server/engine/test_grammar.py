@@ -164,7 +164,7 @@ def test_a_constraint_takes_what_fits_and_nothing_else(
             JsonSchema('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
             "nothing fits",
         ),
-        (JsonSchema('{"$ref": "http://example.org/x.json"}'), "retriev"),
+        (JsonSchema('{"$ref": "http://example.org/x.json"}', strict=True), "retriev"),
         (JsonSchema('{"type": "string", "format": "shoe-size"}', strict=True), "shoe-size"),
         (Regex("("), "regex"),
         (Regex("a(?=b)"), "look-around"),
@@ -191,7 +191,7 @@ def test_copies_of_a_kept_grammar_are_independent(grammars: Grammars):
     assert takes(grammars, second, "ab")
 
 
-@pytest.mark.parametrize(("strict", "share"), [(True, 0.65), (False, 0.99)])
+@pytest.mark.parametrize(("strict", "share"), [(True, 0.65), (False, 1)])
 def test_real_schemas_are_held_to_or_refused(grammars: Grammars, strict: bool, share: float):
     if not SCHEMAS.exists():
         pytest.skip(f"{SCHEMAS} is not here")
@@ -216,6 +216,10 @@ def test_real_schemas_are_held_to_or_refused(grammars: Grammars, strict: bool, s
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("oneOf",)),
         ({"type": "string", "format": "shoe-size"}, ("format shoe-size",)),
         ({"items": {"if": {}, "then": {}}, "contains": {}}, ("contains", "if", "then")),
+        ({"type": "string", "pattern": "^(?!a)b"}, ("pattern",)),
+        ({"items": {"pattern": "(a)\\1"}, "enum": [["a"]]}, ("pattern",)),
+        ({"type": "object", "patternProperties": {"(?=a)": {}}}, ("patternProperties",)),
+        ({"properties": {"a": {"$ref": "http://example.org/x.json"}}}, ("$ref",)),
     ],
 )
 def test_what_of_a_schema_is_not_held_is_named_and_refused_if_it_is_strict(
@@ -224,7 +228,7 @@ def test_what_of_a_schema_is_not_held_is_named_and_refused_if_it_is_strict(
     text = json.dumps(schema)
     assert sorted(unheld(grammars.answer(JsonSchema(text)))) == sorted(names)
     if names:
-        with pytest.raises(InvalidParameter, match=names[0].split()[-1]):
+        with pytest.raises(InvalidParameter):
             grammars.answer(JsonSchema(text, strict=True))
 
 
