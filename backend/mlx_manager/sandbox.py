@@ -35,7 +35,7 @@ LOOK = 0.01
 """Seconds between two looks at the memory."""
 TOO_MUCH_MEMORY = 75
 """Exit code."""
-STEPS = 64
+STEPS = 16
 """Bytes of an answer that are tried."""
 SLOWEST_STEP = 0.25
 """Seconds of the processor for a mask. It is filled between the steps of everybody's answers."""
