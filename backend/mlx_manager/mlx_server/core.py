@@ -223,8 +223,8 @@ class JsonObject:
 class JsonSchema:
     """The answer is JSON that fits `schema`, itself JSON text.
 
-    `strict` refuses formats that are none of `STRING_FORMATS`; otherwise they are annotations, as
-    JSON Schema has it.
+    `strict` refuses what answers can't be held to; otherwise that is left out, and named in
+    `Started`.
     """
 
     schema: str
@@ -426,6 +426,7 @@ class Started:
     """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
 
     kept_tokens: of the prompt, new in the prefix cache.
+    unheld: names of what the request demands of the answer's form and the answer is not held to.
     queued, prefill: seconds before the first of the prompt was processed, and from then on.
     drawn: says how many tokens of the answer there are by now, delivered or not; on any thread.
     shortcut: in the event loop, has a function take what comes between this and `Finished` whenever
@@ -436,6 +437,7 @@ class Started:
     prompt_tokens: int
     cached_tokens: int = 0
     ids: tuple[int, ...] = ()
+    unheld: tuple[str, ...] = ()
     queued: float = field(default=0.0, compare=False)
     prefill: float = field(default=0.0, compare=False)
     drawn: Callable[[], int] = field(default=int, compare=False, repr=False)

@@ -42,6 +42,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+LONGEST_MESSAGE = 4000
+"""Characters. A caller may have sent megabytes as a name."""
+LONGEST_PARAM = 256
+
 
 class MLXManagerError(Exception):
     """The root. `param` names the request field at fault, `retry_after` is in seconds."""
@@ -53,9 +57,11 @@ class MLXManagerError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: int | None = None
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[:LONGEST_MESSAGE]}..."
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else param[:LONGEST_PARAM]
         self.retry_after = retry_after
 
 

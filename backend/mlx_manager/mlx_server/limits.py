@@ -55,3 +55,22 @@ MaxTokensOrUnlimited = Annotated[
 ]
 MaxTokensOrZero = Annotated[int, Field(ge=UNLIMITED), AfterValidator(_counted)]
 """0 where a prompt may be echoed alone."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Forms that answers are held to
+# ---------------------------------------------------------------------------------------------
+
+MOST_SCHEMA = 2**19
+"""Characters of a JSON schema."""
+MOST_GRAMMAR = 2**18
+"""Characters of a grammar, or of all options of a choice."""
+MOST_PATTERN = 2**14
+"""Characters of a regular expression, and of a terminal with all that it refers to: a mask takes
+time with the square of that, up to 0.2 s."""
+DEEPEST = 128
+"""Schemas, rules or terminals of which each refers to the next. One takes up to 5 kB of a stack."""
+COMPILE_SECONDS = 3.0
+"""Of the processor, for a form to be compiled and tried by a process of its own."""
+COMPILE_MEMORY = 256 * 2**20
+"""Bytes that it may take meanwhile."""

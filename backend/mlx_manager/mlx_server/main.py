@@ -40,6 +40,7 @@ from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 from mlx_manager.mlx_server.core import Kind
+from mlx_manager.mlx_server.engine.sandbox import Sandbox
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
@@ -297,8 +298,9 @@ async def open_models(
     the pool keeps them up to date."""
     thread = MLXThread()
     thread.start()
+    sandbox = Sandbox()
     try:
-        pool = await thread.call(partial(make_pool, settings, thread, wishes))
+        pool = await thread.call(partial(make_pool, settings, thread, wishes, sandbox))
         tending = asyncio.create_task(pool.tend(), name="tend the pool")
         try:
             yield Models(pool, thread)
@@ -308,6 +310,7 @@ async def open_models(
             if thread.alive:
                 await pool.close()
     finally:
+        sandbox.close()
         await asyncio.to_thread(thread.close)
 
 
@@ -328,7 +331,10 @@ async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
 
 
 def make_pool(
-    settings: MLXServerSettings, thread: MLXThread, wishes: Wishes | None = None
+    settings: MLXServerSettings,
+    thread: MLXThread,
+    wishes: Wishes | None = None,
+    sandbox: Sandbox | None = None,
 ) -> ModelPoolManager:
     """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
     with open_files.as_many_as_before():
@@ -347,6 +353,8 @@ def make_pool(
     gc.collect()
     gc.freeze()
 
+    sandbox = sandbox or Sandbox()
+
     def make_backend(
         loaded: LoadedModel | LoadedEncoder, ledger: Ledger
     ) -> Steps[TextBackend | EncoderBackend]:
@@ -354,7 +362,9 @@ def make_pool(
             case LoadedEncoder():
                 return (yield from preparing_encoder(loaded, thread, settings.engine, ledger))
             case _:
-                return (yield from preparing(loaded, thread, settings.engine, ledger))
+                return (
+                    yield from preparing(loaded, thread, settings.engine, ledger, sandbox=sandbox)
+                )
 
     def working(model: Any, context_length: int) -> int:
         match model:

@@ -24,7 +24,14 @@ from mlx_manager.mlx_server.errors import (
     RequestTooLarge,
 )
 from mlx_manager.mlx_server.schemas.surrogates import REPLACEMENT, halves
-from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, parts, tools
+from mlx_manager.mlx_server.schemas.wire import (
+    SYSTEMS,
+    Wire,
+    conversation,
+    entries,
+    parts,
+    tools,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +40,15 @@ LARGE = 64 * 2**10
 AT_ONCE = 4096
 """Halves of characters that are replaced before others have their turn."""
 MOST_NAMED = 20
+LONGEST_NAME = 64
+MOST_ENTRIES = 16384
+"""Of a list or an object that has no limit of its own: to validate more takes time in which nobody
+else is served."""
+MOST_TOKENS = 2**20
+TOKENS = ("prompt", "tokens")
+COUNTED_LATER = ("messages", "input", "tools", "functions", "documents", "texts")
+SLOWEST = 1024
+"""Bytes a second that a client sends at least of a body, once its patience is over."""
 MOST_WRONG = 1000
 """Values that are looked up to name some: those of a large object take seconds."""
 Body = TypeVar("Body", bound=Wire)
@@ -49,7 +65,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
         RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
             messages, content parts or images than may be.
-        RequestNotReceived: nothing came for `limits.client_timeout` seconds.
+        RequestNotReceived: nothing came for `limits.client_timeout` seconds, or too little.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
@@ -68,6 +84,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         data = await _without_halves(data)
         given = _parsed(data)
     # Models of a hundred thousand messages take half a second, in which nobody else is served.
+    check_entries(given)
     check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))
     check_tools(*tools(given), limits)
     if len(data) > LARGE:
@@ -77,7 +94,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     except ValidationError:
         body = _validated(kind, data)
     if limits.strict_fields and (unknown := body.unknown_fields()):
-        raise InvalidParameter(f"Unknown fields: {', '.join(unknown)}.", param=unknown[0])
+        raise InvalidParameter(f"Unknown fields: {_listed(unknown)}.", param=unknown[0])
     return body
 
 
@@ -148,6 +165,25 @@ def _is_image(part: object) -> bool:
     return False
 
 
+def check_entries(body: object) -> None:
+    """
+    body: JSON.
+
+    Raises:
+        RequestTooLarge: a list or an object in it has more entries than may be, where messages and
+            the like have their own limits.
+    """
+    for name, count in entries(body):
+        if name in COUNTED_LATER:
+            continue
+        most = MOST_TOKENS if name in TOKENS else MOST_ENTRIES
+        if count > most:
+            shown = _listed([name])
+            raise RequestTooLarge(
+                f"`{shown}` has {count} entries; this server accepts {most}.", param=shown
+            )
+
+
 def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> None:
     """
     param: the field with the texts to embed or to rank.
@@ -197,16 +233,21 @@ async def _read_bytes(request: Request, limit: int, patience: float) -> bytearra
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     data = bytearray()
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     try:
         async with aclosing(request.stream()) as chunks, asyncio.timeout(patience) as silence:
             async for chunk in chunks:
-                silence.reschedule(asyncio.get_running_loop().time() + patience)
                 data += chunk
+                # A byte now and then is no progress.
+                least = begun + patience + len(data) / SLOWEST
+                silence.reschedule(min(clock() + patience, least))
                 if len(data) > limit:
                     raise _too_large(limit)
     except TimeoutError:
         raise RequestNotReceived(
-            f"Nothing more of the body came for {patience:g} s (MLX_SERVER_CLIENT_TIMEOUT_SECONDS)."
+            f"Nothing more of the body came for {patience:g} s, or less than {SLOWEST} bytes a "
+            "second (MLX_SERVER_CLIENT_TIMEOUT_SECONDS)."
         ) from None
     return data
 
@@ -231,11 +272,26 @@ def notes(body: Wire) -> dict[str, str]:
     headers: dict[str, str] = {}
     for header, (what, given) in found.items():
         if given:
-            # The names are the caller's: no other character may reach header or log raw.
-            names = ", ".join(ascii(name)[1:-1][:64] for name in given[:MOST_NAMED])
+            names = _listed(given)
             log.info("%s, without effect: %s", what, names)
             headers[header] = names
     return headers
+
+
+def unheld_header(unheld: Iterable[str]) -> dict[str, str]:
+    """The response header that names what the request demands of the answer's form, and the answer
+    is not held to."""
+    names = list(dict.fromkeys(unheld))
+    if not names:
+        return {}
+    return {"x-schema-not-enforced": _listed(names)}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A caller's names for a header or the log: neither may have what is not plain ASCII raw."""
+    more = len(names) - MOST_NAMED
+    shown = [ascii(name)[1:-1][:LONGEST_NAME] for name in names[:MOST_NAMED]]
+    return ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
 
 
 class UntilHangup:

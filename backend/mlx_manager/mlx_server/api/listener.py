@@ -14,6 +14,7 @@ import os
 import signal
 from asyncio import TimerHandle, Transport
 from functools import partial
+from http import HTTPStatus
 from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.errors import HeadersTooLarge, MLXManagerError
+from mlx_manager.mlx_server.errors import HeadersTooLarge, InvalidRequest, MLXManagerError
 from mlx_manager.mlx_server.observability.logs import tell
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 
@@ -125,6 +126,8 @@ class Connection(HttpToolsProtocol):
         self._head_size = 0
         self._unparsed = 0
         self._in_head = False
+        # What is wrong with a head that can be parsed.
+        self._fault: InvalidRequest | None = None
         self._head: TimerHandle | None = None
         self._stall: TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
@@ -167,6 +170,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            # RFC 9112, 3.2: what stands before this server may go by the other one.
+            self._fault = InvalidRequest("The request has more than one `Host` header.")
+            raise self._fault
         self._in_head = False
         if self._head is not None:
             self._head.cancel()
@@ -187,7 +194,7 @@ class Connection(HttpToolsProtocol):
         if self._head_size > self._max_head:
             self._refuse_head()
         else:
-            super().send_400_response(msg)
+            self._refuse(self._fault or InvalidRequest("The request is not valid HTTP."))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -212,18 +219,25 @@ class Connection(HttpToolsProtocol):
             raise HeadersTooLarge("")
 
     def _refuse_head(self) -> None:
-        """Tell the client, unless it is reading another answer, and hang up."""
-        if self.cycle is None or self.cycle.response_complete:
-            error = HeadersTooLarge(
+        self._refuse(
+            HeadersTooLarge(
                 f"The headers are larger than this server accepts ({self._max_head / 1024:g} kB; "
                 "MLX_SERVER_MAX_HEADERS_KB)."
             )
-            said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
-            log.warning("a request was refused (%s): %s", request_id.decode(), error.message)
+        )
+
+    def _refuse(self, error: MLXManagerError) -> None:
+        """Tell the client, unless it is reading another answer, and hang up."""
+        said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
+        log.warning("a request was refused (%s): %s", request_id.decode(), error.message)
+        answer = self._answering
+        if answer is None or answer.response_complete or not answer.response_started:
+            # Its body may be what is broken.
+            self._hang_up()
             body = json.dumps(said).encode()
             named = "".join(f"{name.decode()}: {request_id.decode()}\r\n" for name in ID_HEADERS)
             head = (
-                f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\n"
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{named}"
                 "connection: close\r\n\r\n"
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mlx_manager.mlx_server import limits
 from mlx_manager.mlx_server.core import STRING_FORMATS
 from mlx_manager.mlx_server.protocols import (
     embeddings,
@@ -57,19 +58,27 @@ was cut by the token limit, whose finish reason is `length`. With `tools` the an
 instead.
 
 Schemas are JSON Schema as far as [llguidance](https://github.com/guidance-ai/llguidance) knows it.
-A schema that it can't enforce (`not`, `if`, `dependencies`, most `oneOf`, look-around in patterns)
-is refused with the reason. Properties come in the schema's order. A property that the schema does
-not name may come twice, and counts twice for `minProperties`. Between two tokens of JSON the model
-may write one space, or one or two line breaks with up to 20 spaces. These formats of strings are
-enforced: {formats}. With `strict` any other format is refused; without `strict` it is an
-annotation, as in JSON Schema.
+It can't enforce `not`, `if`, `dependencies`, `uniqueItems`, look-around in patterns, addresses in
+`$ref`, unknown formats, and of most `oneOf` that a value fits only one branch. If the schema is
+`strict`, a request with any of these is refused with the reason. Otherwise everything else is
+enforced, and the response header `x-schema-not-enforced` names once each what is not (a stream that
+begins with a sign of life has no such header). Properties come in the schema's order. A property
+that the schema does not name may come twice, and counts twice for `minProperties`. Between two
+tokens of JSON the model may write one space, or one or two line breaks with up to 20 spaces. These
+formats of strings are enforced: {formats}.
+
+A schema may have {schema} characters. A grammar, or all options of a choice together, may have
+{grammar}; a regular expression may have {pattern}, and so may a terminal of a grammar with all that
+it refers to. At most {deepest} schemas, rules or terminals may be nested in each other, counting
+what they refer to. Each form is compiled by another process first, which gets {seconds} s of the
+processor and {memory} MiB. A form beyond any of these limits is refused by name.
 
 ## Tools
 
 With `tool_choice` "required" or a named function, the model must write a call after its thinking:
 a call in the model's own format, of a function that is offered, with arguments that fit its
 parameters. A named function is called once. With `parallel_tool_calls` false there is one call,
-too.
+too. Parameters that can't be enforced are named or refused as for forms.
 
 With `tool_choice` "auto" the text is free. If one of `tools` is `strict`, every call must name an
 offered function and have arguments that fit, from the marker on that opens the call. Some models,
@@ -118,6 +127,8 @@ A template that dumps a tool's JSON Schema gets it unchanged. For one that print
 description of the parameter or the tool, as JSON.
 
 ## Anthropic's messages
+
+`output_config.format` is always strict.
 
 With `thinking.display` "omitted" the answer's thinking blocks have no text, and their signature
 carries the thinking (it is no secret): a block that is sent back is read by the model again. With
@@ -254,10 +265,23 @@ ROUTES = (
 )
 
 
+LIMITS = {
+    "schema": limits.MOST_SCHEMA,
+    "grammar": limits.MOST_GRAMMAR,
+    "pattern": limits.MOST_PATTERN,
+    "deepest": limits.DEEPEST,
+    "seconds": int(limits.COMPILE_SECONDS),
+    "memory": limits.COMPILE_MEMORY >> 20,
+}
+
+
 def page() -> str:
     """The whole page, in Markdown."""
     names = ", ".join(f"`{name}`" for name in sorted(STRING_FORMATS))
-    parts = [INTRODUCTION.replace("{formats}", names)]
+    introduction = INTRODUCTION.replace("{formats}", names)
+    for name, value in LIMITS.items():
+        introduction = introduction.replace(f"{{{name}}}", f"{value:,}")
+    parts = [introduction]
     for route in ROUTES:
         parts.append(f"\n## `POST {route.path}`\n\n| Field | Takes | |\n|---|---|---|\n")
         parts += _rows(route)

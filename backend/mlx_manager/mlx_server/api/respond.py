@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, notes
+from mlx_manager.mlx_server.api.connection import UntilHangup, notes, unheld_header
 from mlx_manager.mlx_server.api.sse import EventStreamResponse, Wire
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
@@ -38,9 +38,12 @@ async def respond(
     if body.stream:
         keepalive = server_of(request).settings.api.keepalive
         return EventStreamResponse(progress, stream, keepalive=keepalive, headers=headers)
+    unheld: dict[str, None] = {}
     async with UntilHangup(request.receive):
-        collected = await collect(progress, answer)
-    return LargeResponse(collected, headers)
+        collected = await collect(
+            progress, answer, lambda begun: unheld.update(dict.fromkeys(begun.unheld))
+        )
+    return LargeResponse(collected, headers | unheld_header(unheld))
 
 
 class LargeResponse(Response):

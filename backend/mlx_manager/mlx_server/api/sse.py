@@ -14,7 +14,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_manager.mlx_server.api.connection import UntilHangup
+from mlx_manager.mlx_server.api.connection import UntilHangup, unheld_header
 from mlx_manager.mlx_server.core import Event, Progress, Started
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.services.inference import Stream
@@ -65,6 +65,8 @@ class EventStreamResponse(Response):
         try:
             async with aclosing(self.progress):
                 async for progress in self.progress:
+                    if not wire.started:
+                        self._name_unheld(progress)
                     await wire.send(self.stream.write(progress))
                     for row, events in progress:
                         if type(begun := events[0]) is Started:
@@ -74,6 +76,12 @@ class EventStreamResponse(Response):
                 raise
             return self.stream.fail(error)
         return self.stream.end()
+
+    def _name_unheld(self, progress: Progress) -> None:
+        """Add the header that the first rows to begin call for."""
+        for _, events in progress:
+            if type(begun := events[0]) is Started:
+                self.headers.update(unheld_header(begun.unheld))
 
     def _write_at_once(self, wire: Wire, row: int, events: list[Event]) -> bool:
         if not wire.is_free():
@@ -106,11 +114,7 @@ class Wire:
         self._direct = direct
         self._chunks = chunks
         self._sending = 0
-        self._start = {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": response.raw_headers,
-        }
+        self._response = response
         self._lock = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
         self._spoke = self._clock()
@@ -126,7 +130,13 @@ class Wire:
             async with self._lock:
                 send = self._direct if self.started and more else self._send
                 if not self.started:
-                    await self._send(self._start)
+                    await self._send(
+                        {
+                            "type": "http.response.start",
+                            "status": self._response.status_code,
+                            "headers": self._response.raw_headers,
+                        }
+                    )
                     self.started = True
                 await send(message)
         finally:

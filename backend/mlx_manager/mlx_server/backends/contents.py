@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mlx_manager.mlx_server.errors import ContextLengthExceeded
+
 Sized = TypeVar("Sized", bound=Sequence[object])
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
@@ -21,6 +23,31 @@ GROWTH = 8
 """Where these were too few tokens, as of blanks, so many times as many characters are next."""
 BORDER = 128
 """Tokens before a cut that might be others without it: WordPiece knows words of 100 characters."""
+COUNTED = 4
+"""Contexts: as many tokens of a text are told to who asks for them. Who counts what is too long
+learns by how much; of megabytes only that they are."""
+LEAST_COUNTED = 2**18
+"""Tokens, of a model with a short context."""
+
+
+def most_counted(context: int) -> int:
+    """The most tokens of a text that are told to who asks for them."""
+    return max(COUNTED * context, LEAST_COUNTED)
+
+
+def check_counted(count: int, context: int, param: str) -> None:
+    """
+    param: the field with the text or the tokens.
+
+    Raises:
+        ContextLengthExceeded: they are more than `most_counted`.
+    """
+    if count > (most := most_counted(context)):
+        raise ContextLengthExceeded(
+            f"`{param}` has more than {most} tokens, and that many are read at once here. This "
+            f"model's context is {context} tokens.",
+            param=param,
+        )
 
 
 @dataclass(frozen=True, slots=True)

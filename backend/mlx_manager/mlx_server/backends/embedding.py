@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.backends.contents import Content, contents, sliced
+from mlx_manager.mlx_server.backends.contents import (
+    Content,
+    check_counted,
+    contents,
+    most_counted,
+    sliced,
+)
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -169,11 +175,14 @@ class EncoderBackend:
 
         Raises:
             InvalidRequest: it is a conversation.
+            ContextLengthExceeded: they are several times as many as the model takes.
         """
         match prompt:
             case Text(text):
-                content = self._encode([text])[0]
-                ids = self._single.of(content) if special else content
+                most = most_counted(self._loaded.context_length)
+                [content] = contents(self._encode, [text], most)
+                check_counted(len(content.ids), self._loaded.context_length, prompt.param)
+                ids = self._single.of(content.ids) if special else content.ids
             case Tokens(ids):
                 pass
             case Conversation():
@@ -187,8 +196,11 @@ class EncoderBackend:
 
         Raises:
             InvalidParameter: there is no such token.
+            ContextLengthExceeded: there are more than `tokenize` would give.
         """
-        return self._vocabulary.text(ids, "tokens")
+        given = list(ids)
+        check_counted(len(given), self._loaded.context_length, "tokens")
+        return self._vocabulary.text(given, "tokens")
 
     def tokenizer_info(self) -> TokenizerInfo:
         """What clients need to know of the tokenizer."""

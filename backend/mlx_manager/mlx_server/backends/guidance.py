@@ -10,41 +10,56 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
-from mlx_manager.mlx_server.engine.grammar import Grammars
+from mlx_manager.mlx_server.engine.grammar import Grammars, TooLargeForm, unheld
 from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
+from mlx_manager.mlx_server.engine.sandbox import Sandbox
+from mlx_manager.mlx_server.engine.schemas import unknown_formats
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside, CallShape, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
+from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}
+GUIDE_SECONDS = 10.0
+"""For all grammars of a request: the tool that can't be held to is looked for one by one."""
 
 
 class Guidance:
     """Makes the guides of one model's rows. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, end_ids: Iterable[int], sandbox: Sandbox | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = tuple(end_ids)
-        self._grammars = Grammars(tokenizer, self._end_ids)
+        self._grammars = Grammars(tokenizer, self._end_ids, sandbox)
 
     def make_ahead(self) -> None:
-        """What all guides share.
+        """Make what all guides share.
 
         Raises:
             UnsupportedParameter: this model has none.
+            GenerationFailed: there is no process to try grammars in.
         """
         self._grammars.make_ahead()
 
     def of(
-        self, request: GenerationRequest, output: OutputFormat
+        self,
+        request: GenerationRequest,
+        output: OutputFormat,
+        waiting: Waiting | None = None,
     ) -> tuple[OutputFormat, Guide | None]:
         """The row's guide, None if anything goes, and what its output then looks like.
+
+        waiting: who waits for it; it takes seconds.
 
         Raises:
             InvalidParameter: a constraint or a tool can't be honoured; says why.
             UnsupportedParameter: this model can't be made to do that.
+            GenerationFailed: there is no process to try grammars in.
+            AbandonedError: nobody waits for it any more.
         """
-        rules = self._rules(request, output)
+        rules = self._rules(request, output, waiting or Waiting(GUIDE_SECONDS))
         budget = self._budget(request, output, rules)
         if rules is None and budget is None:
             return output, None
@@ -57,7 +72,9 @@ class Guidance:
         Masks().update([guide])
         return output, guide
 
-    def _rules(self, request: GenerationRequest, output: OutputFormat) -> Rules | None:
+    def _rules(
+        self, request: GenerationRequest, output: OutputFormat, waiting: Waiting
+    ) -> Rules | None:
         constraint = request.constraint
         conversation = request.prompt if isinstance(request.prompt, Conversation) else None
         forced = forced_tools(conversation) if conversation else ()
@@ -66,42 +83,56 @@ class Guidance:
         if conversation and forced:
             shape = _known(shape, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            matcher = self._grammars.calls(shape, forced, parallel=several)
+            calls = partial(self._grammars.calls, shape, parallel=several, waiting=waiting)
+            matcher, left_out = self._held(calls, forced, waiting, forced=True)
             whole = shape.whole
         elif constraint is None:
-            return self._called(conversation, output) if conversation else None
+            return self._called(conversation, output, waiting) if conversation else None
         elif conversation is None or output.calls is None or output.header is not None:
             # Where headers announce calls, the content is never one.
-            matcher = self._grammars.answer(constraint)
+            matcher, left_out = self._grammars.answer(constraint, waiting), ()
         else:
             either = partial(
                 self._grammars.answer_or_calls,
                 constraint,
                 _known(shape, constraint.param),
                 parallel=output.parallel,
+                waiting=waiting,
             )
-            matcher = _eased(either, conversation.tools)
+            matcher, left_out = self._held(either, conversation.tools, waiting)
         thinks = not (conversation and conversation.template_args.get("enable_thinking") is False)
         openers = self._openers(output) if thinks and not whole else ()
         param = "tool_choice" if constraint is None or forced else constraint.param
-        return Rules(matcher, self._grammars.texts, self._end_ids, param, openers, whole)
+        return Rules(
+            matcher,
+            self._grammars.texts,
+            self._end_ids,
+            param,
+            openers,
+            whole,
+            unheld=(*unheld(matcher), *left_out),
+        )
 
-    def _called(self, conversation: Conversation, output: OutputFormat) -> Rules | None:
+    def _called(
+        self, conversation: Conversation, output: OutputFormat, waiting: Waiting
+    ) -> Rules | None:
         """The rules of an answer that is free but for its calls, if these are held to anything."""
         if conversation.tool_choice != "auto":
             return None
         strict = next((tool for tool in conversation.tools if tool.strict), None)
         if strict is not None:
-            return self._free_calls(conversation, output, f"{strict.param}.strict")
+            return self._free_calls(conversation, output, f"{strict.param}.strict", waiting)
         if output.calls is None or not output.calls.held:
             return None
         try:
-            return self._free_calls(conversation, output, "tools")
+            return self._free_calls(conversation, output, "tools", waiting)
         except (InvalidParameter, UnsupportedParameter):
             # Nobody asked for it.
             return None
 
-    def _free_calls(self, conversation: Conversation, output: OutputFormat, param: str) -> Rules:
+    def _free_calls(
+        self, conversation: Conversation, output: OutputFormat, param: str, waiting: Waiting
+    ) -> Rules:
         shape = _known(output.calls.shape if output.calls else None, param)
         if shape.whole and not shape.message:
             raise UnsupportedParameter(
@@ -110,11 +141,52 @@ class Guidance:
                 param=param,
             )
         markers = [m for m, region in output.edges.get("content", ()) if region == "calls"]
-        calls = partial(self._grammars.free_calls, shape, openers=markers, param=param)
-        matcher = _eased(calls, conversation.tools)
-        openers = () if shape.whole else self._openers(output)
-        texts, ends = self._grammars.texts, self._end_ids
-        return Rules(matcher, texts, ends, param, openers, shape.whole, free=True)
+        calls = partial(
+            self._grammars.free_calls, shape, openers=markers, param=param, waiting=waiting
+        )
+        matcher, left_out = self._held(calls, conversation.tools, waiting)
+        return Rules(
+            matcher,
+            self._grammars.texts,
+            self._end_ids,
+            param,
+            () if shape.whole else self._openers(output),
+            shape.whole,
+            free=True,
+            unheld=(*unheld(matcher), *left_out),
+        )
+
+    def _held(
+        self,
+        compiled: Callable[[Sequence[Tool]], LLMatcher],
+        tools: Sequence[Tool],
+        waiting: Waiting,
+        *,
+        forced: bool = False,
+    ) -> tuple[LLMatcher, Sequence[str]]:
+        """What holds answers to `tools`, and what of these it does not. Of those that are not
+        strict, parameters that can't be held to are eased as far as need be: to any arguments,
+        unless a call is `forced`."""
+        held, left_out = list(tools), list(formats_left_out(tools))
+        tried: set[int] = set()
+        while True:
+            try:
+                return compiled(held), left_out
+            except InvalidParameter as error:
+                found = [at for at, tool in enumerate(held) if tool.schema_param == error.param]
+                if not found or held[found[0]].strict:
+                    raise
+                at = found[0]
+                if at not in tried and not isinstance(error, TooLargeForm):
+                    tried.add(at)
+                    held[at], names = self._grammars.eased(held[at], waiting)
+                    left_out += names
+                    if names:
+                        continue
+                if forced or held[at].parameters == _ANY_ARGUMENTS:
+                    raise
+            left_out.append(held[at].schema_param)
+            held[at] = replace(held[at], parameters=_ANY_ARGUMENTS)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
         """The tokens with which an answer may begin to think, where they are tokens."""
@@ -163,18 +235,22 @@ def forced_tools(conversation: Conversation) -> Sequence[Tool]:
     return found
 
 
-def _eased(compiled: Callable[[Sequence[Tool]], LLMatcher], tools: Sequence[Tool]) -> LLMatcher:
-    """What holds answers to `tools`. Of those that are not strict, the ones that can't be held to
-    their parameters aren't."""
-    try:
-        return compiled(tools)
-    except InvalidParameter as error:
-        found = [tool for tool in tools if tool.schema_param == error.param]
-        if not found or found[0].strict or found[0].parameters == _ANY_ARGUMENTS:
-            raise
-        too_much = found[0]
-    eased = replace(too_much, parameters=_ANY_ARGUMENTS)
-    return _eased(compiled, [eased if tool is too_much else tool for tool in tools])
+def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:
+    """The formats of texts in the parameters of `tools` that are not enforced."""
+    names = dict.fromkeys(name for tool in tools for name in unknown_formats(tool.parameters))
+    return [f"format {name}" for name in names]
+
+
+def compiles(request: GenerationRequest) -> bool:
+    """Whether a grammar is needed to answer `request`, which takes up to seconds."""
+    if request.constraint is not None:
+        return True
+    match request.prompt:
+        case Conversation(tool_choice="auto", tools=tools):
+            return any(tool.strict for tool in tools)
+        case Conversation(tool_choice=choice):
+            return choice != "none"
+    return False
 
 
 def _known(shape: CallShape | None, param: str) -> CallShape:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlx_manager.mlx_server.backends.contents import Content, contents
-from mlx_manager.mlx_server.backends.guidance import Guidance, forced_tools
+from mlx_manager.mlx_server.backends.contents import (
+    Content,
+    check_counted,
+    contents,
+    most_counted,
+)
+from mlx_manager.mlx_server.backends.guidance import (
+    GUIDE_SECONDS,
+    Guidance,
+    compiles,
+    forced_tools,
+)
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -35,6 +44,7 @@ from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.sandbox import Sandbox
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.step_size import StepSize
@@ -48,11 +58,14 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.steps import Steps
 
-ALL = sys.maxsize
-"""More tokens than any text has."""
+PROMPTS_AT_ONCE = 4
+"""Prompts that are rendered and tokenised at once, which can't be ended. Keys take turns."""
+GRAMMARS_AT_ONCE = 2
+"""Grammars that are compiled at once: up to seconds, and without Python's lock."""
 SHORT = 4096
 """Characters or tokens of a prompt that takes less than a millisecond to render and to tokenise."""
 MESSAGE = 64
@@ -66,6 +79,12 @@ class Prepared:
     ids: list[int]
     output: OutputFormat
     guide: Guide | None
+
+    @property
+    def unheld(self) -> tuple[str, ...]:
+        """Names of what the answer is asked to be and is not held to."""
+        rules = None if self.guide is None else self.guide.rules
+        return () if rules is None else rules.unheld
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +106,17 @@ def preparing(
     limits: EngineLimits,
     ledger: Ledger,
     choice: Choice = choosing,
+    *,
+    sandbox: Sandbox | None = None,
 ) -> Steps[TextBackend]:
     """Make a backend on the MLX thread, pausing so that other models' steps fit in between.
 
-    choice: finds out how the model is run, in pages of so many tokens.
+    choice: finds out how the model is run, in pages of so many tokens. sandbox: where grammars are
+    tried first; one of its own unless models share it.
     """
     forward = yield from choice(loaded.model, limits.page_size)
     yield None
-    backend = TextBackend(loaded, thread, limits, ledger, forward)
+    backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox)
     with ExitStack() as undo:
         undo.callback(backend.close)
         yield from backend.first_pages()
@@ -115,6 +137,8 @@ class TextBackend:
         limits: EngineLimits,
         ledger: Ledger,
         forward: Forward,
+        *,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self._loaded = loaded
         self._thread = thread
@@ -125,7 +149,10 @@ class TextBackend:
         self._vocabulary = Vocabulary(
             loaded.tokenizer, min(len(loaded.tokenizer), loaded.vocabulary)
         )
-        self._guidance = Guidance(loaded.tokenizer, self._stop_ids)
+        self._guidance = Guidance(loaded.tokenizer, self._stop_ids, sandbox)
+        # Their own: what a request asks for here may take seconds, and others need threads, too.
+        self._prompts = DaemonThreads(PROMPTS_AT_ONCE)
+        self._compiling = DaemonThreads(GRAMMARS_AT_ONCE)
         self._engine = TextEngine(
             loaded.id,
             forward,
@@ -185,6 +212,8 @@ class TextBackend:
         try:
             async for drawn in stream:
                 events = _with_ids(sequence, drawn) if request.return_ids else drawn
+                if prepared.unheld and isinstance(begun := events[0], Started):
+                    events = [replace(begun, unheld=prepared.unheld), *events[1:]]
                 yield self._echoed(request, prepared, sequence, events) if request.echo else events
         finally:
             if not stream.ended:
@@ -198,12 +227,16 @@ class TextBackend:
         Raises:
             InvalidRequest: the prompt can't be rendered, has unknown token ids, or asks for a call
                 of a tool that is not there.
+            ContextLengthExceeded: they are several times as many.
         """
+        most = most_counted(self._loaded.context_length)
         if isinstance(prompt, Text) and not special:
-            ids = token_ids(self._loaded.tokenizer, prompt.text)
+            encode = partial(token_ids, self._loaded.tokenizer)
+            [content] = contents(lambda texts: list(map(encode, texts)), [prompt.text], most)
         else:
-            ids = self._tokenise(prompt, ALL)[0].ids
-        return Tokenized(ids, self._loaded.context_length, self._texts)
+            content = self._tokenise(prompt, most)[0]
+        check_counted(len(content.ids), self._loaded.context_length, prompt.param)
+        return Tokenized(content.ids, self._loaded.context_length, self._texts)
 
     def leaves_room(self, request: GenerationRequest) -> bool:
         """Whether an answer as long as is asked for, or half the context long, can follow.
@@ -220,8 +253,11 @@ class TextBackend:
 
         Raises:
             InvalidParameter: there is no such token.
+            ContextLengthExceeded: there are more than `tokenize` would give.
         """
-        return self._vocabulary.text(ids, "tokens")
+        given = list(ids)
+        check_counted(len(given), self._loaded.context_length, "tokens")
+        return self._vocabulary.text(given, "tokens")
 
     def render(self, conversation: Conversation) -> str:
         """The text that the model gets to see.
@@ -268,16 +304,24 @@ class TextBackend:
                 return Content(list(given)), PLAIN
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
-        """As `_prepare`; what takes long enough to hold others up is done on another thread.
+        """The prompt, checked, and the guide; what takes long enough to hold others up is done on
+        other threads.
 
-        Whoever waits for that thread comes back when the event loop has been through all that had
+        Whoever waits for those comes back when the event loop has been through all that had
         arrived by then: of a burst, nobody's prompt would be begun before the last has been parsed.
         """
+        key = request.caller.key
         if _is_short(request):
-            return self._prepare(request)
-        return await asyncio.to_thread(self._prepare, request)
+            ids, output = self._prompt(request)
+        else:
+            ids, output = await self._prompts.run(partial(self._prompt, request), key)
+        if not compiles(request):
+            return Prepared(ids, *self._guidance.of(request, output))
+        waiting = Waiting(GUIDE_SECONDS)
+        guiding = partial(self._guidance.of, request, output, waiting)
+        return Prepared(ids, *await self._compiling.run(guiding, key, waiting))
 
-    def _prepare(self, request: GenerationRequest) -> Prepared:
+    def _prompt(self, request: GenerationRequest) -> tuple[list[int], OutputFormat]:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
         content, output = self._tokenise(request.prompt, self._context(request))
@@ -288,7 +332,7 @@ class TextBackend:
             )
         self._check_length(request, content)
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
-        return Prepared(ids, *self._guidance.of(request, output))
+        return ids, output
 
     def _context(self, request: GenerationRequest) -> int:
         """Return the most tokens of prompt and answer: the model's, or the owner's."""
@@ -364,7 +408,8 @@ class TextBackend:
         length = len(prepared.ids)
         echo = [TextDelta(self._prompt_text(request, prepared))] if request.echo else []
         ids = tuple(prepared.ids) if request.return_ids else ()
-        return [Started(length, ids=ids), *echo, Finished("length", Usage(length, 0))]
+        begun = Started(length, ids=ids, unheld=prepared.unheld)
+        return [begun, *echo, Finished("length", Usage(length, 0))]
 
     def _prompt_text(self, request: GenerationRequest, prepared: Prepared) -> str:
         if isinstance(request.prompt, Text):
@@ -374,9 +419,7 @@ class TextBackend:
 
 
 def _is_short(request: GenerationRequest) -> bool:
-    """Whether it takes less to prepare than to wake another thread and to be woken by it."""
-    if request.constraint is not None or request.thinking_budget is not None:
-        return False
+    """Whether its prompt takes less than to wake another thread and to be woken by it."""
     match request.prompt:
         case Conversation(messages=messages, tools=()) as conversation:
             small = all(map(_is_small, conversation.template_args.values()))

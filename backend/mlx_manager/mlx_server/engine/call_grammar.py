@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     Branch,
     Kind,
     MalformedError,
+    OversizedError,
     UnwritableError,
     branches,
     moved,
@@ -43,6 +44,9 @@ BLANKS = r"\x20|\n{1,2}[\x20\t]{0,20}"
 which JSON allows, small models write nothing else."""
 
 ANYTHING = "/(?s:.*)/"
+
+MOST_WRITTEN = 2**22
+"""Characters of all rules for the calls of a request: a parameter's has all definitions."""
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _ZONE = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -135,7 +139,7 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     key = shape.arguments.key
     objects = []
     for tool in tools:
-        arguments = json_of(parameters_schema(tool))
+        arguments = json_of(parameters_schema(tool), lenient=not tool.strict)
         layout = arguments.pop("x-guidance")
         # References are relative to it, and these are to be to the call.
         arguments.pop("$id", None)
@@ -156,14 +160,18 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     return "\n".join(rules) + "\n"
 
 
-def json_of(schema: Any) -> dict[str, Any]:
-    """`schema` with our blanks, unless it brings its own."""
+def json_of(schema: Any, lenient: bool = False) -> dict[str, Any]:
+    """`schema` with our blanks, unless it brings its own.
+
+    lenient: what llguidance can't hold an answer to is left out, and named by its warnings.
+    """
     if not isinstance(schema, dict):
-        return json_of({} if schema is True else {"enum": []})
+        return json_of({} if schema is True else {"enum": []}, lenient)
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         return schema
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS} | own}
+    ours = {"whitespace_pattern": BLANKS} | ({"lenient": True} if lenient else {})
+    return {**schema, "x-guidance": ours | own}
 
 
 def literal(text: str) -> str:
@@ -187,6 +195,9 @@ class _Writer:
         self._names: list[str] = []
         # An expression for what would be read as the next argument or call, where text is as it is.
         self._markup = ""
+        self._size = 0
+        # Of the tool whose arguments are written.
+        self._lenient = False
 
     # -- Calls ---------------------------------------------------------------------------------
 
@@ -211,6 +222,8 @@ class _Writer:
             return self._arguments(tool)
         except MalformedError as error:
             raise InvalidParameter(f"`{param}` is no JSON schema: {error}.", param=param) from error
+        except OversizedError as error:
+            raise InvalidParameter(f"`{param}` can't be honoured: {error}.", param=param) from error
         except UnwritableError as error:
             raise InvalidParameter(
                 f"`{param}` can't be honoured in this model's format of calls: {error}.",
@@ -250,7 +263,7 @@ class _Writer:
         """Lists of calls as in Python: how each begins, and its rule."""
         named = []
         for tool in tools:
-            root = parameters_schema(tool)
+            root = self._root(tool)
             try:
                 named.append((tool.name, self._listed(self._keywords(root))))
             except UnwritableError:
@@ -269,8 +282,13 @@ class _Writer:
 
     # -- Arguments -----------------------------------------------------------------------------
 
+    def _root(self, tool: Tool) -> dict[str, Any]:
+        """The schema of a tool's arguments, of which rules are written from now on."""
+        self._lenient = not tool.strict
+        return parameters_schema(tool)
+
     def _arguments(self, tool: Tool) -> str:
-        root = parameters_schema(tool)
+        root = self._root(tool)
         match self.shape.arguments:
             case AsObject():
                 return self._json(root, root)
@@ -367,14 +385,14 @@ class _Writer:
         return self._listed(ways, ",")
 
     def _value(self, schema: Any, root: Mapping[str, Any], quote: str) -> str:
-        key = json.dumps(schema, sort_keys=True)
+        key = f"{self._lenient} {json.dumps(schema, sort_keys=True)}"
         if key not in self._known:
             # Known before it is written: a schema may hold itself.
             self._known[key] = name = f"value_{len(self._known)}"
             ways = [self._branch(branch, root, quote) for branch in branches(schema, root)]
             if not ways:
                 raise UnwritableError("a value that nothing fits")
-            self.rules.append(f"{name}: {' | '.join(ways)}")
+            self._append(f"{name}: {' | '.join(ways)}")
         return self._known[key]
 
     def _branch(self, branch: Branch, root: Mapping[str, Any], quote: str) -> str:
@@ -451,7 +469,7 @@ class _Writer:
                 if not reference.startswith(("#/$defs/", "#/definitions/")):
                     raise UnwritableError(f"a reference to {reference}")
             schema = {**schema, **_definitions(root)}
-        return self._rule("json", f"%json {json.dumps(json_of(dict(schema)))}")
+        return self._rule("json", f"%json {json.dumps(json_of(dict(schema), self._lenient))}")
 
     def _rule(self, kind: str, body: str, option: str = "", *, terminal: bool = False) -> str:
         """The name of a rule, or of a terminal, with this body."""
@@ -459,8 +477,16 @@ class _Writer:
         if key not in self._known:
             name = f"{kind}_{len(self._known)}"
             self._known[key] = name.upper() if terminal else name
-            self.rules.append(f"{self._known[key]}{option}: {body}")
+            self._append(f"{self._known[key]}{option}: {body}")
         return self._known[key]
+
+    def _append(self, rule: str) -> None:
+        self._size += len(rule)
+        if self._size > MOST_WRITTEN:
+            raise OversizedError(
+                f"written out, all schemas have more than {MOST_WRITTEN} characters"
+            )
+        self.rules.append(rule)
 
 
 def text_of(branch: Branch) -> str:

@@ -31,7 +31,7 @@ class Rules:
     openers: tokens that may begin thinking in place of the grammar's first token. whole: the
     grammar covers the answer from its first token, and not from the end of the thinking on. free:
     nothing has to be said, so that the answer may end before the grammar has begun, and may think
-    wherever it likes.
+    wherever it likes. unheld: what was asked for and answers are not held to, by name.
     """
 
     matcher: LLMatcher
@@ -41,6 +41,7 @@ class Rules:
     openers: tuple[int, ...] = ()
     whole: bool = False
     free: bool = False
+    unheld: tuple[str, ...] = ()
 
 
 class Guide:
@@ -97,7 +98,7 @@ class Guide:
                 if rules.matcher.is_error():
                     self.failure = GenerationFailed(
                         f"The answer has begun with what `{rules.param}` has no room for: "
-                        f"{reason(rules.matcher)}"
+                        f"{reason(rules.matcher.get_error())}"
                     )
 
     def _consume(self, rules: Rules, tokens: Sequence[int]) -> None:
@@ -110,7 +111,7 @@ class Guide:
         if rules.matcher.is_error():
             self.failure = InvalidParameter(
                 f"`{rules.param}` can't be followed any further, as happens when what has been "
-                f"written fits it in too many ways: {reason(rules.matcher)}",
+                f"written fits it in too many ways: {reason(rules.matcher.get_error())}",
                 param=rules.param,
             )
 

@@ -6,13 +6,20 @@ the type of each parameter decides how it is read and written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from mlx_manager.mlx_server.core import STRING_FORMATS, Tool
+from mlx_manager.mlx_server.engine.bounds import (
+    TooMuchError,
+    check_schema,
+    check_size,
+)
+from mlx_manager.mlx_server.limits import MOST_SCHEMA
 
 Kind = Literal["string", "integer", "number", "boolean", "null", "array", "object", "any"]
 
@@ -28,6 +35,9 @@ _TYPE_ALIASES = {
     **{name.upper(): name for name in _TYPES},
 }
 """Names of types that tools for Python or for Gemini carry; JSON Schema has none of them."""
+
+MOST_LOOKED_AT = 4096
+"""Schemas of one value, counting each as often as something refers to it."""
 
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
@@ -101,8 +111,29 @@ class UnwritableError(ValueError):
     """The arguments that a schema asks for have no form in the format that calls are written in."""
 
 
+class OversizedError(UnwritableError):
+    """A schema is larger, or deeper, than may be."""
+
+
 class MalformedError(UnwritableError):
     """What a tool brings as its schema is no JSON Schema."""
+
+
+class Effort:
+    """Counts the schemas that are looked at: what each refers to twice is looked at twice, and so
+    there may be more of them than a schema has characters."""
+
+    def __init__(self) -> None:
+        self._left = MOST_LOOKED_AT
+
+    def spend(self) -> None:
+        """
+        Raises:
+            UnwritableError: there were too many.
+        """
+        self._left -= 1
+        if self._left < 0:
+            raise UnwritableError(f"more than {MOST_LOOKED_AT} alternatives in each other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +152,17 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
 
     Raises:
         MalformedError: it is no schema.
+        OversizedError: it is too large or too deep.
+        UnwritableError: the tool is strict, and has a format that is not enforced.
     """
+    try:
+        check_size("the schema", len(json.dumps(tool.parameters)), MOST_SCHEMA)
+        check_schema(tool.parameters)
+    except TooMuchError as error:
+        raise OversizedError(str(error)) from error
     check(tool.parameters)
+    if tool.strict and (formats := unknown_formats(tool.parameters)):
+        raise UnwritableError(f"the format {formats[0]!r:.40}")
     schema: dict[str, Any] = without_unknown_formats(_with_json_types(dict(tool.parameters)))
     whole = _object(schema or {"properties": {}})
     known = check(whole)
@@ -228,6 +268,65 @@ def without_unknown_formats(schema: Any) -> Any:
     return found
 
 
+LEFT_OUT = "left out: "
+"""What is in the way is named as a format that nobody knows: llguidance has a warning of those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Easing:
+    """Takes out of schemas the patterns that no answer can be held to, and the references that
+    lead nowhere.
+
+    holds: whether an answer can be held to a pattern. leads: whether there is anything that a
+    reference refers to. named: whether an unknown format names each in its place. left_out: the
+    keywords so far.
+    """
+
+    holds: Callable[[str], bool]
+    leads: Callable[[str], bool]
+    named: bool
+    left_out: dict[str, None] = field(default_factory=dict)
+
+    def of(self, schema: Any) -> Any:
+        """What is left of `schema`."""
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("allOf", []), list):
+            return schema
+        found = _within(schema, self.of)
+        lost = [key for key, value in schema.items() if not self._is_held(key, value)]
+        for key in lost:
+            del found[key]
+            self.left_out[key] = None
+        if lost and self.named:
+            names = [{"format": f"{LEFT_OUT}{key}"} for key in lost]
+            return {**found, "allOf": [*found.get("allOf", ()), *names]}
+        return found
+
+    def _is_held(self, key: str, value: Any) -> bool:
+        match key, value:
+            case "pattern", str():
+                return self.holds(value)
+            case "patternProperties", dict():
+                return all(map(self.holds, value))
+            case "$ref", str():
+                return self.leads(value)
+        return True
+
+
+def unknown_formats(schema: Any) -> list[str]:
+    """The formats in it that `without_unknown_formats` takes out, each once."""
+    found: dict[str, None] = {}
+
+    def look(inner: Any) -> None:
+        if isinstance(inner, Mapping):
+            _within(inner, look)
+            name = inner.get("format")
+            if isinstance(name, str) and name not in STRING_FORMATS:
+                found[name] = None
+
+    look(schema)
+    return list(found)
+
+
 def moved(schema: Any, place: str) -> Any:
     """`schema` as it is at `place` in another, a JSON pointer: what refers to its root, refers to
     that."""
@@ -294,7 +393,7 @@ def _narrowed(
     if part:
         return found
     if _is_combined(schema):
-        names = _names(schema, root, 0)
+        names = _names(schema, root, 0, Effort())
         if names:
             found["properties"] = {name: {} for name in names} | found.get("properties", {})
             found["additionalProperties"] = False
@@ -324,19 +423,19 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     return places > 1 or len(schema.get("allOf", ())) > 1
 
 
-def _shared(schema: Any, known: frozenset[str], found: set[str], part: bool) -> None:
+def _shared(schema: Any, known: frozenset[str], found: dict[str, None], part: bool) -> None:
     """Add to `found` the references in `schema` to what is a part where it is referred to."""
     if not isinstance(schema, Mapping):
         return
     inside = part or _is_combined(schema)
     if inside and isinstance(schema.get("$ref"), str):
-        found.add(schema["$ref"])
+        found[schema["$ref"]] = None
     for key, value in schema.items():
         if _is_data(key, value, known):
             continue
         if key in _NAMED and isinstance(value, Mapping):
-            for name, inner in value.items():
-                _shared(inner, known, found, f"#/{key}/{name}" in found)
+            for inner in value.values():
+                _shared(inner, known, found, False)
         else:
             for inner in value if isinstance(value, list) else [value]:
                 _shared(inner, known, found, inside and key in _OF_THE_SAME)
@@ -344,18 +443,24 @@ def _shared(schema: Any, known: frozenset[str], found: set[str], part: bool) -> 
 
 def _parts(root: Mapping[str, Any], known: frozenset[str]) -> frozenset[str]:
     """All references to what is a part somewhere, also by way of another reference."""
-    found: set[str] = set()
-    before = -1
-    while len(found) > before:
-        before = len(found)
-        _shared(root, known, found, False)
+    found: dict[str, None] = {}
+    _shared(root, known, found, False)
+    seen: set[str] = set()
+    while waiting := [reference for reference in found if reference not in seen]:
+        seen |= set(waiting)
+        for reference in waiting:
+            with suppress(UnwritableError):
+                _shared(_at(root, reference), known, found, True)
     return frozenset(found)
 
 
-def _names(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, None] | None:
+def _names(
+    schema: Any, root: Mapping[str, Any], depth: int, effort: Effort
+) -> dict[str, None] | None:
     """The properties that a schema and its parts name, in order; None if there may be others."""
     if not isinstance(schema, Mapping):
         return {} if schema is True else None
+    effort.spend()
     if depth > 16 or _OPEN & schema.keys() or "if" in schema:
         return None
     named: dict[str, None] = dict.fromkeys(schema.get("properties", ()))
@@ -366,7 +471,7 @@ def _names(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, None] 
         except UnwritableError:
             return None
     for member in members:
-        more = _names(member, root, depth + 1)
+        more = _names(member, root, depth + 1, effort)
         if more is None:
             return None
         named |= more
@@ -405,10 +510,11 @@ def branches(schema: Any, root: Mapping[str, Any]) -> Sequence[Branch]:
     Raises:
         UnwritableError: it can't be taken apart.
     """
-    return tuple(_branches(schema, root, 0))
+    return tuple(_branches(schema, root, 0, Effort()))
 
 
-def _branches(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Branch]:
+def _branches(schema: Any, root: Mapping[str, Any], depth: int, effort: Effort) -> Iterator[Branch]:
+    effort.spend()
     if depth > 16:
         raise UnwritableError("a schema that refers to nothing but itself")
     if schema is True:
@@ -420,7 +526,8 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Bran
         if keyword in found:
             rest = {key: value for key, value in found.items() if key != keyword}
             for option in found[keyword]:
-                yield from _branches(_joined(rest, resolved(option, root)), root, depth + 1)
+                inner = _joined(rest, resolved(option, root))
+                yield from _branches(inner, root, depth + 1, effort)
             return
     if "const" in found or "enum" in found:
         values = [found["const"]] if "const" in found else found["enum"]
@@ -429,7 +536,7 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Bran
     named = found.get("type")
     if isinstance(named, list):
         for one in named:
-            yield from _branches({**found, "type": one}, root, depth + 1)
+            yield from _branches({**found, "type": one}, root, depth + 1, effort)
         return
     implied: Sequence[Kind] = [_IMPLIED[key] for key in found if key in _IMPLIED]
     kind: Kind = named or (implied[0] if implied else "any")

@@ -83,6 +83,18 @@ def tools(body: object) -> tuple[str, list[Any]]:
     return "", []
 
 
+def entries(body: object) -> Iterator[tuple[str, int]]:
+    """The fields of a body that are lists or objects, and those of its objects, dotted, with the
+    number of their entries. body: JSON."""
+    for name, value in body.items() if isinstance(body, dict) else ():
+        if isinstance(value, list | dict):
+            yield name, len(value)
+        if isinstance(value, dict):
+            for inner, held in value.items():
+                if isinstance(held, list | dict):
+                    yield f"{name}.{inner}", len(held)
+
+
 def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
     """Those of the fields that are lists, and not empty."""
     if isinstance(value, dict):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mlx_manager.mlx_server.config import AuditLimits
 from mlx_manager.mlx_server.errors import StorageFailed
 from mlx_manager.mlx_server.observability.records import CallRecord
 from mlx_manager.mlx_server.services.database import Database
+from mlx_manager.mlx_server.utils.clock import SteadyClock, ahead_of
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +83,15 @@ class AuditLog:
         self,
         limits: AuditLimits,
         lost: Callable[[int], None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._limits = limits
         self._lost = lost
-        self._clock = clock
         self._failed = 0
         self._database = Database(limits.path, "MLX_SERVER_AUDIT_LOG", SCHEMA)
+        said = clock or SteadyClock()
+        ahead = self._database.run(self._ahead, said())
+        self._clock: Callable[[], float] = lambda: said() + ahead
         # Records to write; who waits until everything before them has been; None at the end.
         self._inbox: SimpleQueue[CallRecord | Future[None] | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="audit", daemon=True)
@@ -167,6 +169,11 @@ class AuditLog:
 
     def _forget_tenth(self) -> bool:
         return self._database.execute(OLDEST_TENTH).rowcount > 0
+
+    def _ahead(self, now: float) -> float:
+        newest = self._database.execute("SELECT MAX(time) FROM calls").fetchone()[0]
+        # Calls that came while the clock was ahead say nothing about the others.
+        return 0.0 if newest is None else min(0.0, ahead_of(now, newest, self._limits.max_age))
 
     def _forget(self) -> None:
         oldest = self._clock() - self._limits.max_age

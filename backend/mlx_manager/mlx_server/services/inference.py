@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -32,6 +40,7 @@ from mlx_manager.mlx_server.core import (
     Progress,
     Prompt,
     RowStatus,
+    Started,
     TokenizerInfo,
     Tokens,
 )
@@ -47,6 +56,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 L = TypeVar("L")
+Ask = Callable[[Callable[[], bool]], Coroutine[Any, Any, bool]]
+"""Has a question answered on another thread."""
 
 Report = Callable[[int, int], None]
 """Told of a download's progress: bytes there, bytes in all."""
@@ -300,7 +311,8 @@ class Inference:
         whole = self._own([requests[0]])
 
         def work(lease: Lease, _: Call) -> AsyncGenerator[Progress, None]:
-            return fitting(lease.backend, requests, self._own)
+            ask = partial(self.calls.questions.run, key=self.caller.key)
+            return fitting(lease.backend, requests, self._own, ask)
 
         return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
 
@@ -366,7 +378,8 @@ class Inference:
             MLXManagerError: there is no such model, or it has no answer.
         """
         async with self._asking(model, kind) as (call, backend):
-            return await call.wait(self.calls.questions.run(partial(question, backend)))
+            asked = self.calls.questions.run(partial(question, backend), self.caller.key)
+            return await call.wait(asked)
 
     async def count(self, requests: EverShorter) -> int:
         """The tokens of the prompt that `generate_fitting` would read.
@@ -375,9 +388,9 @@ class Inference:
             MLXManagerError: as `ask`.
         """
         async with self._asking(requests[0].model, "text") as (call, backend):
-            fitting = await call.wait(first_fitting(backend, requests, self._own))
-            tokenize = partial(backend.tokenize, fitting.prompt)
-            return len((await call.wait(self.calls.questions.run(tokenize))).ids)
+            ask = partial(self.calls.questions.run, key=self.caller.key)
+            fitting = await call.wait(first_fitting(backend, requests, self._own, ask))
+            return len((await call.wait(ask(partial(backend.tokenize, fitting.prompt)))).ids)
 
     @asynccontextmanager
     async def _asking(
@@ -413,9 +426,10 @@ async def fitting(
     backend: TokenBackend,
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
+    ask: Ask,
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await first_fitting(backend, requests, own)
+    request = await first_fitting(backend, requests, own, ask)
     async with aclosing(rows(backend, [request])) as progress:
         async for step in progress:
             yield step
@@ -425,6 +439,7 @@ async def first_fitting(
     backend: TokenBackend,
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
+    ask: Ask,
 ) -> GenerationRequest:
     """Found by halves; who has hung up costs no more than the look at the one under way."""
 
@@ -434,7 +449,7 @@ async def first_fitting(
     first, last = 0, len(requests) - 1
     while first < last:
         middle = (first + last) // 2
-        if await asyncio.to_thread(fits, middle):
+        if await ask(partial(fits, middle)):
             last = middle
         else:
             first = middle + 1
@@ -515,10 +530,20 @@ class Answer(Protocol):
         ...
 
 
-async def collect(progress: AsyncGenerator[Progress, None], answer: Answer) -> Iterator[str]:
-    """The body of an answer that is not streamed, in pieces: the stream, collected."""
+async def collect(
+    progress: AsyncGenerator[Progress, None],
+    answer: Answer,
+    begun: Callable[[Started], object] = id,
+) -> Iterator[str]:
+    """The body of an answer that is not streamed, in pieces: the stream, collected.
+
+    begun: told of each row's beginning.
+    """
     async with aclosing(progress):
         async for step in progress:
+            for _, events in step:
+                if type(start := events[0]) is Started:
+                    begun(start)
             try:
                 answer.add(step)
             except MLXManagerError as error:

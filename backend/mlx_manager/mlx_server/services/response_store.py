@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
+from mlx_manager.mlx_server.utils.clock import SteadyClock, ahead_of
 from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
@@ -138,12 +138,14 @@ class ResponseStore:
         MLXManagerError: the file can't be opened, or is no database.
     """
 
-    def __init__(self, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, limits: ResponseLimits, clock: Callable[[], float] | None = None) -> None:
         self._limits = limits
-        self._clock = clock
         self._database = Database(
             limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL, *ITEMS)
         )
+        said = clock or SteadyClock()
+        ahead = self._database.run(self._ahead, said())
+        self._clock: Callable[[], float] = lambda: said() + ahead
 
     async def save(self, stored: StoredResponse, owner: str = "") -> None:
         """Keep it, at the cost of others if need be.
@@ -188,6 +190,10 @@ class ResponseStore:
 
     def close(self) -> None:
         self._database.close()
+
+    def _ahead(self, now: float) -> float:
+        newest = self._database.execute("SELECT MAX(used) FROM responses").fetchone()[0]
+        return 0.0 if newest is None else ahead_of(now, newest, self._limits.max_age)
 
     async def _if_it_can_be(self, job: Callable[..., None], *args: object) -> None:
         """Do what is written while something is read: on a full disk it is read all the same."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from openai_spec import check
@@ -189,6 +190,42 @@ async def test_more_wrong_values_than_can_be_looked_up_are_counted(serve):
         response = await client.post(CHAT, json=HELLO | {"logit_bias": dict.fromkeys(range(2000))})
     assert response.status_code == 400
     assert "2000 wrong values" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (CHAT, "logit_bias", {str(token): 1 for token in range(100_000)}),
+        (CHAT, "logit_bias", dict.fromkeys(range(100_000), "x")),
+        (CHAT, "stop", ["a"] * 100_000),
+        (CHAT, "stop_token_ids", [-1] * 100_000),
+        (CHAT, "bad_words", ["a"] * 100_000),
+        (CHAT, "structured_outputs.choice", [1] * 100_000),
+        ("/v1/messages", "stop_sequences", ["a"] * 100_000),
+        ("/v1/responses", "include", ["a"] * 100_000),
+        ("/v1/detokenize", "tokens", [1] * (2**20 + 1)),
+        ("/v1/completions", "prompt", [1] * (2**20 + 1)),
+        (CHAT, "f" * 500, [1] * 100_000),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+async def test_long_lists_are_counted_and_not_validated(serve, path: str, field: str, value: Any):
+    outer, _, inner = field.partition(".")
+    async with serve() as client:
+        response = await client.post(path, json=HELLO | {outer: {inner: value} if inner else value})
+    assert response.status_code == 413
+    message = response.json()["error"]["message"]
+    assert f"`{field[:64]}` has {len(value)} entries; this server accepts" in message
+    assert len(message) < 200
+
+
+async def test_a_name_that_fills_a_page_is_repeated_in_part(serve):
+    async with serve() as client:
+        response = await client.post(CHAT, json=HELLO | {"model": "x" * 4096})
+        missing = await client.get("/v1/models/" + "y" * 30_000)
+    for answer in (response, missing):
+        assert answer.status_code == 404
+        assert len(answer.json()["error"]["message"]) < 5000
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,62 @@ def test_a_head_that_is_too_large_is_refused_in_its_protocols_shape_and_told_in_
         assert f"request-id: {said['request_id']}".encode() in lines
     request_id = lines.partition(b"x-request-id: ")[2].partition(b"\r")[0].decode()
     assert f"({request_id}): {said['error']['message']}" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("request_", "says_what"),
+    [
+        (head().replace(b"host: x\r\n", b"host: x\r\nHost: y\r\n") + SIZED + BODY, "one `Host`"),
+        (head().replace(b"host: x\r\n", b"host: x\r\nhost: x\r\n") + SIZED + BODY, "one `Host`"),
+        (b"GET /health HTTP/1.1\r\nhost x\r\n\r\n", "not valid HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "not valid HTTP"),
+        (head() + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "not valid HTTP"),
+    ],
+    ids=["two hosts", "one host twice", "no header", "TLS", "no chunk"],
+)
+def test_broken_http_is_refused_with_an_id_that_is_in_the_log(
+    server: LiveServer, log: Path, request_: bytes, says_what: str
+) -> None:
+    lines, _, body = received(server, request_).partition(b"\r\n\r\n")
+    assert lines.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    said = json.loads(body)["error"]
+    assert says_what in said["message"]
+    request_id = lines.partition(b"x-request-id: ")[2].partition(b"\r")[0].decode()
+    assert f"({request_id}): {said['message']}" in log.read_text()
+
+
+@pytest.mark.parametrize("key", [True, False], ids=["keyed", "keyless"])
+@pytest.mark.parametrize(
+    ("beginning", "more"),
+    [
+        (head(), b"x"),
+        (head() + b"content-length: 1000\r\n\r\n{", b" "),
+        (head() + CHUNKED + b"1\r\n{\r\n", b"1\r\n \r\n"),
+    ],
+    ids=["headers", "body", "chunks"],
+)
+def test_who_sends_a_byte_now_and_then_is_hung_up_on(
+    server: LiveServer, beginning: bytes, more: bytes, key: bool
+) -> None:
+    known = b"authorization: Bearer %s\r\n" % KEY.encode()
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port), timeout=0.5) as connection:
+        connection.sendall(beginning if key else beginning.replace(known, b""))
+        answer, until = b"", time.monotonic() + 60
+        while time.monotonic() < until:
+            with suppress(TimeoutError):
+                try:
+                    if not (piece := connection.recv(65536)):
+                        break
+                    answer += piece
+                    connection.sendall(more)
+                except ConnectionError:
+                    break
+            with suppress(ConnectionError):
+                connection.sendall(more)
+        else:
+            pytest.fail("it is still connected")
+    assert statuses(answer) in ([], [408] if key else [401])
 
 
 @contextmanager

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -93,6 +94,34 @@ async def test_large_answers_come_in_pieces_and_whole(client: httpx.AsyncClient)
         assert "content-length" not in large.headers
     none = (await client.post("/v1/detokenize", json={"tokens": []})).json()
     assert none == {"prompt": "", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {"content": "word, " * 2**20}, "prompt"),
+        ("tokenize", {"prompt": "word, " * 2**20}, "prompt"),
+        ("tokenize", {"messages": [{"role": "user", "content": "word, " * 2**20}]}, "messages"),
+        ("detokenize", {"tokens": [5] * (2**18 + 1)}, "tokens"),
+    ],
+)
+async def test_more_tokens_than_several_contexts_are_not_told(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+):
+    response = await client.post(f"/v1/{path}", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "more than 262144 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["tokenize", "apply-template"])
+async def test_conversations_are_as_long_as_a_chats_may_be(client: httpx.AsyncClient, path: str):
+    part = {"type": "text", "text": "a"}
+    for messages in (HELLO * 5000, [{"role": "user", "content": [part] * 20_000}]):
+        response = await client.post(f"/v1/{path}", json={"messages": messages})
+        assert response.status_code == 413
+        assert response.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ WEATHER = {
         },
     },
 }
+UNHELD = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
 QUESTION = "What is the weather in Paris?"
 
 
@@ -96,7 +97,7 @@ async def fitted_or_refused(demo: Demo, schemas: list[Any]) -> tuple[int, int, i
         try:
             return await demo.choice(
                 "Write JSON.",
-                response_format=schema_format(schema),
+                response_format=schema_format(schema, strict=True),
                 max_tokens=200,
                 temperature=0.7,
                 seed=3,
@@ -329,7 +330,8 @@ async def test_many_options_and_wide_objects_are_not_too_ambiguous(demo: Demo):
         ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar"),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"type": 5}}}, "structured_outputs.json"),
+        ({"response_format": schema_format({"not": {}}, strict=True)}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {
@@ -340,19 +342,14 @@ async def test_many_options_and_wide_objects_are_not_too_ambiguous(demo: Demo):
         ),
         (
             {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-                ],
+                "tools": [UNHELD],
                 "tool_choice": "required",
             },
             "tools[0].function.parameters",
         ),
         (
             {
-                "tools": [
-                    WEATHER,
-                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}},
-                ],
+                "tools": [WEATHER, UNHELD],
                 "tool_choice": {"type": "function", "function": {"name": "f"}},
             },
             "tools[1].function.parameters",

@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.core import JsonObject, JsonSchema, Tool
 from mlx_manager.mlx_server.engine.grammar import Grammars
 from mlx_manager.mlx_server.engine.schemas import (
     MalformedError,
+    OversizedError,
     kinds_by_name,
     parameters_schema,
 )
@@ -51,10 +52,27 @@ def test_a_tools_parameters_are_an_object_or_said_to_be_no_schema(parameters: di
         assert parameters_schema(Tool("f", parameters=parameters))["type"] == "object"
 
 
-def test_references_may_be_a_long_chain():
-    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
-    found = parameters_schema(Tool("f", parameters={"$defs": chain, "$ref": "#/$defs/d0"}))
-    assert found["$defs"]["d1999"]["additionalProperties"] is False
+def chain(length: int) -> dict[str, Any]:
+    """Objects of which each refers to the next."""
+    links = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
+    return {"$defs": links, "$ref": "#/$defs/d0"}
+
+
+def test_references_may_be_a_chain_that_is_not_too_long():
+    found = parameters_schema(Tool("f", parameters=chain(60)))
+    assert found["$defs"]["d59"]["additionalProperties"] is False
+    with pytest.raises(OversizedError, match=r"401 schemas .* at most 128"):
+        parameters_schema(Tool("f", parameters=chain(200)))
+
+
+@pytest.mark.parametrize("leaf", [False, {"type": "string"}, {"properties": {"a": {}}}])
+def test_alternatives_of_alternatives_do_not_take_time_with_their_number(leaf: Any):
+    ways = [{"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(15)]
+    links = {f"d{i}": schema for i, schema in enumerate([*ways, leaf])}
+    value = {"$ref": "#/$defs/d0"}
+    assert kinds_by_name({"$defs": links, "properties": {"a": value}}) == {"a": {"any"}}
+    whole = {"$defs": links, "allOf": [value, {"properties": {"b": {}}}]}
+    assert parameters_schema(Tool("f", parameters=whole))["type"] == "object"
 
 
 @pytest.mark.parametrize("name", ["LLAMA", "HERMES", "QWEN_CODER", "KIMI_K3"])

@@ -80,6 +80,24 @@ async def test_what_nobody_used_for_long_goes_and_use_keeps_what_came_before():
     store.close()
 
 
+@pytest.mark.parametrize("jump", [1e9, -1e9])
+async def test_a_clock_that_jumps_drops_nothing(tmp_path: Path, jump: float):
+    """Neither while the server runs, by its own clock, nor between two of its starts."""
+    clock, limits = Clock(), ResponseLimits(path=tmp_path / "kept", max_age=100)
+    for name in "ab":
+        store = ResponseStore(limits, clock)
+        await store.save(stored(name))
+        store.close()
+        clock.now += jump
+    store = ResponseStore(limits, clock)
+    assert await ids(store, "a", "b") == ["a", "b"]
+    clock.now += 60
+    assert await ids(store, "b") == ["b"]
+    clock.now += 60
+    assert await ids(store, "a", "b") == []
+    store.close()
+
+
 async def test_what_can_not_be_written_is_read_all_the_same():
     clock = Clock()
     store = ResponseStore(ResponseLimits(max_age=100), clock)

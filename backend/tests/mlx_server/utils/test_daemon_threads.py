@@ -5,10 +5,15 @@ import subprocess
 import sys
 import threading
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 
-from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
+from mlx_manager.mlx_server.utils.daemon_threads import (
+    AbandonedError,
+    DaemonThreads,
+    Waiting,
+)
 
 request: ContextVar[str] = ContextVar("request")
 
@@ -51,6 +56,52 @@ async def test_a_job_whose_caller_has_left_is_not_begun():
     assert await first
     await threads.run(lambda: begun.append("third"))
     assert begun == ["third"]
+
+
+async def test_keys_take_turns():
+    threads, gate = DaemonThreads(1), threading.Event()
+    begun: list[str] = []
+    first = asyncio.create_task(threads.run(lambda: gate.wait(30)))
+    await asyncio.sleep(0)
+    jobs = [
+        asyncio.create_task(threads.run(partial(begun.append, name), name[0]))
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+    ]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, *jobs)
+    assert begun == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+async def test_a_job_is_told_when_nobody_waits_any_more():
+    waiting, stopped, begun = Waiting(), threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def job() -> None:
+        try:
+            with waiting.stopping(stopped.set):
+                begun.set()
+                assert stopped.wait(30)
+        except AbandonedError:
+            ended.append("abandoned")
+            raise
+
+    threads = DaemonThreads(1)
+    task = asyncio.create_task(threads.run(job, waiting=waiting))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await threads.run(lambda: None)
+    assert ended == ["abandoned"]
+    with pytest.raises(AbandonedError), waiting.stopping(lambda: None):
+        pytest.fail("nobody waits for this")
+
+
+def test_a_job_s_time_is_over_when_it_is():
+    assert not Waiting().late
+    assert not Waiting(60).late
+    assert Waiting(-1).late
 
 
 async def test_what_a_job_raises_its_caller_gets():
