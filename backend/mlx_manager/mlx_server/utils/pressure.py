@@ -1,0 +1,64 @@
+"""How short of memory macOS says that the machine is."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+NAME = b"kern.memorystatus_vm_pressure_level"
+"""What macOS calls it (sysctl(3); xnu's bsd/kern/kern_memorystatus_notify.c)."""
+FRESH = 1.0
+"""Seconds for which a reading is good."""
+
+
+class Pressure(IntEnum):
+    """macOS's own numbers. At CRITICAL it ends programs."""
+
+    NORMAL = 1
+    WARNING = 2
+    CRITICAL = 4
+
+
+def is_told() -> bool:
+    """Whether the system says so at all."""
+    return sys.platform == "darwin"
+
+
+def pressure_level() -> Pressure:
+    """The level now; NORMAL where there is no such figure."""
+    if not is_told():
+        return Pressure.NORMAL
+    level = ctypes.c_int()
+    size = ctypes.c_size_t(ctypes.sizeof(level))
+    libc = ctypes.CDLL(None)
+    if libc.sysctlbyname(NAME, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0)):
+        return Pressure.NORMAL
+    return level_of(level.value)
+
+
+def level_of(number: int) -> Pressure:
+    """The level that macOS's number stands for; of one that is not known, the next lower."""
+    return max((level for level in Pressure if level <= number), default=Pressure.NORMAL)
+
+
+class PressureGauge:
+    """The level, read once in `FRESH` seconds. Any thread may ask."""
+
+    def __init__(
+        self,
+        read: Callable[[], Pressure] = pressure_level,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._level = Pressure.NORMAL
+        self._good_until = 0.0
+
+    def __call__(self) -> Pressure:
+        now = self._clock()
+        if now >= self._good_until:
+            self._level, self._good_until = self._read(), now + FRESH
+        return self._level
