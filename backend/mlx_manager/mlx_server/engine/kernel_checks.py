@@ -56,8 +56,13 @@ class KernelCheck:
 
 
 def kernel_checks() -> Iterator[KernelCheck]:
-    """Every kernel that the engine may use, in the order in which a load meets them."""
+    """Every kernel that has a check of its own. What multiplies and what is recurrent has none: a
+    load compares the whole decoder with the model's modules."""
     for dtype in DTYPES:
+        # Before attention, whose check writes, too.
+        for size in sorted({*WRITTEN, *paged.HEAD_DIMS}):
+            pools = Pools(KV_HEADS, size, size, dtype)
+            yield KernelCheck("page writer", size, dtype, partial(_writer, pools))
         for size in paged.HEAD_DIMS:
             shape = AttentionShape(Q_HEADS, KV_HEADS, size, PAGE_SIZE, dtype)
             rotary = Rotary(size, traditional=False, epsilon=1e-6)
@@ -66,9 +71,6 @@ def kernel_checks() -> Iterator[KernelCheck]:
             bare = partial(_attention, shape, ALL_FEATURES, None)
             yield KernelCheck("attention with window, soft cap and sinks", size, dtype, bare)
             yield KernelCheck("prompts", size, dtype, partial(_prompts, shape))
-        for size in sorted({*WRITTEN, *paged.HEAD_DIMS}):
-            pools = Pools(KV_HEADS, size, size, dtype)
-            yield KernelCheck("page writer", size, dtype, partial(_writer, pools))
         yield KernelCheck("latent attention", LATENT.rank, dtype, partial(_latent, dtype))
         yield KernelCheck("sampling", None, dtype, partial(_draws, dtype))
 
