@@ -31,7 +31,7 @@ def told(*outcomes: Outcome) -> dict[str, object]:
 
 def test_attention_is_checked_for_every_head_size_and_dtype() -> None:
     checked = {(c.head_size, c.dtype) for c in kernel_checks() if c.kernel == "attention"}
-    assert checked == {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
+    assert checked >= {(size, dtype) for size in HEAD_DIMS for dtype in DTYPES}
 
 
 def test_no_two_checks_are_the_same() -> None:
