@@ -41,9 +41,11 @@ def test_every_setting_is_an_option_of_serve_with_its_text_and_default() -> None
     assert options_of("serve") == {name: shown(name) for name in MLXServerSettings.model_fields}
 
 
-@pytest.mark.parametrize("command", ["list", "doctor"])
-def test_the_other_commands_take_only_settings_and_json(command: str) -> None:
-    assert options_of(command).keys() - {"as_json"} <= MLXServerSettings.model_fields.keys()
+@pytest.mark.parametrize(
+    ("command", "own"), [("list", {"as_json"}), ("doctor", {"as_json", "report", "file"})]
+)
+def test_the_other_options_of_list_and_doctor_are_settings(command: str, own: set[str]) -> None:
+    assert options_of(command).keys() - own <= MLXServerSettings.model_fields.keys()
 
 
 def test_the_version_is_printed() -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, connected, exit_code
-from mlx_manager.cli.terminal import AsJson, ExitCode, colour, fail, note
+from mlx_manager.cli.terminal import (
+    STDOUT,
+    AsJson,
+    ExitCode,
+    colour,
+    fail,
+    note,
+    put,
+    require_place,
+)
 from mlx_manager.printable import in_lines, on_one_line
 
 if TYPE_CHECKING:
     from mlx_manager.bench.load import Measured
     from mlx_manager.bench.plan import Plan
+    from mlx_manager.bench.share import Load
+    from mlx_manager.mlx_server.models.catalog import ModelSource
 
 WEEK = 7 * 86_400
 
@@ -69,11 +81,32 @@ Extra = Annotated[
     typer.Option(metavar="JSON", help="More fields of every request; null removes one of ours"),
 ]
 
+Share = Annotated[
+    bool,
+    typer.Option(
+        "--share",
+        help="Compare with mlx-lm's stream_generate here, and write one JSON file, to be pasted",
+    ),
+]
+File = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FILE", show_default=False, help="Of --share; - is stdout [mlx-manager-bench.json]"
+    ),
+]
+
 MOST_WARMUP = 16
+SHARE_FILE = Path("mlx-manager-bench.json")
+ROUNDS = 5
+OF_SHARE = ("file", "share", "model", "requests", "prompt_tokens", "output_tokens", "seed")
+"""The parameters that mean something with --share."""
 
 
 def bench(
+    context: typer.Context,
+    file: File = None,
     *,
+    share: Share = False,
     url: Url = None,
     model: Model = None,
     api_key: ApiKey = None,
@@ -96,13 +129,28 @@ def bench(
     the time to the first token, the pace of the others, and the failures. It counts tokens by the
     usage that the server reports. The exit code is 1 if a request failed.
 
+    --share starts a server of its own and mlx-lm's stream_generate, both with the same model, which
+    take turns at --requests [5] prompts, one at a time. Its file has the figures of every round,
+    the model with its revision, and the machine; no paths and no names of people or machines.
+
     \b
     Examples:
       mlx-manager bench
       mlx-manager bench -c 32 -n 256 --prompt-tokens 1024 --output-tokens 64
       mlx-manager bench --rate 4 --duration 60 --concurrency 100 --json > result.json
       mlx-manager bench --url https://other.example/v1 --model their-model --natural-end
+      mlx-manager bench --share mine.json --model mlx-community/Llama-3.2-3B-Instruct-4bit
     """
+    if share:
+        from mlx_manager.bench.share import Load
+
+        refuse_others(context)
+        require_place(file := file or SHARE_FILE)
+        load = Load(prompt_tokens, output_tokens, requests or ROUNDS, seed)
+        share_figures(find_source(model), load, file)
+        return
+    if file is not None:
+        fail(f"{file} is of no use without --share.", ExitCode.USAGE)
     more = read_extra(extra)
     with connected(url, api_key) as client:
         model = model or client.default_model()
@@ -125,6 +173,80 @@ def bench(
         extra={"ignore_eos": True, **more} if ignore_eos else more,
     )
     finish(run_plan(plan), as_json)
+
+
+def refuse_others(context: typer.Context) -> None:
+    """End the program with exit code 2, naming it, where an option was given that --share lacks."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in OF_SHARE and source is not None and source.name == "COMMANDLINE":
+            fail(f"{parameter.opts[-1]} is of no use with --share.", ExitCode.USAGE)
+
+
+def share_figures(source: ModelSource, load: Load, file: Path) -> None:
+    from mlx_manager.bench.share import LEAST_TOKENS, ShareFailed, share
+    from mlx_manager.machine import impersonal, written
+
+    if load.output_tokens < LEAST_TOKENS:
+        fail(f"--share needs --output-tokens of {LEAST_TOKENS} or more.", ExitCode.USAGE)
+    try:
+        found = share(source, load, note)
+    except ShareFailed as error:
+        fail(f"There are no figures: {impersonal(str(error))}.")
+    put(file, written(found))
+    if file != STDOUT:
+        print_shared(found)
+
+
+def find_source(model: str | None) -> ModelSource:
+    """The model that `serve` would serve by this name; ends the program where its files are not
+    here."""
+    from mlx_manager.cli.serve import parse_settings, require_mlx
+    from mlx_manager.mlx_server.errors import MLXManagerError
+    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.settings import read_models_file
+
+    require_mlx()
+    settings = parse_settings({"model": model})
+    try:
+        source = Catalog(settings.catalog, read_models_file(settings.models_file)).find(
+            settings.model
+        )
+    except MLXManagerError as error:
+        fail(error.message, ExitCode.NOT_FOUND)
+    if source.path is None:
+        fail(f"{source.id} is not here yet: mlx-manager pull {source.id}", ExitCode.NOT_FOUND)
+    return source
+
+
+def print_shared(found: dict[str, Any]) -> None:
+    from mlx_manager.bench.share import OURS, THEIRS
+    from mlx_manager.cli.terminal import show, table
+
+    first, rate = (
+        found["summary"][metric] for metric in ("first_token_seconds", "tokens_per_second")
+    )
+    load = found["load"]
+    typer.secho(f"{on_one_line(found['model']['name'])}", bold=True)
+    typer.echo(
+        f"prompts of {load['prompt_tokens']} tokens, answers of {load['output_tokens']}, "
+        f"{load['rounds']} rounds; median (least-most)"
+    )
+    typer.echo()
+    columns = ("first token, ms", "tokens/s")
+    shown = table("", *columns, right=columns)
+    for name, side in (("mlx-manager", OURS), ("mlx-lm", THEIRS)):
+        shown.add_row(name, with_spread(first[side], 1, 1000), with_spread(rate[side], 1))
+    shown.add_row("ratio", with_spread(first["ratio"], 2), with_spread(rate["ratio"], 2))
+    show(shown)
+
+
+def with_spread(values: dict[str, float], digits: int, unit: float = 1) -> str:
+    median, least, most = (
+        f"{values[key] * unit:,.{digits}f}" for key in ("median", "least", "most")
+    )
+    return f"{median} ({least}-{most})"
 
 
 def read_extra(extra: str | None) -> dict[str, Any]:

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlx_manager.cli.serve import Host, Port, parse_settings
-from mlx_manager.cli.terminal import AsJson, ExitCode, colour
+from mlx_manager.cli.terminal import AsJson, ExitCode, colour, fail, note, put, require_place
 
 if TYPE_CHECKING:
     from mlx_manager.doctor import Finding
+    from mlx_manager.mlx_server.config import MLXServerSettings
+
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report", help="Write one JSON file about this machine and its kernels, to be pasted"
+    ),
+]
+File = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FILE",
+        show_default=False,
+        help="Of --report; - is stdout [mlx-manager-report.json]",
+    ),
+]
+REPORT_FILE = Path("mlx-manager-report.json")
 
 
 def doctor(
-    context: typer.Context, *, host: Host = None, port: Port = None, as_json: AsJson = False
+    context: typer.Context,
+    file: File = None,
+    *,
+    report: Report = False,
+    host: Host = None,
+    port: Port = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find what prevents or slows serving on this machine.
 
@@ -25,11 +49,24 @@ def doctor(
 
     The exit code is 0 if `serve` can start, else 1.
 
+    --report tries every kernel against the reference, for each head size and dtype, and times the
+    embedded model; it takes minutes on a GPU. Its file has no paths and no names of people or
+    machines. The exit code is then 1 when a kernel is wrong, too.
+
     \b
-    Example:
+    Examples:
       mlx-manager doctor --port 9000
+      mlx-manager doctor --report mine.json
     """
-    settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
+    own = ("as_json", "report", "file")
+    settings = parse_settings({k: v for k, v in context.params.items() if k not in own})
+    if report:
+        if as_json:
+            fail("--report is JSON, and --json is of what is printed: give one.", ExitCode.USAGE)
+        write_report(settings, file or REPORT_FILE)
+        return
+    if file is not None:
+        fail(f"{file} is of no use without --report.", ExitCode.USAGE)
     from mlx_manager.doctor import examine
 
     findings = examine(settings)
@@ -38,6 +75,17 @@ def doctor(
     else:
         print_findings(findings)
     if not all(finding.ok for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def write_report(settings: MLXServerSettings, file: Path) -> None:
+    from mlx_manager.machine import written
+    from mlx_manager.report import is_good, report
+
+    require_place(file)
+    found = report(settings, note)
+    put(file, written(found))
+    if not is_good(found):
         raise typer.Exit(ExitCode.FAILED)
 
 

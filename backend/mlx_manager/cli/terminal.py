@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -68,6 +69,29 @@ def fail(message: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
     """End the program with `code`; `message` says what to do."""
     complain(message)
     raise typer.Exit(code)
+
+
+STDOUT = Path("-")
+
+
+def require_place(file: Path) -> None:
+    """End the program with exit code 2 where no file can be written, before there is work to
+    lose."""
+    if file == STDOUT:
+        return
+    if file.is_dir():
+        fail(f"{file} is a folder; a file is wanted.", ExitCode.USAGE)
+    if not file.absolute().parent.is_dir():
+        fail(f"{file.parent} is no folder.", ExitCode.USAGE)
+
+
+def put(file: Path, text: str) -> None:
+    """Write `text` as `file`, `-` being stdout, and say on stderr where it is."""
+    if file == STDOUT:
+        typer.echo(text, nl=False)
+        return
+    file.write_text(text)
+    note(f"written: {file}")
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:

@@ -91,7 +91,7 @@ def _with_logfire(app: FastAPI, processors: list[SpanProcessor]) -> Tracing:
     except ImportError:
         raise MLXManagerError(
             "MLX_SERVER_LOGFIRE_ENABLED is set, but LogFire is not installed: "
-            "pip install 'mlx-manager[logfire]'."
+            "pip install 'mlx-manager-server[logfire]'."
         ) from None
     from opentelemetry import trace
 
@@ -123,7 +123,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
     except ImportError:
         raise MLXManagerError(
             "MLX_SERVER_OTLP_ENDPOINT is set, but OpenTelemetry is not installed: "
-            "pip install 'mlx-manager[otel]'."
+            "pip install 'mlx-manager-server[otel]'."
         ) from None
     url = endpoint.rstrip("/").removesuffix(TRACES_PATH) + TRACES_PATH
     return BatchSpanProcessor(OTLPSpanExporter(url, timeout=EXPORT_SECONDS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,14 @@ from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
+from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
 from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 # Queries of a chunk, and what the last of them sees; the last contexts are cut where there is room.
 CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 2600))
 Floats = npt.NDArray[np.float32]
+Write = Callable[..., mx.array]
+"""As `PagedKernels.write`."""
 
 # Lengths around the borders of tiles and pages, one that is split, and a padding row.
 LENGTHS = (1, 15, 16, 17, 0, 33, 250, 700, 2600)
@@ -249,7 +252,9 @@ def self_check(
     With `rotary`, what prepares and fuses steps is checked too.
     """
     try:
-        wrong = _check_attention(kernels, features) or _check_write(kernels)
+        wrong = _check_attention(kernels, features) or check_writer(
+            kernels.write, kernels.shape.pools, kernels.shape.page_size
+        )
         if wrong is None and rotary is not None:
             wrong = _check_rotated(kernels, rotary)
             if wrong is None and not rotary.alone:
@@ -391,22 +396,25 @@ def as_written(found: Floats, expected: Floats) -> bool:
     return bool(close.all())
 
 
-def _check_write(kernels: PagedKernels) -> str | None:
-    shape = kernels.shape
+def check_writer(write: Write, pools: Pools, page_size: int) -> str | None:
+    """None when `write` puts keys and values into pages on this device; else what is wrong."""
     rng = np.random.default_rng(1)
-    rows, slots = 3, 2 * shape.page_size
-    k_pool = mx.zeros((shape.kv_heads, slots, shape.head_dim), shape.dtype)
-    v_pool = mx.zeros_like(k_pool)
-    mx.eval(k_pool, v_pool)
-    k, v = (
-        mx.array(rng.normal(size=(rows, shape.kv_heads, 1, shape.head_dim))).astype(shape.dtype)
-        for _ in range(2)
-    )
-    mx.eval(kernels.write(k_pool, v_pool, k, v, mx.array([slots - 1, -1, 0], mx.int32)))
-    for pool, new in ((k_pool, k), (v_pool, v)):
+    rows, slots = 3, 2 * page_size
+    dims = pools.key_dim, pools.value_dim
+    try:
+        given = [mx.zeros((pools.kv_heads, slots, dim), pools.dtype) for dim in dims]
+        new = [
+            mx.array(rng.normal(size=(rows, pools.kv_heads, 1, dim))).astype(pools.dtype)
+            for dim in dims
+        ]
+        mx.eval(*given, *new)
+        mx.eval(write(*given, *new, mx.array([slots - 1, -1, 0], mx.int32)))
+    except (RuntimeError, ValueError) as error:
+        return f"the kernel can't be run: {error}"
+    for pool, tokens in zip(given, new, strict=True):
         expected = np.zeros(pool.shape, np.float32)
-        expected[:, slots - 1] = numbers(new)[0, :, 0]
-        expected[:, 0] = numbers(new)[2, :, 0]
+        expected[:, slots - 1] = numbers(tokens)[0, :, 0]
+        expected[:, 0] = numbers(tokens)[2, :, 0]
         if not np.array_equal(numbers(pool), expected):
             return "a write into pages did not arrive, or arrived elsewhere"
     return None
