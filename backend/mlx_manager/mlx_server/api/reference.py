@@ -62,9 +62,16 @@ be: a model that does not end one runs into `max_tokens`, which comes back as `f
 Where arguments stand one by one (Qwen3-Coder, Seed-OSS, GLM, MiniMax, LongCat, DeepSeek V3.2, Kimi
 K3, MiniCPM5, Muse Spark), text is written as it is and all else as JSON. What such a format has no
 form for is refused by name: `anyOf`, `allOf` or `not` over all parameters at once, or over a text.
-So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for Python's (LFM2,
-OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's
-names of types ("dict", "float", "tuple", "any") are understood in parameters.
+So are names with blanks, quotes or brackets, and for Gemma's and Python's calls (LFM2, OLMo 3)
+with `=` or `,`. Muse Spark's calls can't be `strict` with "auto". Python's names of types ("dict",
+"str", "list", "any" and so on) are understood in parameters, Gemini's ("STRING"), and OpenAPI's
+`nullable`.
+
+Calls are read leniently. An end that a model leaves out or misspells ends its value where nothing
+else can follow; what only looks like markup in a text is text as long as the text's own end comes
+later. Arguments that leave the server are a JSON object, of the types that the schema names, unless
+the answer was cut by the token limit (`finish_reason` "length"). What is no call of a function that
+is offered is content.
 
 ## Anthropic's messages
 

@@ -631,7 +631,10 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     try:
         value = json.loads(trimmed, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return quoted(text) if kinds & {"string", "any"} else _like_json(trimmed, kinds)
+        brackets = "string" not in kinds and trimmed.startswith(("{", "["))
+        if kinds & {"string", "any"} and not brackets:
+            return quoted(text)
+        return _like_json(trimmed, kinds, text)
     kind = kind_of(value)
     if kinds & {"string", "any"}:
         fits = kind != "string" and ("any" in kinds or kind in kinds)
@@ -644,20 +647,22 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     return _of_kinds(value, kinds) or _strict(trimmed)
 
 
-def _like_json(text: str, kinds: AbstractSet[Kind]) -> str:
-    if "boolean" in kinds and text.lower() in ("true", "false"):
-        return text.lower()
+def _like_json(trimmed: str, kinds: AbstractSet[Kind], text: str) -> str:
+    if "boolean" in kinds and trimmed.lower() in ("true", "false"):
+        return trimmed.lower()
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(trimmed)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return _of_kinds(value, kinds) or encodable(written)
     except _LITERAL_ERRORS:
-        return _strict(text) if text.startswith(("{", "[")) else quoted(text)
+        return quoted(text) if "any" in kinds else _strict(trimmed, quoted(trimmed))
 
 
-def _strict(text: str) -> str:
-    """JSON for an object or a list; any other value is JSON already, and the rest is text."""
-    return (mended(text) or quoted(text)) if text.startswith(("{", "[", '"')) else text
+def _strict(text: str, otherwise: str = "") -> str:
+    """JSON for an object, a list or a text. `otherwise`: what anything else is, or JSON already."""
+    if text.startswith(("{", "[", '"')):
+        return mended(text) or quoted(text)
+    return otherwise or text
 
 
 def _of_kinds(value: Any, kinds: AbstractSet[Kind]) -> str | None:
