@@ -93,10 +93,16 @@ one runs into `max_tokens`, and the `finish_reason` is "length".
 Some models write arguments one by one instead of as one JSON object (Qwen3-Coder, Seed-OSS, GLM,
 MiniMax, LongCat, DeepSeek V3.2, Kimi K3, MiniCPM5, Muse Spark). There texts are written as they
 are and all other values as JSON. A schema that such a format can't express is refused by name:
-`anyOf`, `allOf` or `not` over all parameters at once, or over a text. Gemma's format takes only
-names of letters, digits, `_` and `-`; Python's format (LFM2, OLMo 3) takes only names that are
-valid in Python. Muse Spark's calls can't be `strict` with "auto". Parameters may use Python's
-names of types ("dict", "float", "tuple", "any").
+`anyOf`, `allOf` or `not` over all parameters at once, or over a text. So are
+names with blanks, quotes or brackets, and for Gemma's and Python's formats (LFM2, OLMo 3) names
+with `=` or `,`. Muse Spark's calls can't be `strict` with "auto". Parameters may use Python's names
+of types ("dict", "str", "list", "any" and so on), Gemini's ("STRING"), and OpenAPI's `nullable`.
+
+Calls are read leniently. An end that a model leaves out or misspells ends its value if nothing else
+can follow there. Markup inside a text stays text as long as the text's own end comes later.
+Arguments that leave the server are a JSON object, of the types that the schema names, unless the
+answer was cut by the token limit (`finish_reason` "length"). Text that is no call of an offered
+function is content.
 
 Tools that a provider runs (web search, file search, code interpreter, MCP, image generation, tool
 search, computer use, shells, Anthropic's dated ones), and OpenAI's `custom` ones, can be offered:

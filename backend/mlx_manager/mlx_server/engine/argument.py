@@ -33,7 +33,7 @@ class NotACallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """What ends a value: how many of the next characters are text, and how many markup."""
+    """The end of a value: how many of the next characters are still text, and how many markup."""
 
     text: int
     markup: int
@@ -100,7 +100,7 @@ class ArgumentReader:
             yield from self._read_argument(match)
 
     def _fits(self, match: regex.Match[str]) -> bool:
-        """Whether this can follow what there is so far."""
+        """Return whether this can follow what there is so far."""
         groups = match.groupdict()
         if groups.get("value") is not None or groups.get("object") is not None:
             return not self._whole and not (groups.get("object") is not None and self._given)
@@ -109,8 +109,10 @@ class ArgumentReader:
         return self._started or not left_out or not self._names
 
     def _without_end(self, match: regex.Match[str] | None) -> Reading[bool | None]:
-        """What follows arguments where their end is missing or misspelt: another call, or the end
-        of all. None if it is one end too many."""
+        """Read on where the end of a call is missing or misspelt.
+
+        Returns whether all calls end there; None if it was one end of a value too many.
+        """
         source = self._source
         blanks = yield from source.blanks()
         if not self._started:
@@ -153,7 +155,7 @@ class ArgumentReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the call has ended."""
+        """Return whether the call has ended."""
         return self._started and not self._source.cut
 
     def _read_whole(self) -> Steps:
@@ -237,7 +239,7 @@ class ArgumentReader:
             self._source.take(len(self._break))
 
     def _begins_markup(self, end: str) -> bool:
-        """Whether all that is left of the output may be the beginning of markup."""
+        """Return whether all that is left of the output may be the beginning of markup."""
         rest = self._source.rest
         text = rest.lstrip("\r\n \t")
         if end.startswith(rest) or (self._form.line and end.startswith(text)):
@@ -297,23 +299,25 @@ class ArgumentReader:
         return place if char == "<" or (char == "" and self._form.line) else None
 
     def _value_end(self, place: int, key: str) -> Reading[int | None]:
-        """Where the end of a value is over that stands there, right or, if what follows can only
-        follow one, misspelt."""
+        """Return the place behind an end of a value: the right one, or a misspelt one if only the
+        end of a value can stand there."""
         if (yield from self._source.says(self._form.end, place)):
             return place + len(self._form.end)
         wrong = yield from self._wrong_end(place, self._form.end, (*self._form.also, key))
         return wrong if wrong and (yield from self._can_follow(wrong)) else None
 
     def _wrong_end(self, place: int, end: str, also: Sequence[str]) -> Reading[int]:
-        """Where something is over that stands there and resembles an end; 0 if nothing does."""
+        """Return the place behind a tag that resembles an end; 0 if there is none."""
         length = yield from resembling(self._source, self._wrong, place, end, also)
         return place + length if length else 0
 
     def _other_end(
         self, place: int, line_start: bool, value: _Value | None = None
     ) -> Reading[bool | None]:
-        """Whether what stands there is surely, or perhaps, what follows a value whose end is
-        missing: another argument, or the end of the call. None if it is no such thing."""
+        """Look for another argument or the end of the call, behind a value whose end is missing.
+
+        Returns True if it surely is one, False if it may be text, None if there is none.
+        """
         source = self._source
         match = yield from source.match(self._head, place)
         if match is not None and (line_start or not self._form.line):
@@ -333,12 +337,11 @@ class ArgumentReader:
         return True if match["name"] in self._offered else None
 
     def _is_missing(self, key: str) -> bool:
-        """Whether an argument of this name may follow: text in the model's own format names others,
-        if it names any."""
+        """Return whether an argument of this name may follow. Markup in a text names other ones."""
         return key not in self._given and (key in self._names or not self._names)
 
     def _is_argument(self, place: int) -> Reading[bool]:
-        """Whether a value from there on ends like one of this call, as opposed to one in a text."""
+        """Return whether the value there ends like one of this call, not like markup in a text."""
         source = self._source
         while char := (yield from source.char(place)):
             if char == "<":
@@ -351,13 +354,13 @@ class ArgumentReader:
         return True
 
     def _can_follow(self, place: int) -> Reading[bool]:
-        """Whether what stands there can follow the end of a value."""
+        """Return whether what stands there can follow the end of a value."""
         if (yield from self._source.match(self._item, place)) is not None:
             return True
         return (yield from self._must_follow(place))
 
     def _must_follow(self, place: int) -> Reading[bool]:
-        """Whether what stands there can only follow the end of a value."""
+        """Return whether what stands there can only follow the end of a value."""
         source = self._source
         blanks = yield from source.blanks(place)
         if (yield from source.char(blanks)) == "" or (yield from self._call_ahead(place)):
@@ -368,8 +371,8 @@ class ArgumentReader:
         return wrong > 0 and (yield from self._calls_over(wrong))
 
     def _calls_over(self, place: int) -> Reading[bool]:
-        """Whether what stands there can only follow the end of a call: the end of the output, with
-        or without that of all calls, or another call."""
+        """Return whether only the end of a call can stand before this place: the end of the output
+        follows, with or without that of all calls, or another call."""
         source = self._source
         for _ in range(2):
             place = yield from source.blanks(place)
@@ -390,8 +393,8 @@ class ArgumentReader:
         return match is not None and match["name"] in self._offered
 
     def _right_end(self, value: _Value) -> Reading[int | None]:
-        """Where the next end is after which the value can't go on; None if another call begins
-        before there is one."""
+        """Return the place of the next end after which the value can't go on; None if another call
+        begins before it."""
         source, quotes, place = self._source, value.quotes, 0
         while char := (yield from source.char(place)):
             if char == "<" and place and not (quotes and quotes.within):
@@ -488,7 +491,7 @@ class _Value:
 
     @property
     def within_quotes(self) -> bool:
-        """Whether the value is JSON and is within a text in it, where nothing ends it."""
+        """Return whether the value is JSON and is within a text in it, where nothing ends it."""
         return self.quotes is not None and self.quotes.within
 
     def put(self, text: str) -> None:
@@ -511,7 +514,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Quotes:
-    """Whether JSON is within a text of its own.
+    """Return whether JSON is within a text of its own.
 
     beginnings: the characters with which JSON begins, as opposed to text. is_json: whether it does,
     None while nothing but blanks has been read.

@@ -65,7 +65,7 @@ class CallLog:
 
 @dataclass(slots=True)
 class Progress:
-    """What came of some text: events, then text that was taken for a call and is none.
+    """The outcome of some text: events, then text that was taken for a call and is none.
 
     `rest` is the text after the calls' end, None while more of them may follow.
     """
@@ -146,8 +146,8 @@ class CallReader:
         return Progress(events, text, rest)
 
     def _shown(self, text: str) -> str:
-        """What is left of text between calls: brackets after a call end the list of calls, or are
-        more than were opened."""
+        """Return text between calls without the brackets that end a list of calls, or that are more
+        than were opened."""
         if not self._tail:
             return text
         if self._source.ended and not text.strip(_SEPARATORS + "}"):
@@ -265,7 +265,7 @@ class CallReader:
         return length
 
     def _wrong_end(self, place: int, end: str) -> Reading[int]:
-        """Where something is over that stands there and resembles an end; 0 if nothing does."""
+        """Return the place behind a tag that resembles an end; 0 if there is none."""
         if self._opener and (yield from self._source.says(self._opener, place)):
             return 0
         length = yield from resembling(self._source, _TAG, place, end)
@@ -395,7 +395,7 @@ class CallReader:
             self._end_call()
 
     def _another(self, place: int) -> Reading[bool]:
-        """Whether another call of a function that is offered begins there."""
+        """Return whether another call of a function that is offered begins there."""
         source = self._source
         if not (yield from source.says(self._opener, place)):
             return False

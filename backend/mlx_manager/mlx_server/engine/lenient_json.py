@@ -104,10 +104,10 @@ class JsonReader:
         # Where JSON is written as it stands: from where on nothing has been written.
         self._written = source.at
         self.complete = False
-        """Whether the value's end has been read, or taken for granted; not if it was cut off."""
+        """The value's end has been read or taken for granted, and it was not cut off."""
 
     def begins(self) -> Reading[bool]:
-        """Whether an object begins here: after its brace comes its end or a name."""
+        """Return whether an object begins here: after its brace comes its end or a name."""
         place = yield from self._source.blanks(1)
         if (yield from self._source.char(place)) == "}" or (yield from self._at_end(place)):
             return True
@@ -136,7 +136,7 @@ class JsonReader:
         self.complete = True
 
     def _write_rest(self) -> None:
-        """What has been read of JSON that was cut off and not written yet."""
+        """Write what has been read of JSON that was cut off."""
         if not self._quotes:
             self._write(self._source.seen(self._written - self._source.at, 0))
             self._write(self._source.rest)
@@ -144,7 +144,7 @@ class JsonReader:
     # -- Brackets and what is between values ---------------------------------------------------
 
     def _next_in(self, frame: _Frame) -> Steps:
-        """What follows in an object or a list: its end, or one more value."""
+        """Read on in an object or a list: its end, or one more value."""
         comma = yield from self._between()
         char = yield from self._source.char()
         if char == "":
@@ -272,7 +272,8 @@ class JsonReader:
         return 0
 
     def _bare_name_ahead(self, ahead: int) -> Reading[int]:
-        """A name may have colons and blanks itself, if the schema names one that has."""
+        """Return the length of a name without quotes; 0 if there is none. It may have colons and
+        blanks itself if the schema names one that has."""
         known = self._frames[-1].names if self._frames else self._typed.names
         found, place = 0, ahead
         while place - ahead < _LONGEST_NAME:
@@ -293,8 +294,8 @@ class JsonReader:
         return found
 
     def _goes_on(self, colon: int) -> Reading[bool]:
-        """Whether a name that no schema knows goes on after this colon, to another that can be
-        nothing else, since quotes or a bracket follow it."""
+        """Return whether a name that no schema knows goes on after this colon: up to another one,
+        which quotes or a bracket follow."""
         place = colon + 1
         while place - colon < _LONGEST_NAME:
             char = yield from self._source.char(place)
@@ -344,7 +345,7 @@ class JsonReader:
         self._put(bare(word, kinds))
 
     def _word_length(self, place: Place, kinds: AbstractSet[Kind]) -> Reading[int]:
-        """How far a word reaches, or a text without quotes."""
+        """Return how far a word reaches, or a text without quotes."""
         source, length, depth = self._source, 0, 0
         special = _ENDS_BARE if self._quotes else _ENDS_WORD
         while char := (yield from source.char(length)):
@@ -359,7 +360,7 @@ class JsonReader:
         return length
 
     def _ends_word(self, char: str, place: Place, ahead: int) -> Reading[bool]:
-        """Whether a word ends before a character."""
+        """Return whether a word ends before a character."""
         if char in "}]" or not self._quotes:
             return char not in (" ", "\t")
         if char == ",":
@@ -374,7 +375,7 @@ class JsonReader:
         return (yield from self._new_name_ahead(after))
 
     def _member_or_end(self, ahead: int) -> Reading[bool]:
-        """Whether a comma before this place is one between members."""
+        """Return whether a comma before this place is one between members."""
         place = yield from self._source.blanks(ahead)
         char = yield from self._source.char(place)
         if char in ("", "}", "]", ",") or (char == '"' and not self._quotes):
@@ -382,7 +383,7 @@ class JsonReader:
         return (yield from self._at_end(place)) or (yield from self._name_ahead(place)) > 0
 
     def _new_name_ahead(self, place: int) -> Reading[bool]:
-        """Whether a member follows that the schema names and that is not there yet."""
+        """Return whether a member follows that the schema names and that is not there yet."""
         length = yield from self._name_ahead(place)
         name = self._source.seen(place, place + length)
         for quote in ("'", '"', *self._quotes):
@@ -472,7 +473,7 @@ class JsonReader:
         return int(self._source.seen(ahead + 2, ahead + 6), 16)
 
     def _closes(self, place: Place) -> Reading[bool]:
-        """Whether a quote ends its text, and is not one in it that lacks its backslash."""
+        """Return whether a quote ends its text, and is not one in it that lacks its backslash."""
         if place == "name":
             return True
         after = yield from self._source.blanks(1)
@@ -537,7 +538,7 @@ class JsonReader:
         return length if (yield from self._ends_value(length)) else None
 
     def _ends_value(self, ahead: int) -> Reading[bool]:
-        """Whether what stands there can only follow a value."""
+        """Return whether what stands there can only follow a value."""
         source = self._source
         place = yield from source.blanks(ahead)
         char = yield from source.char(place)
@@ -548,14 +549,14 @@ class JsonReader:
         return (yield from source.char(place)) == "" or (yield from self._at_end(place))
 
     def _blanks_and_brackets(self, ahead: int = 0) -> Reading[int]:
-        """How many blanks and closing brackets stand there."""
+        """Return how many blanks and closing brackets stand there."""
         place = ahead
         while (char := (yield from self._source.char(place))) and (char in "}]" or char.isspace()):
             place += 1
         return place - ahead
 
     def _right_quote(self, quote: str) -> Reading[int | None]:
-        """Where the quote is that ends the text; None if the next one begins another."""
+        """Return where the quote is that ends the text; None if the next one begins another."""
         source, place = self._source, 0
         while (yield from source.char(place)):
             if (yield from source.says(quote, place)):
@@ -570,14 +571,14 @@ class JsonReader:
     # -- The end of all ------------------------------------------------------------------------
 
     def _at_end(self, ahead: int) -> Reading[bool]:
-        """Whether what ends the value stands there, outside of quotes."""
+        """Return whether what ends the value stands there, outside of quotes."""
         for end in self._ends:
             if (yield from self._source.says(end, ahead)):
                 return True
         return False
 
     def _ends_all(self, ahead: int) -> Reading[bool]:
-        """Whether what ends the value stands there, and it is not meant as text: the output ends
+        """Return whether the value's end stands there and is not meant as text: the output ends
         after it, or goes on with another value."""
         for end in self._ends:
             if (yield from self._source.says(end, ahead)):
@@ -631,7 +632,10 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     try:
         value = json.loads(trimmed, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return quoted(text) if kinds & {"string", "any"} else _like_json(trimmed, kinds)
+        brackets = "string" not in kinds and trimmed.startswith(("{", "["))
+        if kinds & {"string", "any"} and not brackets:
+            return quoted(text)
+        return _like_json(trimmed, kinds, text)
     kind = kind_of(value)
     if kinds & {"string", "any"}:
         fits = kind != "string" and ("any" in kinds or kind in kinds)
@@ -644,20 +648,22 @@ def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
     return _of_kinds(value, kinds) or _strict(trimmed)
 
 
-def _like_json(text: str, kinds: AbstractSet[Kind]) -> str:
-    if "boolean" in kinds and text.lower() in ("true", "false"):
-        return text.lower()
+def _like_json(trimmed: str, kinds: AbstractSet[Kind], text: str) -> str:
+    if "boolean" in kinds and trimmed.lower() in ("true", "false"):
+        return trimmed.lower()
     try:
-        value = ast.literal_eval(text)
+        value = ast.literal_eval(trimmed)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return _of_kinds(value, kinds) or encodable(written)
     except _LITERAL_ERRORS:
-        return _strict(text) if text.startswith(("{", "[")) else quoted(text)
+        return quoted(text) if "any" in kinds else _strict(trimmed, quoted(trimmed))
 
 
-def _strict(text: str) -> str:
-    """JSON for an object or a list; any other value is JSON already, and the rest is text."""
-    return (mended(text) or quoted(text)) if text.startswith(("{", "[", '"')) else text
+def _strict(text: str, otherwise: str = "") -> str:
+    """JSON for an object, a list or a text. `otherwise`: what anything else is, or JSON already."""
+    if text.startswith(("{", "[", '"')):
+        return mended(text) or quoted(text)
+    return otherwise or text
 
 
 def _of_kinds(value: Any, kinds: AbstractSet[Kind]) -> str | None:

@@ -69,8 +69,8 @@ def _arguments(text: str, place: int, parameters: Mapping[str, Any]) -> tuple[st
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Where the comma or the bracket is that ends a value; the end of all if a text in it does not
-    end."""
+    """Return the place of the comma or the bracket that ends a value; the end of all if a text in
+    it does not end."""
     closers: list[str] = []
     while place < len(text):
         char = text[place]

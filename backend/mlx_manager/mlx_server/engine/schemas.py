@@ -634,7 +634,7 @@ class Typed:
 
     @property
     def names(self) -> Mapping[str, Typed]:
-        """What an object's schema names, wherever it does."""
+        """The properties that an object's schema names, wherever it does."""
         named: dict[str, list[Any]] = {}
         for part in self._parts():
             for name, schema in part.get("properties", {}).items():

@@ -91,7 +91,7 @@ class Source:
         return ahead
 
     def says(self, text: str, ahead: int = 0) -> Reading[bool]:
-        """Whether this very text stands there."""
+        """Return whether this very text stands there."""
         for place, char in enumerate(text):
             if (yield from self.char(ahead + place)) != char:
                 return False
@@ -111,8 +111,8 @@ class Source:
         return None
 
     def begun(self, pattern: regex.Pattern[str]) -> int:
-        """How many of the next characters may be the beginning of what a pattern matches, of those
-        that have arrived."""
+        """Return how many characters that have arrived may be the beginning of what a pattern
+        matches."""
         length = 0
         while length < LONGEST_MARKUP:
             text = self.seen(0, length + 1)

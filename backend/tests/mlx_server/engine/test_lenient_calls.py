@@ -8,9 +8,13 @@ from dataclasses import replace
 
 import pytest
 from engine.outputs import HERMES, LLAMA, WEATHER, Call, of_mlx, of_syntax, parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mlx_manager.mlx_server.engine.lenient_json import mended
 from mlx_manager.mlx_server.formats import OutputFormat
 from mlx_manager.mlx_server.models.adapters import tool_syntax
+from mlx_manager.mlx_server.utils.text import encodable
 
 CODER, GLM, MINIMAX, GEMMA, KIMI, KIMI_3, LFM_2 = map(
     of_mlx,
@@ -150,6 +154,9 @@ def test_a_call_whose_end_or_quote_is_missing_does_not_hide_the_next() -> None:
         ({"type": "STRING"}, "3", "3"),
         ({"type": "str"}, "3", "3"),
         ({"type": "list"}, "[3]", [3]),
+        ({}, "['a', {'b': None}]", ["a", {"b": None}]),
+        ({}, "[see above]", "[see above]"),
+        ({}, "True", "True"),
         ({"type": "date"}, "2024-02-28", "2024-02-28"),
         ({"$ref": "#/$defs/loop"}, "[3]", [3]),
     ],
@@ -408,3 +415,72 @@ def test_long_values_are_read_whole_whatever_they_look_like() -> None:
     ):
         for pieces in ([text], text):
             assert parse(pieces, output).values == [("note", {"text": lines})]
+
+
+# ---------------------------------------------------------------------------------------------
+# Anything at all
+# ---------------------------------------------------------------------------------------------
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+_SCRAPS = (
+    '"',
+    "'",
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    " ",
+    "\n",
+    "\u00a0",
+    "True",
+    "x",
+    "1",
+    "</b>",
+)
+
+
+@given(st.dictionaries(st.text(max_size=4), _JSON, max_size=4), st.sampled_from([None, 1]))
+def test_what_is_json_comes_out_as_it_stands(value: object, indent: int | None) -> None:
+    for text in (json.dumps(value, indent=indent), json.dumps(value, ensure_ascii=False)):
+        assert mended(text) == encodable(text)
+        answer = parse(f'<tool_call>{{"name": "now", "arguments": {text}}}</tool_call>', HERMES)
+        assert answer.calls == [Call("now", encodable(text), "id-1")]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_is_written_as_arguments_they_are_a_json_object(data: st.DataObject) -> None:
+    text = json.dumps(data.draw(st.dictionaries(st.sampled_from(["a", "text", ""]), _JSON)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        length = data.draw(st.integers(0, 3))
+        text = text[:place] + data.draw(st.sampled_from(["", *_SCRAPS])) + text[place + length :]
+    output, around = data.draw(
+        st.sampled_from(
+            [
+                (HERMES, '<tool_call>{{"name": "note", "arguments": {}}}</tool_call>'),
+                (HERMES, '<tool_call>{{"arguments": {}, "name": "note"}}</tool_call>'),
+                (KIMI, "<|tool_call_begin|>functions.note:0<|tool_call_argument_begin|>{}"),
+                (GEMMA, "<|tool_call>call:note{}<tool_call|>"),
+                (CODER, "<function=note>\n<parameter=a>\n{}\n</parameter>\n</function>"),
+                (CODER, "<function=note>\n<parameter=text>\n{}"),
+                (LFM_2, "<|tool_call_start|>[note(a={})]<|tool_call_end|>"),
+            ]
+        )
+    )
+    text = around.format(text)
+    whole = parse([text], output)
+    assert parse(text, output) == whole
+    assert all(isinstance(arguments, dict) for _, arguments in whole.values)
+    assert whole.calls or whole.content == text

@@ -278,3 +278,15 @@ def test_tokens_that_make_one_character_share_its_delta() -> None:
     parser = OutputParser(TokenTexts(tokenizer).stream(PLAIN), PLAIN)
     assert parser.push(first, logprob(0)) == []
     assert parser.push(second, logprob(1)) == [TextDelta("é", (logprob(0), logprob(1)))]
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("length", ""), ("stop", "\ufffd")])
+def test_half_a_character_is_held_back_where_its_other_half_was_cut_off(reason, shown: str) -> None:
+    tokenizer = TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer([], [])), BPEStreamingDetokenizer
+    )
+    first = tokenizer.encode("é", add_special_tokens=False)[0]
+    for output, stops in ((PLAIN, []), (PLAIN, ["STOP"]), (HERMES, [])):
+        parser = OutputParser(TokenTexts(tokenizer).stream(output), output, stops)
+        assert parser.push(first, logprob(0)) == []
+        assert parser.finish(reason) == [TextDelta(shown, (logprob(0),))]
