@@ -21,10 +21,8 @@ from mlx_manager.sandbox import read_frame, write_frame
 
 MODEL = Vocabulary(5000, {"<|end|>": 4999, "<tool_call>": 4321}, 4999)
 RULES = "start: r0\n" + "".join(f'r{i}: r{i + 1} "a"\n' for i in range(9000)) + 'r9000: "x"\n'
-# No limit of llguidance's own ends these.
-ENDLESS = {
-    "allOf": [{"type": "integer", "multipleOf": prime} for prime in (7919, 7907, 7901, 7883)]
-}
+# That names which fit one fit no other is found out for each two.
+ENDLESS = {"patternProperties": {f"^a{i}[a-z]*$": {"type": "string"} for i in range(900)}}
 OPTIONAL = "start: /" + "a?" * 30_000 + "a" * 30_000 + "/"
 
 
