@@ -190,6 +190,10 @@ Weights = Annotated[
         "auto|keep|dequantize",
     ),
 ]
+WireWeights = Annotated[
+    bool | None,
+    option("On a Mac: never page the weights out; macOS may panic, see docs/operations.md", "off"),
+]
 MaxRows = Annotated[int | None, number("Sequences decoded together, per model", "128")]
 MaxWaiting = Annotated[
     int | None, number("Requests that may wait for one model; further ones get 429", "1024")
@@ -303,6 +307,7 @@ def serve(
     max_models: MaxModels = None,
     model_ttl_seconds: ModelTtlSeconds = None,
     weights: Weights = None,
+    wire_weights: WireWeights = None,
     max_rows: MaxRows = None,
     max_waiting: MaxWaiting = None,
     page_size: PageSize = None,

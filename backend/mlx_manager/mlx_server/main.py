@@ -109,6 +109,17 @@ BODIES: list[type[BaseModel]] = [
     TokenizeRequest,
 ]
 
+ROUTERS = (
+    health.router,
+    debug.router,
+    metrics.router,
+    audit.router,
+    v1_router,
+    unversioned_router,
+    admin.router,
+    ollama.router,
+)
+
 TO_PASTE: dict[Kind, tuple[str, str]] = {
     "text": (
         "chat/completions",
@@ -186,14 +197,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     errors.install(app)
     access.install(app, server.metrics)
     auth.install_cors(app, server.settings.access)
-    app.include_router(health.router)
-    app.include_router(debug.router)
-    app.include_router(metrics.router)
-    app.include_router(audit.router)
-    app.include_router(v1_router)
-    app.include_router(unversioned_router)
-    app.include_router(admin.router)
-    app.include_router(ollama.router)
+    for router in ROUTERS:
+        app.include_router(router)
     documentation.describe(
         app,
         BODIES,
