@@ -289,6 +289,18 @@ CLIENTS_TOOLS: list[tuple[dict[str, Any], str]] = [
         },
         "custom_tool_call",
     ),
+    (
+        {
+            "type": "custom",
+            "name": "code",
+            "format": {
+                "type": "grammar",
+                "syntax": "lark",
+                "definition": r'start: /[ab]/ "\n\"c"',
+            },
+        },
+        "custom_tool_call",
+    ),
 ]
 
 
@@ -304,7 +316,7 @@ def test_what_a_client_runs_itself_is_called_and_its_result_read(
     (call,) = body["output"]
     assert call["type"] == kind
     if tool.get("format", {}).get("type") == "grammar":
-        assert re.fullmatch("[ab]{3}", call["input"])
+        assert re.fullmatch('[ab]{3}|[ab]\n"c', call["input"])
     result = {"type": f"{kind}_output", "call_id": call["call_id"], "output": "fine"}
     if kind == "shell_call":
         outcome = {"type": "exit", "exit_code": 0}

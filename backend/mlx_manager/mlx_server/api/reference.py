@@ -82,15 +82,16 @@ names of types ("dict", "float", "tuple", "any") are understood in parameters.
 
 Tools that the client runs and that have a shape of their own are functions for the model: in
 Responses `custom` (a text, held to a `grammar` in Lark's syntax or to a regular expression),
-`local_shell`, `shell` (in the `local` environment) and `apply_patch`; in Messages those of the types
-`bash_*`, `text_editor_*`, `memory_*` and `computer_*`. A call comes as the item that it is at OpenAI
-(`custom_tool_call`, `local_shell_call`, `shell_call`, `apply_patch_call`), or as a `tool_use`, and
-its result goes back as the item or block that belongs to it. A command that the model wrote as one
-text is given to `bash -lc`; fields that it left out are empty.
+`local_shell`, `shell` (in the `local` environment) and `apply_patch`; in Messages those of the
+types `bash_*`, `text_editor_*`, `memory_*` and `computer_*`. A call comes as the item that it is at
+OpenAI (`custom_tool_call`, `local_shell_call`, `shell_call`, `apply_patch_call`), or as a
+`tool_use`, and its result goes back as the item or block that belongs to it. A command that the
+model wrote as one text is given to `bash -lc`; fields that it left out are empty.
 
 Tools that only a provider can run (web search, file search, code interpreter, MCP, image
 generation, tool search, OpenAI's computer use, a shell in a container), and `custom` ones in chat,
-can be offered: they are left out, and named in the response header `x-ignored-tools` and in the log. To demand one
+can be offered: they are left out, and named in the response header `x-ignored-tools` and in the
+log. To demand one
 by `tool_choice`, or any call where nothing else is offered, is refused by name. What they did
 before in a conversation (`web_search_call`, `mcp_call`, `server_tool_use`,
 `web_search_tool_result` and their like) the model reads as text, without images and what is

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from llguidance import LLMatcher
+
 from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.engine.schemas import (
     Branch,
@@ -23,6 +25,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     properties,
     required,
 )
+from mlx_manager.mlx_server.engine.text_grammar import in_json
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.formats import (
     Aside,
@@ -136,25 +139,53 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     key = shape.arguments.key
     objects = []
     for tool in tools:
+        if tool.text_grammar is not None:
+            blank = f"/({BLANKS})?/"
+            name = f'"\\"name\\"" {blank} ":" {blank} {literal(json.dumps(tool.name))}'
+            text = json_text(tool.text_grammar, *tool.parameters["required"])
+            members = f'{name} {blank} "," {blank} {literal(json.dumps(key))} {blank} ":" {blank}'
+            objects.append(f'"{{" {blank} {members} {text} {blank} "}}"')
+            continue
         arguments = json_of(parameters_schema(tool))
         layout = arguments.pop("x-guidance")
         # References are relative to it, and these are to be to the call.
         arguments.pop("$id", None)
-        objects.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    key: moved(arguments, f"#/properties/{key}"),
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-                "x-guidance": layout,
-            }
-        )
+        schema = {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.name},
+                key: moved(arguments, f"#/properties/{key}"),
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+            "x-guidance": layout,
+        }
+        objects.append(f"%json {json.dumps(schema)}")
     rules = ["calls: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    rules += [f"call_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(objects)]
+    rules += [f"call_{i}: {body}" for i, body in enumerate(objects)]
     return "\n".join(rules) + "\n"
+
+
+def json_text(grammar: str, name: str) -> str:
+    """A JSON object with one member, a text that `grammar`, in Lark, derives."""
+    blank = f"/({BLANKS})?/"
+    key = literal(json.dumps(name))
+    return f'"{{" {blank} {key} {blank} ":" {blank} {_quoted(grammar)} {blank} "}}"'
+
+
+def _quoted(grammar: str) -> str:
+    return f'"\\"" {_nested(in_json(grammar))} "\\""'
+
+
+def _nested(grammar: str) -> str:
+    """A grammar within a grammar, with rules of its own.
+
+    Raises:
+        MalformedError: it is no grammar by itself.
+    """
+    if (error := LLMatcher.validate_grammar(grammar)).strip():
+        raise MalformedError(error.partition("\n<state>")[0].strip())
+    return f"%lark {{\n{grammar}\n}}"
 
 
 def json_of(schema: Any) -> dict[str, Any]:
@@ -207,7 +238,8 @@ class _Writer:
         try:
             return self._arguments(tool)
         except MalformedError as error:
-            raise InvalidParameter(f"`{param}` is no JSON schema: {error}.", param=param) from error
+            kind = "JSON schema" if tool.text_grammar is None else "grammar"
+            raise InvalidParameter(f"`{param}` is no {kind}: {error}.", param=param) from error
         except UnwritableError as error:
             raise InvalidParameter(
                 f"`{param}` can't be honoured in this model's format of calls: {error}.",
@@ -247,6 +279,10 @@ class _Writer:
         """Lists of calls as in Python: how each begins, and its rule."""
         named = []
         for tool in tools:
+            if tool.text_grammar is not None:
+                only = f"{literal('input=')} {_quoted(tool.text_grammar)}"
+                named.append((tool.name, self._rule("text", only)))
+                continue
             root = parameters_schema(tool)
             try:
                 named.append((tool.name, self._listed(self._keywords(root))))
@@ -267,6 +303,8 @@ class _Writer:
     # -- Arguments -----------------------------------------------------------------------------
 
     def _arguments(self, tool: Tool) -> str:
+        if tool.text_grammar is not None:
+            return self._text_argument(tool.text_grammar, *tool.parameters["required"])
         root = parameters_schema(tool)
         match self.shape.arguments:
             case AsObject():
@@ -281,6 +319,22 @@ class _Writer:
                 return self._listed(self._keywords(root))
             case Braces(quote):
                 return f'"{{" {self._members(root, root, quote)} "}}"'
+
+    def _text_argument(self, grammar: str, name: str) -> str:
+        """The only argument of a tool, a text that `grammar` derives."""
+        match self.shape.arguments:
+            case AsObject():
+                return self._rule("text", json_text(grammar, name))
+            case OneByOne() as form:
+                begin, middle = map(self._text, (f"{form.begin}{name}", form.middle + form.text))
+                end, tail = map(self._text, (form.end, form.tail))
+                return self._rule("text", f"{begin} {middle} {_nested(grammar)} {end} {tail}")
+            case Keywords():
+                return f"{literal(f'{name}=')} {_quoted(grammar)}"
+            case Braces(quote):
+                mark = self._text(quote)
+                text = f'{literal("{" + name + ":")} {mark} {_nested(grammar)} {mark} "}}"'
+                return self._rule("text", text)
 
     def _keywords(self, root: Mapping[str, Any]) -> list[tuple[str, bool]]:
         needed = required(root)

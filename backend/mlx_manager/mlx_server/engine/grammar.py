@@ -201,8 +201,9 @@ class Grammars:
         tools: Sequence[Tool],
         param: str,
     ) -> LLMatcher:
+        most = MOST_AT_ONCE if any(tool.text_grammar for tool in tools) else None
         try:
-            return self.matcher(lark(tools), param)
+            return self.matcher(lark(tools), param, most)
         except InvalidParameter as error:
             if error.param == param:
                 for tool in tools:

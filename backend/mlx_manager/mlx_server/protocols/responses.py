@@ -813,9 +813,9 @@ def _called(
             case "local_shell" | "shell" | "apply_patch" as kind:
                 yield kind, (kind, {})
             case _:
-                kind = "custom" if tool.type == "custom" else "function_call"
                 names = {"name": tool.name} | ({} if space is None else {"namespace": space})
-                yield _full_name(space, str(tool.name)), (kind, names)
+                called: ItemKind = "custom" if tool.type == "custom" else "function_call"
+                yield _full_name(space, str(tool.name)), (called, names)
 
 
 class ResponseStream:
