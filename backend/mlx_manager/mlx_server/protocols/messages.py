@@ -537,6 +537,10 @@ def _text(block: Block | TextOnly, path: str) -> str:
 
 
 def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
+    if block.type == "image":
+        return UnsupportedParameter(
+            f"`{path}` is of type 'image'; this model takes text only.", param=f"{path}.type"
+        )
     if isinstance(block, OtherBlock):
         return UnsupportedParameter(
             f"`{path}` is of type {block.type!r}, which this server can't read.",
