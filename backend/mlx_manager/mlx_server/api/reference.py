@@ -98,6 +98,26 @@ before in a conversation (`web_search_call`, `mcp_call`, `server_tool_use`,
 encrypted. A tool of a type that nobody knows is refused. Where a search for tools is left out,
 those that it would find are offered at once.
 
+## Pictures, times, and what a model can do
+
+No model sees pictures yet. A line that says so stands in the place of one in a tool's result or
+before the last answer, so that a conversation goes on; one that the user has sent since is refused.
+`MLX_SERVER_IMAGES_AS_TEXT` replaces all (`always`) or refuses all (`never`). So it is in every
+protocol, for `image_url`, `input_image` and `image` parts and Ollama's `images`.
+
+With `include_timings` (also in `stream_options`) or `timings_per_token`, chat and completions have
+`timings`, as llama.cpp: `cache_n`, and `_n`, `_ms`, `_per_token_ms` and `_per_second` of `prompt`
+and `predicted`; and `first_token_ms`, from the request's arrival. A whole answer has them of all
+its choices together, a stream with the last chunk of each choice, or with every chunk.
+Tokens that were found in the prefix cache are `cached_tokens` in chat, completions and Responses,
+`cache_read_input_tokens` in Messages, `prompt_eval_cached_count` in Ollama's answers.
+
+`GET /v1/models` and `/v1/models/{id}` tell `input_modalities`, `context_length`, `supports_tools`
+and `supports_reasoning` (absent while a model is not loaded), and the same by LM Studio's names
+(`type`, `max_context_length`, `loaded_context_length`, `capabilities`) and OpenRouter's
+(`architecture`, `top_provider`, `supported_parameters`). A name may have slashes, percent signs and
+colons, encoded or, but for the percent sign, as they are.
+
 ## Conversations
 
 The model's own chat template renders them, and a variable that nobody sets, such as
