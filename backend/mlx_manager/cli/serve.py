@@ -170,6 +170,14 @@ ReasoningField = Annotated[
         "reasoning_content|reasoning",
     ),
 ]
+ImagesAsText = Annotated[
+    str | None,
+    option(
+        "Pictures that a line stands for, where no model sees them",
+        "history",
+        "history|never|always",
+    ),
+]
 MemoryLimitGb = Annotated[
     str | None,
     size_of(
@@ -300,6 +308,7 @@ def serve(
     strict_fields: StrictFields = None,
     validation_status: ValidationStatus = None,
     reasoning_field: ReasoningField = None,
+    images_as_text: ImagesAsText = None,
     response_store: ResponseStore = None,
     response_store_mb: ResponseStoreMb = None,
     response_store_days: ResponseStoreDays = None,

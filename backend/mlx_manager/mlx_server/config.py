@@ -33,6 +33,7 @@ def _number(value: object) -> object:
 
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
+ImagesAsText = Literal["history", "never", "always"]
 ValidationStatus = Annotated[Literal[400, 422], BeforeValidator(_number)]
 
 
@@ -105,6 +106,7 @@ class ApiLimits:
     max_images: int = 64
     max_tools: int = 1024
     max_inputs: int = 2048
+    images_as_text: ImagesAsText = "history"
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +370,11 @@ class MLXServerSettings(BaseSettings):
     reasoning_field: ReasoningField = Field(
         "reasoning_content", description="Field of a chat answer that holds the thinking"
     )
+    images_as_text: ImagesAsText = Field(
+        "history",
+        description="Pictures that a line stands for, where no model sees them: those in tools' "
+        "results and before the last answer; none, which refuses them; or all",
+    )
     response_store: Path | None = Field(
         None,
         description="File that stores the answers of /v1/responses; default: memory, until the "
@@ -554,6 +561,7 @@ class MLXServerSettings(BaseSettings):
             self.max_images,
             self.max_tools,
             self.max_inputs,
+            self.images_as_text,
         )
 
     @cached_property

@@ -54,7 +54,9 @@ class Message:
 class Tool:
     """A function the model may call. `parameters` is its JSON Schema.
 
-    param: where the request describes it. schema_field: what its parameters are called there.
+    text_grammar: a grammar in Lark's syntax for the text of its only parameter, if it is held to
+    one. param: where the request describes it. schema_field: what its parameters, or its grammar,
+    are called there.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Tool:
     strict: bool = False
     param: str = field(default="tools", compare=False)
     schema_field: str = field(default="parameters", compare=False)
+    text_grammar: str | None = None
 
     @property
     def schema_param(self) -> str:

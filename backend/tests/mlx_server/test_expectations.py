@@ -224,17 +224,14 @@ OPENAIS_TOOLS: list[dict[str, Any]] = [
     {"type": "image_generation"},
     {"type": "tool_search"},
     {"type": "computer_use_preview", "environment": "mac", "display_width": 9, "display_height": 9},
-    {"type": "local_shell"},
-    {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+    {"type": "shell", "environment": {"type": "container_auto"}},
 ]
 ANTHROPICS_TOOLS: list[dict[str, Any]] = [
     {"type": "web_search_20250305", "name": "web_search"},
     {"type": "web_fetch_20260209", "name": "web_fetch"},
     {"type": "code_execution_20250825", "name": "code_execution"},
     {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
-    {"type": "bash_20250124", "name": "bash"},
-    {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
-    {"type": "computer_20250124", "name": "computer"},
+    {"type": "bash_20250124", "name": "bash", "allowed_callers": ["code_execution_20250825"]},
     {"type": "mcp_toolset", "mcp_server_name": "x"},
 ]
 
@@ -277,6 +274,94 @@ def test_beside_a_function_a_hosted_tool_takes_no_part(http: httpx.Client):
         beside: dict[str, Any] = {"tools": [search, WEATHER], "tool_choice": must}
         called = answered(http, RESPONSES, **beside, max_output_tokens=40)
         assert called["output"][0]["type"] == "function_call"
+
+
+CLIENTS_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "local_shell"}, "local_shell_call"),
+    ({"type": "shell"}, "shell_call"),
+    ({"type": "apply_patch"}, "apply_patch_call"),
+    ({"type": "custom", "name": "code", "format": {"type": "text"}}, "custom_tool_call"),
+    (
+        {
+            "type": "custom",
+            "name": "code",
+            "format": {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"},
+        },
+        "custom_tool_call",
+    ),
+    (
+        {
+            "type": "custom",
+            "name": "code",
+            "format": {
+                "type": "grammar",
+                "syntax": "lark",
+                "definition": r'start: /[ab]/ "\n\"c"',
+            },
+        },
+        "custom_tool_call",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "kind"), CLIENTS_TOOLS)
+def test_what_a_client_runs_itself_is_called_and_its_result_read(
+    http: httpx.Client, tool: dict[str, Any], kind: str
+):
+    choice = {key: tool[key] for key in ("type", "name") if key in tool}
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "max_output_tokens": 60}
+    answer = http.post(RESPONSES, json=body_of(RESPONSES, QUESTION) | asked)
+    assert "x-ignored-tools" not in answer.headers
+    body = answer.json()
+    (call,) = body["output"]
+    assert call["type"] == kind
+    if tool.get("format", {}).get("type") == "grammar":
+        assert re.fullmatch('[ab]{3}|[ab]\n"c', call["input"])
+    result = {"type": f"{kind}_output", "call_id": call["call_id"], "output": "fine"}
+    if kind == "shell_call":
+        outcome = {"type": "exit", "exit_code": 0}
+        result["output"] = [{"stdout": "fine", "stderr": "", "outcome": outcome}]
+    goes_on = answered(
+        http, RESPONSES, input=[result], previous_response_id=body["id"], tools=[tool]
+    )
+    assert goes_on["usage"]["input_tokens"] > body["usage"]["input_tokens"]
+    listed = http.get(f"{RESPONSES}/{goes_on['id']}/input_items").json()["data"]
+    assert listed[0]["type"] == f"{kind}_output"
+    assert listed[0]["id"]
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "memory_20250818", "name": "memory"},
+        {
+            "type": "computer_20250124",
+            "name": "computer",
+            "display_width_px": 800,
+            "display_height_px": 600,
+        },
+    ],
+    ids=lambda tool: str(tool["type"]),
+)
+def test_what_anthropics_clients_run_themselves_is_called(http: httpx.Client, tool: dict[str, Any]):
+    choice = {"type": "tool", "name": tool["name"]}
+    asked = body_of(MESSAGES, QUESTION, 200) | {"tools": [tool], "tool_choice": choice}
+    answer = http.post(MESSAGES, json=asked)
+    assert answer.status_code == 200
+    assert "x-ignored-tools" not in answer.headers
+    (block,) = [b for b in answer.json()["content"] if b["type"] == "tool_use"]
+    assert block["name"] == tool["name"]
+    said = [
+        *says(QUESTION),
+        {"role": "assistant", "content": [block]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": block["id"], "content": "fine"}],
+        },
+    ]
+    assert answered(http, MESSAGES, messages=said, tools=[tool])["type"] == "message"
 
 
 @pytest.mark.parametrize("tool", ANTHROPICS_TOOLS, ids=lambda tool: str(tool["type"]))
@@ -396,15 +481,6 @@ ITEMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "revised_prompt": "a red kite",
         },
         ("image_generation_call", "a red kite", "an image"),
-    ),
-    (
-        {"type": "custom_tool_call", "call_id": "c_1", "name": "apply_patch", "input": "*** Begin"},
-        ("apply_patch", "*** Begin"),
-    ),
-    ({"type": "custom_tool_call_output", "call_id": "c_1", "output": "Done!"}, ("Done!",)),
-    (
-        {"type": "local_shell_call_output", "id": "c_2", "output": "total 0"},
-        ("total 0",),
     ),
 ]
 

@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.errors import (
     RequestNotReceived,
     RequestTooLarge,
 )
+from mlx_manager.mlx_server.protocols.images import replace_images
 from mlx_manager.mlx_server.schemas.surrogates import REPLACEMENT, halves
 from mlx_manager.mlx_server.schemas.wire import (
     SYSTEMS,
@@ -83,6 +84,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         # A client that cuts a text may have cut a character in two.
         data = await _without_halves(data)
         given = _parsed(data)
+    replace_images(given, limits.images_as_text)
     # Models of a hundred thousand messages take half a second, in which nobody else is served.
     check_entries(given)
     check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))

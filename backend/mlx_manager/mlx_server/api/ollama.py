@@ -244,7 +244,7 @@ def capabilities(status: ModelStatus) -> list[str]:
     match status.kind:
         case "embedding" | "reranker":
             return ["embedding"]
-    return ["completion", "tools"]
+    return ["completion", "tools", *(["thinking"] if status.thinks else [])]
 
 
 def named(body: OllamaModelRequest) -> str:

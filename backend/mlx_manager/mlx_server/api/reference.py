@@ -104,14 +104,43 @@ Arguments that leave the server are a JSON object, of the types that the schema 
 answer was cut by the token limit (`finish_reason` "length"). Text that is no call of an offered
 function is content.
 
-Tools that a provider runs (web search, file search, code interpreter, MCP, image generation, tool
-search, computer use, shells, Anthropic's dated ones), and OpenAI's `custom` ones, can be offered:
-they are left out, and named in the response header `x-ignored-tools` and in the log. To demand one
+Tools that the client runs and that have a shape of their own are functions for the model: in
+Responses `custom` (a text, held to a `grammar` in Lark's syntax or to a regular expression),
+`local_shell`, `shell` (in the `local` environment) and `apply_patch`; in Messages those of the
+types `bash_*`, `text_editor_*`, `memory_*` and `computer_*`. A call comes as the item that it is at
+OpenAI (`custom_tool_call`, `local_shell_call`, `shell_call`, `apply_patch_call`), or as a
+`tool_use`, and its result goes back as the item or block that belongs to it. A command that the
+model wrote as one text is given to `bash -lc`; fields that it left out are empty.
+
+Tools that only a provider can run (web search, file search, code interpreter, MCP, image
+generation, tool search, OpenAI's computer use, a shell in a container), and `custom` ones in chat,
+can be offered: they are left out, and named in the response header `x-ignored-tools` and in the
+log. To demand one
 by `tool_choice`, or any call where nothing else is offered, is refused by name. What they did
 before in a conversation (`web_search_call`, `mcp_call`, `server_tool_use`,
 `web_search_tool_result` and their like) the model reads as text, without images and what is
 encrypted. A tool of a type that nobody knows is refused. Where a search for tools is left out,
 those that it would find are offered at once.
+
+## Pictures, times, and what a model can do
+
+No model sees pictures yet. A line that says so stands in the place of one in a tool's result or
+before the last answer, so that a conversation goes on; one that the user has sent since is refused.
+`MLX_SERVER_IMAGES_AS_TEXT` replaces all (`always`) or refuses all (`never`). So it is in every
+protocol, for `image_url`, `input_image` and `image` parts and Ollama's `images`.
+
+With `include_timings` (also in `stream_options`) or `timings_per_token`, chat and completions have
+`timings`, as llama.cpp: `cache_n`, and `_n`, `_ms`, `_per_token_ms` and `_per_second` of `prompt`
+and `predicted`; and `first_token_ms`, from the request's arrival. A whole answer has them of all
+its choices together, a stream with the last chunk of each choice, or with every chunk.
+Tokens that were found in the prefix cache are `cached_tokens` in chat, completions and Responses,
+`cache_read_input_tokens` in Messages, `prompt_eval_cached_count` in Ollama's answers.
+
+`GET /v1/models` and `/v1/models/{id}` tell `input_modalities`, `context_length`, `supports_tools`
+and `supports_reasoning` (absent while a model is not loaded), and the same by LM Studio's names
+(`type`, `max_context_length`, `loaded_context_length`, `capabilities`) and OpenRouter's
+(`architecture`, `top_provider`, `supported_parameters`). A name may have slashes, percent signs and
+colons, encoded or, but for the percent sign, as they are.
 
 ## Conversations
 

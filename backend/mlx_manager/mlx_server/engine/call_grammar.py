@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     properties,
     required,
 )
+from mlx_manager.mlx_server.engine.text_grammar import in_json
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.formats import (
     Aside,
@@ -139,25 +140,47 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
     key = shape.arguments.key
     objects = []
     for tool in tools:
+        if tool.text_grammar is not None:
+            blank = f"/({BLANKS})?/"
+            name = f'"\\"name\\"" {blank} ":" {blank} {literal(json.dumps(tool.name))}'
+            text = json_text(tool.text_grammar, *tool.parameters["required"])
+            members = f'{name} {blank} "," {blank} {literal(json.dumps(key))} {blank} ":" {blank}'
+            objects.append(f'"{{" {blank} {members} {text} {blank} "}}"')
+            continue
         arguments = json_of(parameters_schema(tool), lenient=not tool.strict)
         layout = arguments.pop("x-guidance")
         # References are relative to it, and these are to be to the call.
         arguments.pop("$id", None)
-        objects.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    key: moved(arguments, f"#/properties/{key}"),
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-                "x-guidance": layout,
-            }
-        )
+        schema = {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.name},
+                key: moved(arguments, f"#/properties/{key}"),
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+            "x-guidance": layout,
+        }
+        objects.append(f"%json {json.dumps(schema)}")
     rules = ["calls: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    rules += [f"call_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(objects)]
+    rules += [f"call_{i}: {body}" for i, body in enumerate(objects)]
     return "\n".join(rules) + "\n"
+
+
+def json_text(grammar: str, name: str) -> str:
+    """A JSON object with one member, a text that `grammar`, in Lark, derives."""
+    blank = f"/({BLANKS})?/"
+    key = literal(json.dumps(name))
+    return f'"{{" {blank} {key} {blank} ":" {blank} {_quoted(grammar)} {blank} "}}"'
+
+
+def _quoted(grammar: str) -> str:
+    return f'"\\"" {_nested(in_json(grammar))} "\\""'
+
+
+def _nested(grammar: str) -> str:
+    """A grammar within a grammar, with rules of its own. It is known to be one by itself."""
+    return f"%lark {{\n{grammar}\n}}"
 
 
 def json_of(schema: Any, lenient: bool = False) -> dict[str, Any]:
@@ -263,6 +286,10 @@ class _Writer:
         """Lists of calls as in Python: how each begins, and its rule."""
         named = []
         for tool in tools:
+            if tool.text_grammar is not None:
+                only = f"{literal('input=')} {_quoted(tool.text_grammar)}"
+                named.append((tool.name, self._rule("text", only)))
+                continue
             root = self._root(tool)
             try:
                 named.append((tool.name, self._listed(self._keywords(root))))
@@ -288,6 +315,8 @@ class _Writer:
         return parameters_schema(tool)
 
     def _arguments(self, tool: Tool) -> str:
+        if tool.text_grammar is not None:
+            return self._text_argument(tool.text_grammar, *tool.parameters["required"])
         root = self._root(tool)
         match self.shape.arguments:
             case AsObject():
@@ -303,6 +332,22 @@ class _Writer:
                 return self._listed(self._keywords(root))
             case Braces(quote):
                 return f'"{{" {self._members(root, root, quote)} "}}"'
+
+    def _text_argument(self, grammar: str, name: str) -> str:
+        """The only argument of a tool, a text that `grammar` derives."""
+        match self.shape.arguments:
+            case AsObject():
+                return self._rule("text", json_text(grammar, name))
+            case OneByOne() as form:
+                begin, middle = map(self._text, (f"{form.begin}{name}", form.middle + form.text))
+                end, tail = map(self._text, (form.end, form.tail))
+                return self._rule("text", f"{begin} {middle} {_nested(grammar)} {end} {tail}")
+            case Keywords():
+                return f"{literal(f'{name}=')} {_quoted(grammar)}"
+            case Braces(quote):
+                mark = self._text(quote)
+                text = f'{literal("{" + name + ":")} {mark} {_nested(grammar)} {mark} "}}"'
+                return self._rule("text", text)
 
     def _keywords(self, root: Mapping[str, Any]) -> list[tuple[str, bool]]:
         needed = required(root)

@@ -308,8 +308,13 @@ class Grammars:
         param: str,
         waiting: Waiting | None,
     ) -> LLMatcher:
+        texts = [tool for tool in tools if tool.text_grammar is not None]
+        most = MOST_AT_ONCE if texts else None
+        for tool in texts:
+            # Each is a grammar by itself before it becomes a part of another.
+            self.answer(Grammar(tool.text_grammar or "", tool.schema_param), waiting)
         try:
-            return self.matcher(lark(tools), param, waiting=waiting)
+            return self.matcher(lark(tools), param, most, waiting)
         except InvalidParameter as error:
             if error.param == param:
                 for tool in tools:

@@ -381,6 +381,9 @@ class ModelPoolManager:
             memory={} if shares else self._memory(resident.id),
             kind=loaded.kind,
             sampling=self.sampling(source.id) if loaded.kind == "text" else {},
+            thinks=loaded.adapter.thinks(loaded.tokenizer)
+            if isinstance(loaded, LoadedModel)
+            else None,
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:

@@ -22,6 +22,7 @@ class ModelStatus:
     while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
     its settings have changed since it was loaded; it is loaded anew once it is idle. sampling: what
     a model that is loaded is drawn by where a request is silent, beyond the protocols' defaults.
+    thinks: True if its answers may begin with thinking; None while it is not loaded.
     """
 
     id: str
@@ -43,6 +44,7 @@ class ModelStatus:
     memory: Mapping[str, int] = field(default_factory=dict)
     kind: Kind | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    thinks: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,21 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.timings import Stopwatch
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
+
+Times = Literal["never", "last", "always"]
+"""Chunks of a choice that have its times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class Head:
 
     It has `rows` choices, of which `n` side by side belong to each prompt; only the `best` of them
     are given, all if None. `logprobs` None: none are asked for. `echo`: choices begin with their
-    prompts. `counts_all_along`: every chunk has the token counts so far.
+    prompts. `counts_all_along`: every chunk has the token counts so far. `times`: which chunks tell
+    how fast the answer is made, by `stopwatch`.
     """
 
     id: str
@@ -41,11 +46,28 @@ class Head:
     echo: bool = False
     return_ids: bool = False
     reasoning_field: str = "reasoning_content"
+    times: Times = "never"
+    stopwatch: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
     @property
     def fingerprint(self) -> str:
         """What draws the answer: the same seed draws the same tokens only by the same."""
         return "fp_" + sha256(f"{__version__} {self.model}".encode()).hexdigest()[:10]
+
+
+def timed(head: Head, row: int, *, ended: bool) -> str:
+    """Return what a chunk of a choice says of its times, before the chunk's end."""
+    if head.times == "never" or (head.times == "last" and not ended):
+        return ""
+    told = head.stopwatch.told([row])
+    return "" if told is None else f',"timings":{sse.dump(told)}'
+
+
+def whole_times(head: Head) -> dict[str, Any]:
+    """Return the `timings` of a whole answer, if they are asked for."""
+    if head.times == "never":
+        return {}
+    return {"timings": head.stopwatch.told(range(head.rows), head.n)}
 
 
 def new_id(prefix: str) -> str:

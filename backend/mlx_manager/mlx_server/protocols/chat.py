@@ -39,7 +39,9 @@ from mlx_manager.mlx_server.protocols.answer import (
     error_body,
     last_chunks,
     new_id,
+    timed,
     total,
+    whole_times,
 )
 from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.hosted import (
@@ -58,6 +60,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     refuse_unsupported,
     sampling,
     stop_rules,
+    times,
 )
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.hosted import is_tool
@@ -99,6 +102,7 @@ def head(
         logprobs=None if not body.logprobs else body.top_logprobs or 0,
         return_ids=body.return_token_ids or False,
         reasoning_field=reasoning_field,
+        times=times(body),
     )
 
 
@@ -377,7 +381,7 @@ class ChatStream:
 
     def write(self, progress: Progress) -> bytes:
         """The chunks of one step, ready for the wire."""
-        out, counted = "", self.head.counts_all_along
+        out, counted = "", self.head.counts_all_along or self.head.times == "always"
         for row, events in progress:
             for event in events:
                 # The one path that every token takes; the rest happens a few times an answer.
@@ -400,6 +404,7 @@ class ChatStream:
                 return ""
             case Started(ids=ids):
                 self._started[row] = event
+                self.head.stopwatch.start(row, event)
                 return self._begin(row, ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
@@ -414,6 +419,7 @@ class ChatStream:
                 return self._choice(row, {"tool_calls": [call]})
             case Finished(reason, ids=ids):
                 self._finished[row] = event
+                self.head.stopwatch.finish(row, event)
                 return self._choice(row, {}, reason, ids=ids)
 
     def _begin(self, row: int, prompt_ids: tuple[int, ...]) -> str:
@@ -442,6 +448,7 @@ class ChatStream:
         close = self._close
         if self.head.counts_all_along:
             close = counts_so_far(self._started.get(row), self._finished.get(row))
+        beside += timed(self.head, row, ended=reason is not None)
         return f"{self._open}{sse.dump(choice)}]{beside}{close}"
 
 
@@ -507,6 +514,11 @@ class ChatAnswer:
         for row, events in progress:
             for event in events:
                 self._choices[row].add(event)
+                match event:
+                    case Started():
+                        self.head.stopwatch.start(row, event)
+                    case Finished():
+                        self.head.stopwatch.finish(row, event)
 
     def body(self) -> Iterator[str]:
         """A `ChatCompletionResponse`, once every row has finished."""
@@ -520,6 +532,7 @@ class ChatAnswer:
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
             **self._prompt_ids(),
+            **whole_times(self.head),
         )
         given = enumerate(zip(self._choices, ends, strict=True))
         choices = (self._choice(index, *each) for index, each in given)

@@ -26,7 +26,9 @@ from mlx_manager.mlx_server.protocols.answer import (
     error_body,
     last_chunks,
     new_id,
+    timed,
     total,
+    whole_times,
 )
 from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.logprobs import CompletionLogprobs
@@ -38,6 +40,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     refuse_unsupported,
     sampling,
     stop_rules,
+    times,
 )
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.openai import (
@@ -87,6 +90,7 @@ def head(body: CompletionRequest, model: str) -> Head:
         best=best,
         echo=body.echo or False,
         return_ids=body.return_token_ids or False,
+        times=times(body),
     )
 
 
@@ -181,7 +185,7 @@ class CompletionStream:
 
     def write(self, progress: Progress) -> bytes:
         """The chunks of one step, ready for the wire."""
-        out, counted = "", self.head.counts_all_along
+        out, counted = "", self.head.counts_all_along or self.head.times == "always"
         for row, events in progress:
             for event in events:
                 match event:
@@ -192,9 +196,11 @@ class CompletionStream:
                         out += self._choice(row, text, scores, None)
                     case Started(ids=ids):
                         self._started[row] = event
+                        self.head.stopwatch.start(row, event)
                         self._prompts[row] = ids
                     case Finished(reason):
                         self._finished[row] = event
+                        self.head.stopwatch.finish(row, event)
                         out += self._choice(row, "", None, _REASONS[reason], event)
         return out.encode("ascii")
 
@@ -219,7 +225,8 @@ class CompletionStream:
         close = self._close
         if self.head.counts_all_along:
             close = counts_so_far(self._started.get(row), self._finished.get(row))
-        return f"{self._open}{sse.dump(choice)}]{close}"
+        beside = timed(self.head, row, ended=end is not None)
+        return f"{self._open}{sse.dump(choice)}]{beside}{close}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,11 +250,13 @@ class CompletionAnswer:
                 match event:
                     case Started(ids=ids):
                         self._prompts[row] = ids
+                        self.head.stopwatch.start(row, event)
                     case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
                         self._texts[row].append(text)
                         self._logprobs[row] += logprobs
                     case Finished():
                         self._finished[row] = event
+                        self.head.stopwatch.finish(row, event)
 
     def body(self) -> Iterator[str]:
         """A `CompletionResponse`, once every row has finished."""
@@ -260,6 +269,7 @@ class CompletionAnswer:
             system_fingerprint=self.head.fingerprint,
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
+            **whole_times(self.head),
         )
         choices = (self._choice(index, row) for index, row in enumerate(self._given()))
         return filled(whole(around), "choices", joined(choices))

@@ -9,8 +9,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mlx_manager.mlx_server.core import Tool, ToolChoice
+from mlx_manager.mlx_server.core import NamedTool, Tool, ToolChoice
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.schemas.hosted import is_tool
 
 _WITHOUT_MEANING = frozenset({"type", "id", "status", "call_id", "tool_use_id", "cache_control"})
 """What ties a record to others, and says nothing to a model."""
@@ -20,18 +21,21 @@ _IMAGE = "(an image)"
 def unknown_tool(path: str, kind: str | None) -> UnsupportedParameter:
     """Return the error for a tool of a type that nobody here knows."""
     return UnsupportedParameter(
-        f"`{path}.type` {kind!r} is not supported by this server: only functions that the client "
-        "itself runs can be called.",
+        f"`{path}.type` {kind!r} is not supported by this server, which does not know that type: "
+        "functions can be called, and the tools with shapes of their own that docs/api.md lists.",
         param=f"{path}.type",
     )
 
 
 def demanded(kind: str, param: str = "tool_choice") -> UnsupportedParameter:
-    """Return the error for a choice of a tool that is no function."""
+    """Return the error for a choice of a tool that nothing here runs."""
+    why = (
+        "only its provider can run it. Here, tools that the client itself runs can be called"
+        if is_tool(kind.partition(",")[0])
+        else "that is no type of tool known here"
+    )
     return UnsupportedParameter(
-        f"`{param}` demands {kind!r}, which is not supported by this server: only functions that "
-        "the client itself runs can be called.",
-        param=param,
+        f"`{param}` demands {kind!r}, which is not supported by this server: {why}.", param=param
     )
 
 
@@ -40,10 +44,13 @@ def check_demand(choice: ToolChoice, tools: Sequence[Tool], left_out: Sequence[s
     left_out: the types of the tools that are offered and that nothing here runs.
 
     Raises:
-        UnsupportedParameter: a call is required, and only those could be called.
+        UnsupportedParameter: a call is required, and only those could be called, or one is named.
     """
     if choice == "required" and left_out and not tools:
         raise demanded(", ".join(left_out))
+    match choice:
+        case NamedTool(name) if name in left_out and all(tool.name != name for tool in tools):
+            raise demanded(name)
 
 
 def permitted(

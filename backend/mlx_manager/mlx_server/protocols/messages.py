@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.client_tools import dated_tool
 from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refusal, foreign
 from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
 from mlx_manager.mlx_server.protocols.neighbours import merged
@@ -79,7 +80,7 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from mlx_manager.mlx_server.schemas.hosted import is_block, searches_tools
+from mlx_manager.mlx_server.schemas.hosted import is_block, is_client_run, searches_tools
 from mlx_manager.mlx_server.schemas.wire import Wire
 
 T = TypeVar("T")
@@ -337,11 +338,15 @@ def _numbered(content: str | list[T]) -> Iterator[tuple[int, T]]:
 
 
 def _tool(tool: MessagesTool, path: str) -> Tool:
-    if tool.type not in (None, "custom"):
+    if tool.type not in (None, "custom") and not is_client_run(tool.type):
         raise unknown_tool(path, tool.type)
     refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
     if tool.name is None:
         raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
+    if is_client_run(tool.type):
+        description, parameters = dated_tool(str(tool.type), tool.options())
+        strict = tool.strict or False
+        return Tool(tool.name, description, parameters, strict, param=path, schema_field="type")
     if tool.input_schema is None:
         raise InvalidParameter(f"`{path}.input_schema` is required.", param=f"{path}.input_schema")
     return Tool(
@@ -532,6 +537,10 @@ def _text(block: Block | TextOnly, path: str) -> str:
 
 
 def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
+    if block.type == "image":
+        return UnsupportedParameter(
+            f"`{path}` is of type 'image'; this model takes text only.", param=f"{path}.type"
+        )
     if isinstance(block, OtherBlock):
         return UnsupportedParameter(
             f"`{path}` is of type {block.type!r}, which this server can't read.",

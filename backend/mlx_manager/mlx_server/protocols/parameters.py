@@ -8,6 +8,7 @@ from typing import TypeVar
 from mlx_manager.mlx_server.core import Sampling, StopRules
 from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange, UnsupportedParameter
 from mlx_manager.mlx_server.limits import UNLIMITED
+from mlx_manager.mlx_server.protocols.answer import Times
 from mlx_manager.mlx_server.protocols.dialects import CHAT, COMPLETIONS, Refusal, foreign
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
@@ -144,6 +145,19 @@ def counts_all_along(body: GenerationParameters) -> bool:
     return includes_usage(body) and bool(
         body.stream_options and body.stream_options.continuous_usage_stats
     )
+
+
+def times(body: GenerationParameters) -> Times:
+    """Return which chunks of the answer tell how fast it is made; a whole answer does at its end.
+
+    Raises:
+        InvalidParameter: `stream_options` without `stream`.
+    """
+    includes_usage(body)
+    if body.timings_per_token:
+        return "always"
+    options = body.stream_options
+    return "last" if body.include_timings or (options and options.include_timings) else "never"
 
 
 def includes_usage(body: GenerationParameters) -> bool:

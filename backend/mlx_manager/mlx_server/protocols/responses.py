@@ -47,6 +47,17 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.client_tools import (
+    DESCRIPTIONS,
+    PARAMETERS,
+    CallKind,
+    InputReader,
+    call_arguments,
+    call_fields,
+    custom_arguments,
+    custom_parameters,
+    shell_output,
+)
 from mlx_manager.mlx_server.protocols.dialects import OF_PROMPTS, RESPONSES, Refusal, foreign
 from mlx_manager.mlx_server.protocols.hosted import (
     check_demand,
@@ -62,13 +73,16 @@ from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whol
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.hosted import is_item, is_tool
 from mlx_manager.mlx_server.schemas.responses import (
+    ApplyPatchCallItem,
     Content,
+    CustomCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputTokensRequest,
     Item,
     ItemReference,
     Items,
+    LocalShellCallItem,
     MessageItem,
     OtherItem,
     ReasoningItem,
@@ -77,9 +91,13 @@ from mlx_manager.mlx_server.schemas.responses import (
     ResponsesRequest,
     ResponsesResponse,
     ResponsesTool,
+    ShellCallItem,
+    ShellOutputItem,
     Status,
     TextOptions,
     TextPart,
+    ToolFormat,
+    ToolOutputItem,
     ToolReference,
 )
 
@@ -99,12 +117,7 @@ UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
 }
 """What is refused by name. To support a field, honour it and delete its line."""
 
-FROM_CLIENTS = frozenset(
-    {
-        *("apply_patch_call_output", "computer_call_output", "custom_tool_call_output"),
-        *("local_shell_call_output", "mcp_approval_response", "shell_call_output"),
-    }
-)
+FROM_CLIENTS = frozenset({"computer_call_output", "mcp_approval_response"})
 """Items about hosted tools that clients make."""
 
 LOGPROBS = "message.output_text.logprobs"
@@ -328,7 +341,7 @@ def _tools(
         UnsupportedParameter: a type that is not known.
     """
     for index, tool in enumerate(tools):
-        if is_tool(tool.type):
+        if tool.is_left_out():
             continue
         if tool.type == "namespace" and namespace is None:
             yield from _tools(tool.tools or (), f"{path}[{index}].tools", tool.name)
@@ -343,12 +356,45 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 
 def _tool(tool: ResponsesTool, path: str) -> Tool:
-    if tool.type != "function":
-        raise unknown_tool(path, tool.type)
+    match tool.type:
+        case "local_shell" | "shell" | "apply_patch" as kind:
+            return Tool(kind, DESCRIPTIONS[kind], PARAMETERS[kind], param=path)
+        case "function" | "custom":
+            pass
+        case kind:
+            raise unknown_tool(path, kind)
     if not tool.name:
         raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
+    if tool.type == "custom":
+        return custom_tool(tool.name, tool.description, tool.format, path)
     return Tool(
         tool.name, tool.description, tool.parameters or {}, tool.strict or False, param=path
+    )
+
+
+def custom_tool(name: str, description: str | None, form: ToolFormat | None, path: str) -> Tool:
+    """
+    Raises:
+        InvalidParameter: a grammar without a definition or a syntax.
+    """
+    if form is None or form.type == "text":
+        return Tool(name, description, custom_parameters(), param=path)
+    for field_name in ("definition", "syntax"):
+        if getattr(form, field_name) is None:
+            param = f"{path}.format.{field_name}"
+            raise InvalidParameter(f"`{param}` is required with type grammar.", param=param)
+    assert form.definition is not None
+    told = f"The input must fit this {form.syntax} grammar:\n{form.definition}"
+    described = f"{description}\n\n{told}" if description else told
+    lark = form.syntax == "lark"
+    return Tool(
+        name,
+        described,
+        custom_parameters(None if lark else form.definition),
+        strict=True,
+        param=path,
+        schema_field="format.definition",
+        text_grammar=form.definition if lark else None,
     )
 
 
@@ -361,12 +407,14 @@ def _tool_choice(
             return "auto", None
         case str():
             return choice, None
-        case ToolReference(type="function", name=str(name)):
+        case ToolReference(type="function" | "custom", name=str(name)):
             return NamedTool(name), None
+        case ToolReference(type="local_shell" | "shell" | "apply_patch" as kind):
+            return NamedTool(kind), None
         case ToolReference(type="allowed_tools", mode=mode, tools=list(tools)):
             return mode or "auto", frozenset(_allowed(tools))
-        case ToolReference(type="function" | "allowed_tools"):
-            missing = "tool_choice.name" if choice.type == "function" else "tool_choice.tools"
+        case ToolReference(type="function" | "custom" | "allowed_tools"):
+            missing = f"tool_choice.{'tools' if choice.type == 'allowed_tools' else 'name'}"
             raise InvalidParameter(f"`{missing}` is required.", param=missing)
     raise demanded(choice.type)
 
@@ -374,13 +422,15 @@ def _tool_choice(
 def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for tool in tools:
         match tool:
-            case {"type": "function", "name": str(name)}:
+            case {"type": "function" | "custom", "name": str(name)}:
                 yield name
+            case {"type": "local_shell" | "shell" | "apply_patch" as kind}:
+                yield kind
             case {"type": str(kind)} if is_tool(kind):
                 continue
             case _:
                 raise UnsupportedParameter(
-                    "`tool_choice.tools` can list functions by their names only.",
+                    "`tool_choice.tools` can list functions and custom tools by their names only.",
                     param="tool_choice.tools",
                 )
 
@@ -406,13 +456,8 @@ def _piece(item: Item, path: str) -> Message:
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
             return Message(role, _text(item.content, f"{path}.content"))
-        case FunctionCallItem():
-            name = _full_name(item.namespace, item.name)
-            call = ToolCall(item.call_id, name, item.arguments)
-            return Message("assistant", tool_calls=(call,))
-        case FunctionCallOutputItem():
-            output = _text(item.output, f"{path}.output")
-            return Message("tool", output, tool_call_id=item.call_id)
+        case FunctionCallOutputItem() | ToolOutputItem() | ShellOutputItem():
+            return Message("tool", _output(item, path), tool_call_id=item.call_id or item.id)
         case ReasoningItem():
             return Message("assistant", reasoning=_thinking(item))
         case OtherItem(type=kind) if is_item(kind):
@@ -424,6 +469,34 @@ def _piece(item: Item, path: str) -> Message:
                 f"`{path}` is of type {item.type!r}, which this server can't read.",
                 param=f"{path}.type",
             )
+        case _:
+            return Message("assistant", tool_calls=(_call(item),))
+
+
+def _output(item: FunctionCallOutputItem | ToolOutputItem | ShellOutputItem, path: str) -> str:
+    if isinstance(item, ShellOutputItem):
+        return shell_output([each.model_dump() for each in item.output])
+    if item.output is None:
+        return f"({item.status})" if item.status else ""
+    return _text(item.output, f"{path}.output")
+
+
+Call = FunctionCallItem | CustomCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+
+
+def _call(item: Call) -> ToolCall:
+    match item:
+        case FunctionCallItem():
+            return ToolCall(item.call_id, _full_name(item.namespace, item.name), item.arguments)
+        case CustomCallItem():
+            name = _full_name(item.namespace, item.name)
+            return ToolCall(item.call_id, name, custom_arguments(item.input))
+        case LocalShellCallItem():
+            return ToolCall(item.call_id, "local_shell", call_arguments(item.action))
+        case ShellCallItem():
+            return ToolCall(item.call_id, "shell", call_arguments(item.action))
+        case ApplyPatchCallItem():
+            return ToolCall(item.call_id, "apply_patch", call_arguments(item.operation))
 
 
 def _text(content: Content, path: str) -> str:
@@ -526,20 +599,19 @@ def _listed(item: Item) -> JsonItem:
                 "output": _text(item.output, ""),
                 "status": "completed",
             }
-        case OtherItem():
-            # Of a hosted tool: all else has been refused.
+        case ReasoningItem():
+            thought = item.model_dump(exclude_none=True)
+            finite: JsonItem = to_jsonable_python(thought, inf_nan_mode="null")
+            return {"summary": []} | finite | {"id": item.id or new_id("rs")}
+        case ToolOutputItem(output=list(parts)):
+            bare = item.model_copy(update={"output": _text(parts, "")})
+            return _listed(bare)
+        case _:
+            # Of a tool: all else has been refused.
             given: JsonItem = to_jsonable_python(
                 item.model_dump(exclude_none=True), inf_nan_mode="null"
             )
             return {"id": new_id("item")} | given
-        case _:
-            thought = item.model_dump(exclude_none=True)
-            finite: JsonItem = to_jsonable_python(thought, inf_nan_mode="null")
-            return {"summary": []} | finite | {"id": _id_of(item)}
-
-
-def _id_of(item: Item) -> str:
-    return (item.id if isinstance(item, ReasoningItem) else None) or new_id("rs")
 
 
 def _listed_text(kind: str, text: str) -> JsonItem:
@@ -582,7 +654,7 @@ def _shell(head: ResponseHead) -> JsonItem:
         "temperature": sampled.temperature,
         "text": _text_options(body.text),
         "tool_choice": _shown_choice(body),
-        "tools": [_shown_tool(tool) for tool in body.tools or () if not is_tool(tool.type)],
+        "tools": [_shown_tool(tool) for tool in body.tools or () if not tool.is_left_out()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampled.top_p,
         "truncation": body.truncation or "disabled",
@@ -618,6 +690,8 @@ def _shown_tool(tool: ResponsesTool) -> JsonItem:
     if tool.type == "namespace":
         shown = tool.model_dump(include={"type", "name", "description"})
         return shown | {"tools": [_shown_tool(each) for each in tool.tools or ()]}
+    if tool.type != "function":
+        return tool.model_dump(exclude_none=True)
     return {
         "type": tool.type,
         "name": tool.name,
@@ -658,12 +732,16 @@ def _error(error: MLXManagerError) -> JsonItem:
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being written. `call` and `names` only of a function call."""
+    """An item that is being written. `call`, `names` and `reader` only of a call.
 
-    kind: Literal["message", "reasoning", "function_call"]
+    A call of a tool with fields of its own is announced once it is whole.
+    """
+
+    kind: ItemKind
     id: str
     call: ToolCallStarted | None = None
     names: JsonItem = field(default_factory=dict)
+    reader: InputReader = field(default_factory=InputReader)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[JsonItem] = field(default_factory=list)
 
@@ -698,9 +776,46 @@ class _OpenItem:
                 assert self.call is not None
                 called = {"call_id": self.call.id, "arguments": self.text, **self.names}
                 return {"id": self.id, "type": "function_call", "status": status, **called}
+            case "custom":
+                assert self.call is not None
+                called = {"call_id": self.call.id, "input": self.text, **self.names}
+                return {"id": self.id, "type": "custom_tool_call", **called}
+            case "local_shell" | "shell" | "apply_patch" as kind:
+                assert self.call is not None
+                called = {"call_id": self.call.id, **call_fields(kind, self.text)}
+                # OpenAI's knows no patch that is incomplete.
+                ended = "completed" if (kind, status) == ("apply_patch", "incomplete") else status
+                return {"id": self.id, "type": f"{kind}_call", "status": ended, **called}
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+ItemKind = Literal["message", "reasoning", "function_call", "custom"] | CallKind
+_PREFIXES: Mapping[ItemKind, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom": "ctc",
+    "local_shell": "lsh",
+    "shell": "sh",
+    "apply_patch": "apc",
+}
+_WITH_PARTS = frozenset({"message", "reasoning"})
+_WHOLE = frozenset({"local_shell", "shell", "apply_patch"})
+
+
+def _called(
+    tools: Sequence[ResponsesTool], space: str | None = None
+) -> Iterator[tuple[str, tuple[ItemKind, JsonItem]]]:
+    """What a call of each tool is as an item, by the names that the model knows."""
+    for tool in tools:
+        match tool.type:
+            case "namespace":
+                yield from _called(tool.tools or (), tool.name)
+            case "local_shell" | "shell" | "apply_patch" as kind:
+                yield kind, (kind, {})
+            case _:
+                names = {"name": tool.name} | ({} if space is None else {"namespace": space})
+                called: ItemKind = "custom" if tool.type == "custom" else "function_call"
+                yield _full_name(space, str(tool.name)), (called, names)
 
 
 class ResponseStream:
@@ -727,12 +842,8 @@ class ResponseStream:
         self._unkept = False
         self._message: _OpenItem | None = None
         self._text_middle = ""
-        self._names = {
-            _full_name(space.name, str(tool.name)): {"name": tool.name, "namespace": space.name}
-            for space in head.body.tools or ()
-            if space.type == "namespace"
-            for tool in space.tools or ()
-        }
+        offered = [tool for tool in head.body.tools or () if not tool.is_left_out()]
+        self._calls = dict(_called(offered))
 
     def write(self, progress: Progress) -> bytes:
         """The events of one step, ready for the wire."""
@@ -791,10 +902,11 @@ class ResponseStream:
                 return self._enter("message") + self._text(text, logprobs)
             case ReasoningDelta(text):
                 return self._enter("reasoning") + self._reasoning(text)
-            case ToolCallStarted():
-                return self._enter("function_call", event)
+            case ToolCallStarted(_, _, name):
+                kind, names = self._calls.get(name, ("function_call", {"name": name}))
+                return self._enter(kind, event, names)
             case ToolCallDelta(_, arguments):
-                return self._grow("response.function_call_arguments.delta", arguments)
+                return self._arguments(arguments)
             case Started():
                 return self._begin()
             case Finished(reason):
@@ -818,6 +930,19 @@ class ResponseStream:
     def _reasoning(self, text: str) -> list[JsonItem]:
         return self._grow("response.reasoning_text.delta", text, content_index=0)
 
+    def _arguments(self, arguments: str) -> list[JsonItem]:
+        assert self._open is not None
+        match self._open.kind:
+            case "function_call":
+                return self._grow("response.function_call_arguments.delta", arguments)
+            case "custom":
+                return self._input(self._open.reader.feed(arguments))
+        self._open.pieces.append(arguments)
+        return []
+
+    def _input(self, text: str) -> list[JsonItem]:
+        return self._grow("response.custom_tool_call_input.delta", text) if text else []
+
     def _grow(self, kind: str, delta: str, **more: Any) -> list[JsonItem]:
         assert self._open is not None
         self._open.pieces.append(delta)
@@ -825,14 +950,14 @@ class ResponseStream:
 
     def _enter(
         self,
-        kind: Literal["message", "reasoning", "function_call"],
+        kind: ItemKind,
         call: ToolCallStarted | None = None,
+        names: JsonItem = MappingProxyType({}),  # type: ignore[assignment]
     ) -> list[JsonItem]:
         """Open an item unless one of its kind is open that goes on; each call has its own."""
-        if self._open is not None and self._open.kind == kind != "function_call":
+        if self._open is not None and self._open.kind == kind and call is None:
             return []
         closed = self._leave("completed")
-        names = {} if call is None else self._names.get(call.name, {"name": call.name})
         opened = self._open = _OpenItem(kind, new_id(_PREFIXES[kind]), call, names)
         if kind == "message":
             self._message = opened
@@ -840,19 +965,25 @@ class ResponseStream:
                 f',"item_id":"{opened.id}","output_index":{len(self._items)},'
                 '"content_index":0,"delta":'
             )
-        added = self._emit(
+        if kind in _WHOLE:
+            return closed
+        return closed + self._added(opened) + self._part("added")
+
+    def _added(self, opened: _OpenItem) -> list[JsonItem]:
+        return self._emit(
             "response.output_item.added",
             output_index=len(self._items),
             item=opened.item("in_progress"),
         )
-        return closed + added + self._part("added")
 
     def _leave(self, status: Status) -> list[JsonItem]:
         if self._open is None:
             return []
+        rest = self._input(self._open.reader.end()) if self._open.kind == "custom" else []
+        whole = self._added(self._open) if self._open.kind in _WHOLE else []
         item = self._open.item(status, encrypted=self.head.includes(ENCRYPTED))
         index = len(self._items)
-        done = self._done() + self._part("done")
+        done = rest + whole + self._done() + self._part("done")
         self._items.append(item)
         self._open = self._message = None
         return done + self._emit("response.output_item.done", output_index=index, item=item)
@@ -868,6 +999,8 @@ class ResponseStream:
                     name=self._open.names["name"],
                     arguments=text,
                 )
+            case "custom":
+                return self._emit("response.custom_tool_call_input.done", **place, input=text)
             case "reasoning":
                 return self._emit(
                     "response.reasoning_text.done", **place, content_index=0, text=text
@@ -881,10 +1014,11 @@ class ResponseStream:
                     text=text,
                     logprobs=logprobs,
                 )
+        return []
 
     def _part(self, what: Literal["added", "done"]) -> list[JsonItem]:
         assert self._open is not None
-        if self._open.kind == "function_call":
+        if self._open.kind not in _WITH_PARTS:
             return []
         part = self._open.part()
         kind = f"response.content_part.{what}"

@@ -47,6 +47,7 @@ NO_EFFECT = frozenset(
 class MessagesTool(Wire):
     """A function the model may call, which needs a name and an `input_schema`.
 
+    A tool that the client runs, bash, text_editor, memory or computer with a date, needs neither.
     `eager_input_streaming` has no effect: inputs are always streamed as they are written. A tool
     with `defer_loading` is offered once a `tool_reference` in a tool's result names it, or a
     `tool_addition`; or at once, where the tool that would search for it is left out. Other known
@@ -65,13 +66,24 @@ class MessagesTool(Wire):
     input_examples: Any = None
     allowed_callers: Many[str] | None = None
     defer_loading: bool | None = None
+    max_characters: int | None = Field(None, description="Of a text editor: most that a view shows")
+    display_width_px: int | None = Field(None, description="Of a computer")
+    display_height_px: int | None = Field(None, description="Of a computer")
+    display_number: int | None = Field(None, description="No effect")
+    enable_zoom: bool | None = Field(None, description="Of a computer: offers the action zoom")
+
+    def options(self) -> dict[str, Any]:
+        """What the definition says of a tool whose schema is Anthropic's."""
+        return self.model_dump(
+            include={"max_characters", "display_width_px", "display_height_px", "enable_zoom"}
+        )
 
     def is_left_out(self) -> bool:
         """Return True for a tool that a provider runs, or that only such a tool may call."""
-        if self.type not in (None, "custom"):
-            return hosted.is_tool(self.type)
         callers = self.allowed_callers
-        return bool(callers) and "direct" not in (callers or ())
+        if callers and "direct" not in callers:
+            return True
+        return self.type not in (None, "custom") and hosted.is_hosted(self.type)
 
 
 class ToolName(Wire):

@@ -16,14 +16,13 @@ _TOOLS = re.compile(
     "|text_editor|tool_search|web_fetch|web_search|x_search)(?:[_-].*)?"
 )
 """Their names have dates and other suffixes."""
+_CLIENT_RUN = re.compile(r"(?:bash|text_editor|memory|computer)_\d{8}")
 _ITEMS = frozenset(
     {
-        *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
-        *("computer_call", "computer_call_output", "custom_tool_call", "custom_tool_call_output"),
-        *("file_search_call", "image_generation_call", "local_shell_call"),
-        *("local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
-        *("mcp_list_tools", "program", "program_output", "shell_call", "shell_call_output"),
-        *("tool_search_call", "tool_search_output", "web_search_call"),
+        *("code_interpreter_call", "computer_call", "computer_call_output", "file_search_call"),
+        *("image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+        *("mcp_list_tools", "program", "program_output", "tool_search_call"),
+        *("tool_search_output", "web_search_call"),
     }
 )
 _BLOCKS = re.compile(
@@ -35,6 +34,17 @@ _BLOCKS = re.compile(
 def is_tool(kind: str | None) -> bool:
     """Return True for a type of tool that a provider runs, or that its own models alone call."""
     return kind is not None and _TOOLS.fullmatch(kind) is not None
+
+
+def is_client_run(kind: str | None) -> bool:
+    """Return True for a type of tool of Messages whose schema is Anthropic's, and which the client
+    runs."""
+    return kind is not None and _CLIENT_RUN.fullmatch(kind) is not None
+
+
+def is_hosted(kind: str | None) -> bool:
+    """Return True for a type of tool of Messages that only its provider can run."""
+    return is_tool(kind) and not is_client_run(kind)
 
 
 def searches_tools(kind: str | None) -> bool:

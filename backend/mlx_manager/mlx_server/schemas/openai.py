@@ -242,6 +242,7 @@ class StreamOptions(Wire):
         None, description="Send a last chunk with the token counts and no choices"
     )
     include_obfuscation: bool | None = Field(None, description="No effect: chunks are never padded")
+    include_timings: bool | None = Field(None, description="As `include_timings` of the request")
     continuous_usage_stats: bool | None = Field(
         None, description="With `include_usage`: the token counts so far in every chunk, as vLLM"
     )
@@ -294,6 +295,14 @@ class GenerationParameters(SamplingParameters):
 
     best_of: int | None = Field(
         None, ge=1, le=20, description="Draw that many, return the n likeliest by mean logprob"
+    )
+    include_timings: bool | None = Field(
+        None,
+        description="`timings` of the answer, in a stream with each choice's last chunk: tokens a "
+        "second of prompt and answer, and the time to the first",
+    )
+    timings_per_token: bool | None = Field(
+        None, description="As `include_timings`, with every chunk, by llama.cpp's name"
     )
     return_token_ids: bool | None = Field(
         None, description="Token ids of prompt and answer; in a stream, the answer's at its end"
@@ -491,6 +500,7 @@ class ChatCompletionResponse(Wire):
     choices: list[ChatCompletionChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    timings: dict[str, Any] | None = None
 
 
 class CompletionChoice(Wire):
@@ -510,6 +520,7 @@ class CompletionResponse(Wire):
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    timings: dict[str, Any] | None = None
 
 
 class DeltaFunction(Wire):
@@ -600,8 +611,27 @@ class ModelWeights(Wire):
     reason: str
 
 
+class Architecture(Wire):
+    """What goes in and comes out, by OpenRouter's names."""
+
+    modality: str
+    input_modalities: list[str]
+    output_modalities: list[str]
+
+
+class TopProvider(Wire):
+    """The limits that OpenRouter's clients read."""
+
+    context_length: int | None
+    max_completion_tokens: int | None
+
+
 class ModelCard(Wire):
     """A model on offer. What is beyond OpenAI's four fields says how it is served.
+
+    type, max_context_length, loaded_context_length, capabilities: as LM Studio has them.
+    architecture, top_provider, supported_parameters: as OpenRouter has them.
+    supports_reasoning: absent while the model is not loaded.
 
     max_model_len: `context_length`, by vLLM's name.
     kind: what it is for; absent while nothing of it is here. origin: where it was found.
@@ -622,6 +652,17 @@ class ModelCard(Wire):
     family: str
     context_length: int
     max_model_len: int
+    type: Literal["llm", "embeddings"] | None = None
+    max_context_length: int | None = None
+    loaded_context_length: int | None = None
+    input_modalities: list[str]
+    output_modalities: list[str]
+    supports_tools: bool | None = None
+    supports_reasoning: bool | None = None
+    capabilities: list[str]
+    architecture: Architecture
+    top_provider: TopProvider
+    supported_parameters: list[str]
     bytes: int
     weights: ModelWeights | None = None
     sampling: dict[str, int | float] | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from mlx_manager.mlx_server.limits import MaxTokens
 from mlx_manager.mlx_server.schemas import hosted
@@ -157,6 +157,86 @@ class ItemReference(Wire):
     id: str
 
 
+class CustomCallItem(Wire):
+    """A call of a `custom` tool, which takes a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+
+
+class LocalShellCallItem(Wire):
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: dict[str, Any]
+    id: str | None = None
+    status: str | None = None
+
+
+class ShellCallItem(Wire):
+    type: Literal["shell_call"]
+    call_id: str
+    action: dict[str, Any]
+    environment: Any = None
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+    created_by: Any = None
+
+
+class ApplyPatchCallItem(Wire):
+    type: Literal["apply_patch_call"]
+    call_id: str
+    operation: dict[str, Any]
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+    created_by: Any = None
+
+
+class ToolOutputItem(Wire):
+    """What a client's own tool gave. OpenAI's local_shell_call_output has the call's id as `id`."""
+
+    type: Literal["custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"]
+    call_id: str | None = None
+    output: Content | None = None
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+    created_by: Any = None
+
+    @model_validator(mode="after")
+    def _answers(self) -> ToolOutputItem:
+        if self.call_id is None and self.id is None:
+            raise ValueError("`call_id` is required")
+        return self
+
+
+class ShellOutput(Wire):
+    """What one command of a `shell` tool brought."""
+
+    stdout: str = ""
+    stderr: str = ""
+    outcome: dict[str, Any] | None = None
+    created_by: Any = None
+
+
+class ShellOutputItem(Wire):
+    type: Literal["shell_call_output"]
+    call_id: str
+    output: Many[ShellOutput]
+    max_output_length: int | None = None
+    id: str | None = None
+    status: str | None = None
+    caller: Any = None
+    created_by: Any = None
+
+
 class OtherItem(Wire):
     """What hosted tools did, which is read as text, and whatever else nobody here can read."""
 
@@ -165,17 +245,24 @@ class OtherItem(Wire):
     type: str
 
 
-_ITEMS = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+_OUTPUTS = frozenset(
+    {"custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"}
+)
+_ITEMS = frozenset(
+    {
+        *("message", "function_call", "function_call_output", "reasoning", "custom_tool_call"),
+        *("local_shell_call", "shell_call", "apply_patch_call", "shell_call_output", *_OUTPUTS),
+    }
+)
 _INPUT_ITEMS = _ITEMS | {"item_reference"}
 
 
 def _item_kind(value: object, kinds: Container[str] = _ITEMS) -> str:
     match value:
-        case {"type": str(kind)}:
+        case {"type": str(kind)} | BaseModel(type=str(kind)):  # type: ignore[misc]
+            if kind in _OUTPUTS:
+                return "<tool_output>"
             return f"<{kind}>" if kind in kinds else "<other>"
-        case BaseModel():
-            kind = value.type  # type: ignore[attr-defined]
-            return "<message>" if kind is None else f"<{kind}>"
     return "<message>"
 
 
@@ -195,6 +282,12 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
+    | Annotated[ShellCallItem, Tag("<shell_call>")]
+    | Annotated[ShellOutputItem, Tag("<shell_call_output>")]
+    | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
+    | Annotated[ToolOutputItem, Tag("<tool_output>")]
     | Annotated[OtherItem, Tag("<other>")],
     Discriminator(_item_kind),
 ]
@@ -205,6 +298,12 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
+    | Annotated[ShellCallItem, Tag("<shell_call>")]
+    | Annotated[ShellOutputItem, Tag("<shell_call_output>")]
+    | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
+    | Annotated[ToolOutputItem, Tag("<tool_output>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[OtherItem, Tag("<other>")],
     Discriminator(_input_kind),
@@ -216,16 +315,28 @@ InputItem = Annotated[
 # ---------------------------------------------------------------------------------------------
 
 
+class ToolFormat(Wire):
+    """What the text of a `custom` tool must be; `definition` and `syntax` go with type grammar."""
+
+    type: Literal["text", "grammar"]
+    definition: NonEmpty | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+
 class ResponsesTool(Wire):
     """A function the model may call, or a namespace with its `tools`, which are functions.
 
-    Other known types are left out; see `schemas.hosted`. A function with `defer_loading` is offered
-    at once: nothing here loads it later. `output_schema` has no effect.
+    The client also runs `custom` tools, which take a text, `local_shell`, `shell` and
+    `apply_patch`. Other known types are left out; see `schemas.hosted`. A tool with `defer_loading`
+    is offered at once: nothing here loads it later. `output_schema` has no effect.
     """
 
-    types_read = ("function", "namespace")
+    types_read = ("function", "namespace", "custom", "local_shell", "shell", "apply_patch")
 
     type: str
+    format: ToolFormat | None = None
+    environment: Any = Field(None, description='Of `shell`: {"type": "local"}')
+    allowed_callers: Many[str] | None = None
     tools: Many[ResponsesTool] | None = None
     name: str | None = None
     description: str | None = None
@@ -234,9 +345,20 @@ class ResponsesTool(Wire):
     defer_loading: bool | None = None
     output_schema: Any = None
 
+    def is_left_out(self) -> bool:
+        """Return True for a tool that a provider runs, or that only such a tool may call."""
+        if self.allowed_callers and "direct" not in self.allowed_callers:
+            return True
+        if self.type == "shell":
+            match self.environment:
+                case None | {"type": "local"}:
+                    return False
+            return True
+        return self.type not in self.types_read and hosted.is_tool(self.type)
+
 
 class ToolReference(Wire):
-    """`tool_choice` that names a function, or several of them with type allowed_tools."""
+    """`tool_choice` that names a tool, or several of them with type allowed_tools."""
 
     type: str
     name: str | None = None
@@ -289,7 +411,7 @@ class InputTokensRequest(Timed):
     previous_response_id: str | None = Field(None, description="What the conversation goes on from")
     tools: Many[ResponsesTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
-        None, description="auto, none, required, a function by name, or allowed_tools"
+        None, description="auto, none, required, a tool by name or type, or allowed_tools"
     )
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer")
     reasoning: ResponsesReasoning | None = Field(None, description="Effort")
@@ -301,7 +423,7 @@ class InputTokensRequest(Timed):
     conversation: Any = Field(None, description="Conversation kept by the server")
 
     def ignored_tools(self) -> list[str]:
-        left_out = (tool.type for tool in self.tools or () if hosted.is_tool(tool.type))
+        left_out = (tool.type for tool in self.tools or () if tool.is_left_out())
         return list(dict.fromkeys(left_out))
 
 

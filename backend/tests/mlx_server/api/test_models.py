@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
+from live import live_server
 from openai_spec import check
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
@@ -55,3 +59,63 @@ async def test_memory_is_accounted_for(serve):
     async with serve() as client:
         figures = (await client.get("/debug/memory")).json()
     assert set(figures) == {"ledger", "mlx", "engines", "loads", "unloads"}
+
+
+def shown(**fields: Any) -> dict[str, Any]:
+    status = ModelStatus("m", "loaded", "local", "f", "t", 8, 9, **fields)
+    found: dict[str, Any] = card(status, {}, 0).model_dump(mode="json", exclude_none=True)
+    return found
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_model_says_what_clients_decide_by(thinks: bool):
+    found = shown(kind="text", thinks=thinks)
+    # LM Studio's names.
+    assert (found["type"], found["max_context_length"], found["loaded_context_length"]) == (
+        *("llm", 8, 8),
+    )
+    assert found["capabilities"] == ["tool_use"]
+    # OpenRouter's.
+    assert found["architecture"]["input_modalities"] == found["input_modalities"] == ["text"]
+    assert found["top_provider"]["context_length"] == found["context_length"] == 8
+    assert "tools" in found["supported_parameters"]
+    assert ("reasoning" in found["supported_parameters"]) == thinks
+    assert (found["supports_tools"], found["supports_reasoning"]) == (True, thinks)
+
+
+def test_a_model_that_generates_nothing_says_so():
+    found = shown(kind="embedding")
+    assert (found["type"], found["supports_tools"]) == ("embeddings", False)
+    assert found["supported_parameters"] == []
+
+
+def test_what_is_unknown_is_absent():
+    status = ModelStatus("m", "loadable", "local", "f", "t", 0, 0)
+    found = card(status, {}, 0).model_dump(mode="json", exclude_none=True)
+    assert not {"supports_tools", "supports_reasoning", "type", "max_context_length"} & found.keys()
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    names = ("org/small", "small:7b", "a%b", "org/small:7b@q4")
+    aliases = ",".join(f"{name}={MODEL}" for name in names)
+    log = tmp_path_factory.mktemp("names") / "log.txt"
+    with (
+        live_server(log, model_aliases=aliases) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(MODEL, MODEL.replace("/", "%2F"), MODEL.replace("/", "%2f"), "org/small", "org%2Fsmall"),
+        *("small:7b", "small%3A7b", "a%25b", "org%2Fsmall%3A7b%40q4", "org/small:7b@q4"),
+    ],
+)
+def test_a_model_is_found_by_its_name_however_it_is_encoded(named: httpx.Client, path: str):
+    answer = named.get(f"/v1/models/{path}")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["id"] == MODEL
+    assert isinstance(answer.json()["supports_reasoning"], bool)

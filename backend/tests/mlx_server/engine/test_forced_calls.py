@@ -245,6 +245,38 @@ def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
         check(answer, tools)
 
 
+LINES = r"""start: "begin" LF (("+" | "\"") /[ab"\\\t ]{0,6}/ LF){1,3} "end"
+%import common.LF
+"""
+TEXT = Tool(
+    "write",
+    parameters={
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    },
+    strict=True,
+    text_grammar=LINES,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_text_that_is_held_to_a_grammar_is_derived_from_it(case: Case) -> None:
+    shape = case.syntax.form([]).shape
+    assert shape is not None
+    for seed in range(3):
+        walk = Walk(case, seed, tokens=True)
+        matcher = walk.grammars.calls(shape, (TEXT,), parallel=False)
+        drawn = walk.draw(matcher)
+        answer = walk.read(drawn, (TEXT,))
+        ((name, arguments),) = answer.values
+        assert name == "write"
+        assert re.fullmatch(r'begin\n([+"][ab"\\\t ]{0,6}\n){1,3}end', arguments["input"]), (
+            arguments
+        )
+
+
 @pytest.mark.parametrize("name", ["weather/now", "mcp:weather@2", "größe+1", "a.b-c"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_function_of_any_name_can_be_demanded_and_is_read(case: Case, name: str) -> None:

@@ -9,13 +9,28 @@ from fastapi import APIRouter, Request
 
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.errors import ModelNotFound
-from mlx_manager.mlx_server.schemas.openai import ModelCard, ModelList, ModelWeights
+from mlx_manager.mlx_server.schemas.openai import (
+    Architecture,
+    ModelCard,
+    ModelList,
+    ModelWeights,
+    TopProvider,
+)
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus
 
 router = APIRouter(prefix="/v1", tags=["openai"])
+
+SAMPLED = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty"),
+    *("presence_penalty", "repetition_penalty", "seed", "stop", "logit_bias", "logprobs"),
+    *("top_logprobs", "response_format", "structured_outputs", "tools", "tool_choice"),
+    "parallel_tool_calls",
+)
+"""Parameters of every model that generates, by OpenRouter's names."""
+THINKING = ("reasoning", "reasoning_effort")
 
 FOR_METRICS = frozenset({"host_time", "token_gaps"})
 """Distributions, which `/metrics` shows as histograms."""
@@ -64,11 +79,43 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         family=status.family,
         context_length=status.context_length,
         max_model_len=status.context_length,
+        **abilities(status),
         bytes=status.nbytes,
         weights=weights_of(status),
         sampling=dict(status.sampling) or None,
         engine=None if figures is None else engine_card(figures),
     )
+
+
+def abilities(status: ModelStatus) -> dict[str, Any]:
+    """Return what clients decide by: what goes in, how much of it, and what may be asked for.
+
+    Sources: LM Studio's /api/v0/models and OpenRouter's /api/v1/models, as their clients read them.
+    """
+    generates = status.kind == "text"
+    context = status.context_length or None
+    outputs = {"text": ["text"], "embedding": ["embeddings"], "reranker": ["scores"]}
+    output = outputs.get(status.kind or "", ["text"])
+    parameters = [*SAMPLED, *(THINKING if status.thinks else ())] if generates else []
+    return {
+        "type": {"text": "llm", "embedding": "embeddings"}.get(status.kind or ""),
+        "max_context_length": context,
+        "loaded_context_length": context if status.state == "loaded" else None,
+        "input_modalities": ["text"],
+        "output_modalities": output,
+        "supports_tools": None if status.kind is None else generates,
+        "supports_reasoning": status.thinks if generates or status.kind is None else False,
+        "capabilities": ["tool_use"] if generates else [],
+        "architecture": Architecture(
+            modality=f"text->{'+'.join(output)}",
+            input_modalities=["text"],
+            output_modalities=output,
+        ),
+        "top_provider": TopProvider(
+            context_length=context, max_completion_tokens=context if generates else None
+        ),
+        "supported_parameters": parameters,
+    }
 
 
 def weights_of(status: ModelStatus) -> ModelWeights | None:

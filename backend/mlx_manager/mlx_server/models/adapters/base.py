@@ -115,6 +115,10 @@ class ModelAdapter(Protocol):
         """What the answer to this prompt looks like; `conversation` None for a raw prompt."""
         ...
 
+    def thinks(self, tokenizer: Tokenizer) -> bool:
+        """Return True if answers may begin with thinking."""
+        ...
+
 
 class DefaultAdapter:
     """Any model.
@@ -356,6 +360,11 @@ class DefaultAdapter:
             thinking_end=marks[1] if marks else "",
             new_call_id=short_call_id if self._traits.call_ids == "short" else openai_call_id,
         )
+
+    def thinks(self, tokenizer: Tokenizer) -> bool:
+        # As some templates, Granite's and Hunyuan's, are asked to.
+        asked = Conversation((), template_args={"enable_thinking": True, "thinking": True})
+        return self.reasoning_marks(tokenizer, asked) is not None
 
     def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
         """The texts around thinking, None for a model that does none."""

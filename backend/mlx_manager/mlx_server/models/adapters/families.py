@@ -143,6 +143,9 @@ class GptOssAdapter(DefaultAdapter):
     family: ClassVar[str] = "gpt-oss"
     turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|return|>", "<|call|>")
 
+    def thinks(self, tokenizer: Tokenizer) -> bool:
+        return True
+
     def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
         return None
 
