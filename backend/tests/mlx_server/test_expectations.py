@@ -330,6 +330,31 @@ def test_what_a_client_runs_itself_is_called_and_its_result_read(
     assert listed[0]["id"]
 
 
+def without_ids(response: Any) -> list[dict[str, Any]]:
+    return [item.to_dict() | {"id": "", "call_id": ""} for item in response.output]
+
+
+@pytest.mark.parametrize(("tool", "kind"), CLIENTS_TOOLS)
+def test_what_openais_package_accumulates_of_a_clients_tool_is_what_is_answered_whole(
+    server: LiveServer, tool: dict[str, Any], kind: str
+):
+    choice = {key: tool[key] for key in ("type", "name") if key in tool}
+    asked: dict[str, Any] = {
+        "model": "mlx-manager/demo",
+        "input": QUESTION,
+        "tools": [tool],
+        "tool_choice": choice,
+        "max_output_tokens": 60,
+        "temperature": 0,
+    }
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            streamed = stream.get_final_response()
+    assert without_ids(streamed) == without_ids(whole)
+    assert [item.type for item in streamed.output] == [kind]
+
+
 @pytest.mark.parametrize(
     "tool",
     [
