@@ -42,7 +42,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Requests and answers": (
         *("max_headers_kb", "max_body_mb", "max_messages", "max_parts", "max_images"),
-        *("max_tools", "max_inputs", "strict_fields"),
+        *("max_tools", "max_inputs", "strict_fields", "validation_status"),
         *("reasoning_field", "response_store", "response_store_mb", "response_store_days"),
     ),
     "Time": (

@@ -217,7 +217,7 @@ def exit_code(error: MLXManagerError) -> ExitCode:
     match error.status:
         case 404:
             return ExitCode.NOT_FOUND
-        case 403 | 422:
+        case 400 | 403 | 422:
             return ExitCode.REFUSED
         case _:
             return ExitCode.FAILED

@@ -140,6 +140,10 @@ StrictFields = Annotated[
     bool | None,
     option("Refuse request fields nobody knows, instead of naming them in a header", "off"),
 ]
+ValidationStatus = Annotated[
+    int | None,
+    option("Status of a value out of its range in chat and completions", "422", "400|422"),
+]
 ReasoningField = Annotated[
     str | None,
     option(
@@ -252,6 +256,7 @@ def serve(
     drain_seconds: DrainSeconds = None,
     watchdog_seconds: WatchdogSeconds = None,
     strict_fields: StrictFields = None,
+    validation_status: ValidationStatus = None,
     reasoning_field: ReasoningField = None,
     response_store: ResponseStore = None,
     response_store_mb: ResponseStoreMb = None,

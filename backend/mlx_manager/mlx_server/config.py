@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
@@ -23,7 +23,13 @@ MOST = 2**20
 PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
 
 
+def _number(value: object) -> object:
+    """Read the digits of an environment variable as the number that they are."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 ReasoningField = Literal["reasoning_content", "reasoning"]
+ValidationStatus = Annotated[Literal[400, 422], BeforeValidator(_number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class ApiLimits:
     keepalive: float = 10.0
     client_timeout: float = 60.0
     strict_fields: bool = False
+    validation_status: int = 422
     reasoning_field: ReasoningField = "reasoning_content"
     max_messages: int = 4096
     max_parts: int = 16384
@@ -322,6 +329,9 @@ class MLXServerSettings(BaseSettings):
     strict_fields: bool = Field(
         False, description="Refuse request fields nobody knows, instead of naming them in a header"
     )
+    validation_status: ValidationStatus = Field(
+        422, description="Status of a value out of its range in chat and completions"
+    )
     reasoning_field: ReasoningField = Field(
         "reasoning_content", description="Field of chat's answers that holds the thinking"
     )
@@ -472,6 +482,7 @@ class MLXServerSettings(BaseSettings):
             self.keepalive_seconds,
             self.client_timeout_seconds,
             self.strict_fields,
+            self.validation_status,
             self.reasoning_field,
             self.max_messages,
             self.max_parts,

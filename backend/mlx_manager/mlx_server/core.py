@@ -345,12 +345,14 @@ class RerankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `cached_tokens` of the prompt were found in the prefix cache."""
+    """Token counts. `cached_tokens` of the prompt were found in the prefix cache, and `kept_tokens`
+    are new in it."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +385,7 @@ def the_long_way(take: Taker) -> None:
 class Started:
     """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
 
+    kept_tokens: of the prompt, new in the prefix cache.
     queued, prefill: seconds before the first of the prompt was processed, and from then on.
     drawn: says how many tokens of the answer there are by now, delivered or not; on any thread.
     shortcut: in the event loop, has a function take what comes between this and `Finished` whenever
@@ -397,6 +400,7 @@ class Started:
     prefill: float = field(default=0.0, compare=False)
     drawn: Callable[[], int] = field(default=int, compare=False, repr=False)
     shortcut: Callable[[Taker], None] = field(default=the_long_way, compare=False, repr=False)
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
     MLXManagerError                   500 internal_error
     ├── InvalidRequest                400 invalid_request
-    │   ├── InvalidParameter          422 invalid_parameter        a value out of its range
-    │   ├── UnsupportedParameter      422 unsupported_parameter    known, and not honoured (yet)
+    │   ├── InvalidParameter          400 invalid_parameter        of a wrong type, missing, at odds
+    │   │   └── OutOfRange            422 invalid_parameter        beyond what its field allows
+    │   ├── UnsupportedParameter      400 unsupported_parameter    known, and not honoured (yet)
     │   ├── ContextLengthExceeded     400 context_length_exceeded
     │   ├── WrongModelKind            400 wrong_model_kind         chat with an embedding model
     │   ├── RequestTooLarge           413 request_too_large
@@ -20,7 +21,7 @@
     ├── RequestNotFound               404 request_not_found        it has ended, or never was
     ├── RequestCancelled              403 request_cancelled        by the server's owner
     ├── ModelLoadFailed               503 model_load_failed        broken files, say
-    │   ├── ModelNotSupported         422 model_not_supported      no such architecture
+    │   ├── ModelNotSupported         400 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
     │   ├── ModelTooLarge             507 model_too_large          does not fit this machine
     │   └── DiskFull                  507 disk_full                no room for the download
@@ -33,6 +34,7 @@
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
         └── MLXThreadFailed           500 generation_failed        it died, or hangs in a step
 
+`OutOfRange` is 400 beyond `/v1/chat/completions` and `/v1/completions`, or where the owner wishes.
 `api/errors.py` turns them into the body that the caller's protocol expects.
 """
 
@@ -64,17 +66,55 @@ class InvalidRequest(MLXManagerError):
 
 
 class InvalidParameter(InvalidRequest):
-    status = 422
     code = "invalid_parameter"
 
 
-class UnsupportedParameter(InvalidRequest):
+class OutOfRange(InvalidParameter):
+    """A number, a length or a count beyond what its field allows."""
+
     status = 422
+
+
+class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """A prompt that is too long for the model.
+
+    tokens: of the prompt. context: the most that the model takes. None where nobody has counted.
+    """
+
     code = "context_length_exceeded"
+    tokens: int | None = None
+    context: int | None = None
+
+    @classmethod
+    def counted(
+        cls,
+        tokens: int,
+        context: int,
+        *,
+        read: int | None = None,
+        of: str = "your messages",
+        advice: str = "Please reduce the length of the messages.",
+        param: str | None = None,
+    ) -> ContextLengthExceeded:
+        """Return the error in OpenAI's words, which agents and proxies recognise.
+
+        `protocols.messages` words it as Anthropic does.
+
+        read: how many tokens were counted, if `tokens` is estimated from these. of: what the prompt
+        is made of.
+        """
+        estimated = "" if read is None else f" (An estimate: more than {read} were counted.)"
+        error = cls(
+            f"This model's maximum context length is {context} tokens. However, {of} resulted in "
+            f"{tokens} tokens. {advice}{estimated}",
+            param=param,
+        )
+        error.tokens, error.context = tokens, context
+        return error
 
 
 class WrongModelKind(InvalidRequest):
@@ -161,7 +201,7 @@ class ModelLoadFailed(MLXManagerError):
 
 
 class ModelNotSupported(ModelLoadFailed):
-    status = 422
+    status = 400
     code = "model_not_supported"
     type = "invalid_request_error"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 LARGEST_TOP_K = 2**31 - 1
 """More than any vocabulary has."""
@@ -18,6 +19,10 @@ LARGEST_MAX_TOKENS = 2**63 - 1
 
 def _kept(top_k: int) -> int:
     return min(max(top_k, 0), LARGEST_TOP_K)
+
+
+UNLIMITED = -1
+"""As many tokens as the context has room for, as llama.cpp and LM Studio say it."""
 
 
 def _counted(max_tokens: int) -> int:
@@ -37,5 +42,16 @@ RepetitionPenalty = Annotated[Finite, Field(gt=0)]
 """Without an upper limit, as in vLLM and Transformers; SGLang's is 2."""
 
 MaxTokens = Annotated[int, Field(ge=1), AfterValidator(_counted)]
-MaxTokensOrZero = Annotated[int, Field(ge=0), AfterValidator(_counted)]
+
+
+def _limited(max_tokens: int) -> int:
+    if max_tokens == 0:
+        raise PydanticCustomError("greater_than_equal", "Input should be at least 1, or -1")
+    return max_tokens
+
+
+MaxTokensOrUnlimited = Annotated[
+    int, Field(ge=UNLIMITED), AfterValidator(_counted), AfterValidator(_limited)
+]
+MaxTokensOrZero = Annotated[int, Field(ge=UNLIMITED), AfterValidator(_counted)]
 """0 where a prompt may be echoed alone."""

@@ -186,7 +186,12 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     app.include_router(admin.router)
     app.include_router(ollama.router)
     app.include_router(tokens.router, include_in_schema=False)
-    documentation.describe(app, BODIES, need_key=server.settings.access.need_key)
+    documentation.describe(
+        app,
+        BODIES,
+        need_key=server.settings.access.need_key,
+        out_of_range=server.settings.validation_status,
+    )
     if server.settings.log_prompts:
         server.observers.append(logs.PromptLog())
     if server.settings.traces.wanted:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from openai.types.responses import ResponseFunctionCallArgumentsDoneEvent
+from openai.types.responses import Response, ResponseFunctionCallArgumentsDoneEvent
 from pydantic import BaseModel, TypeAdapter
 
-BEYOND = {(ResponseFunctionCallArgumentsDoneEvent, "name")}
-"""Required by OpenAI's API description, and unknown to its SDK."""
+BEYOND = {
+    (ResponseFunctionCallArgumentsDoneEvent, "name"),
+    *((Response, name) for name in ("frequency_penalty", "presence_penalty", "store")),
+}
+"""Required by OpenAI's API description, or that of Open Responses, and unknown to OpenAI's SDK."""
 
 
 def strictly(kind: Any, value: object) -> Any:
@@ -42,10 +45,10 @@ def undeclared(value: object, path: str) -> Iterator[str]:
 
 
 def events(body: str) -> list[tuple[str, Any]]:
-    """Names and data of a stream's events, comments left out."""
+    """Names and data of a stream's events, comments and `[DONE]` left out."""
     found = []
     for text in body.split("\n\n")[:-1]:
-        if text.startswith(":"):
+        if text.startswith(":") or text == "data: [DONE]":
             continue
         name, data = text.split("\n")
         assert name.startswith("event: ")

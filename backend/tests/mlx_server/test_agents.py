@@ -148,13 +148,13 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
     )
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == going_on.usage.input_tokens
-    with pytest.raises(openai.UnprocessableEntityError, match="compact` is not supported"):
+    with pytest.raises(openai.BadRequestError, match="compact` is not supported"):
         gpt.responses.compact(model=MODEL, input=QUESTION)
     assert gpt.responses.retrieve(going_on.id).output_text == going_on.output_text
     assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
     logprobs: Any = ["message.output_text.logprobs"]
     assert gpt.responses.input_items.list(streamed.id, include=logprobs).data
-    with pytest.raises(openai.UnprocessableEntityError, match="logprobs") as caught:
+    with pytest.raises(openai.BadRequestError, match="logprobs") as caught:
         gpt.responses.retrieve(going_on.id, include=logprobs)
     assert caught.value.param == "include[0]"
     gpt.responses.delete(going_on.id)
@@ -208,8 +208,10 @@ def test_errors_are_the_sdks_own(claude: anthropic.Anthropic, gpt: openai.OpenAI
         claude.messages.create(
             model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "word " * 20_000}]
         )
-    with pytest.raises(openai.UnprocessableEntityError, match="web_search"):
-        gpt.responses.create(model=MODEL, input="hi", tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match="web_search"):
+        gpt.responses.create(
+            model=MODEL, input="hi", tools=[{"type": "web_search"}], tool_choice="required"
+        )
 
 
 def test_all_protocols_give_the_same_tokens_and_share_one_prefix(server: LiveServer):

@@ -203,7 +203,7 @@ def test_sdk_calls_a_tool_and_hands_its_result_back(sdk: openai.OpenAI):
     [
         ({"model": "gpt-9"}, openai.NotFoundError),
         ({"temperature": 5.0}, openai.UnprocessableEntityError),
-        ({"top_logprobs": 3}, openai.UnprocessableEntityError),
+        ({"top_logprobs": 3}, openai.BadRequestError),
         ({"messages": says("word " * 20_000)}, openai.BadRequestError),
         ({"messages": []}, openai.UnprocessableEntityError),
         ({"logit_bias": {"99999999": 1}}, openai.UnprocessableEntityError),
@@ -373,7 +373,7 @@ async def test_a_tool_that_cant_be_held_to_is_named_as_its_protocol_does(http: h
         ),
     ):
         answer = await http.post(path, json=body)
-        assert answer.status_code == 422
+        assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["message"].startswith(f"`{param}` can't be honoured")
         # Anthropic's errors name a field in their words alone.
@@ -484,7 +484,7 @@ async def test_beyond_the_limit_of_waiting_requests_there_is_429(small_http: htt
     ("model", "status", "code"),
     [
         ("truncated", 503, "model_load_failed"),
-        ("unknown-kind", 422, "model_not_supported"),
+        ("unknown-kind", 400, "model_not_supported"),
         ("empty", 503, "model_load_failed"),
         ("nowhere", 404, "model_not_found"),
     ],

@@ -178,7 +178,7 @@ async def test_a_model_whose_answers_can_t_be_constrained_is_served(tmp_path: Pa
         assert free.status_code == 200
         asked["response_format"] = {"type": "json_object"}
         held = await client.post("/v1/chat/completions", json=asked)
-        assert held.status_code == 422
+        assert held.status_code == 400
         assert held.json()["error"]["param"] == "response_format"
 
 

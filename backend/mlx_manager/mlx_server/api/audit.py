@@ -17,7 +17,7 @@ EPOCH = datetime.fromtimestamp(0, UTC)
 router = APIRouter(
     prefix="/v1/admin",
     tags=["admin"],
-    responses={status: {"model": ErrorBody} for status in (401, 403, 422)},
+    responses={status: {"model": ErrorBody} for status in (400, 401, 403)},
 )
 
 

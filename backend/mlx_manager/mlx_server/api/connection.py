@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -23,12 +23,15 @@ from mlx_manager.mlx_server.errors import (
     RequestNotReceived,
     RequestTooLarge,
 )
+from mlx_manager.mlx_server.schemas.surrogates import REPLACEMENT, halves
 from mlx_manager.mlx_server.schemas.wire import SYSTEMS, Wire, conversation, parts, tools
 
 log = logging.getLogger(__name__)
 
 LARGE = 64 * 2**10
 """Bytes of a body that is not parsed and validated in one go."""
+AT_ONCE = 4096
+"""Halves of characters that are replaced before others have their turn."""
 MOST_NAMED = 20
 MOST_WRONG = 1000
 """Values that are looked up to name some: those of a large object take seconds."""
@@ -56,11 +59,14 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
         raise InvalidRequest(f"Send the body as it is, without `Content-Encoding: {coding}`.")
-    data = await _read_bytes(request, limits.max_body, limits.client_timeout)
+    sent = await _read_bytes(request, limits.max_body, limits.client_timeout)
+    data = bytes(sent)
     try:
         given = from_json(data)
-    except ValueError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+    except ValueError:
+        # A client that cuts a text may have cut a character in two.
+        data = await _without_halves(data)
+        given = _parsed(data)
     # Models of a hundred thousand messages take half a second, in which nobody else is served.
     check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))
     check_tools(*tools(given), limits)
@@ -75,7 +81,26 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     return body
 
 
-def _validated(kind: type[Body], data: bytearray) -> Body:
+def _parsed(data: bytes) -> Any:
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+
+
+async def _without_halves(data: bytes) -> bytes:
+    """Return JSON with U+FFFD for each escaped half of a character that lacks the other."""
+    pieces: list[bytes] = []
+    done = 0
+    for number, (start, end) in enumerate(halves(data), 1):
+        pieces += data[done:start], REPLACEMENT
+        done = end
+        if number % AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return b"".join((*pieces, data[done:]))
+
+
+def _validated(kind: type[Body], data: bytes) -> Body:
     """The body from its text, which is slower, and says of what is wrong that it is no array, where
     it would be no list otherwise."""
     try:
@@ -192,15 +217,24 @@ def _too_large(limit: int) -> RequestTooLarge:
     )
 
 
-def unknown_header(body: Wire) -> dict[str, str]:
-    """The response header, and a line in the log, that name the fields nobody here knows."""
-    unknown = body.unknown_fields()
-    if not unknown:
-        return {}
-    # The names are the caller's: whatever is not plain ASCII must not reach header or log raw.
-    names = ", ".join(ascii(name)[1:-1][:64] for name in unknown[:MOST_NAMED])
-    log.info("fields that are unknown here, without effect: %s", names)
-    return {"x-unknown-fields": names}
+def notes(body: Wire) -> dict[str, str]:
+    """Return the response headers that name what has no effect, and log the same.
+
+    `x-unknown-fields`: fields that nobody here knows. `x-ignored-tools`: tools that are offered,
+    and that only a provider could run.
+    """
+    found = {
+        "x-unknown-fields": ("fields that are unknown here", body.unknown_fields()),
+        "x-ignored-tools": ("tools that nothing here runs", body.ignored_tools()),
+    }
+    headers: dict[str, str] = {}
+    for header, (what, given) in found.items():
+        if given:
+            # The names are the caller's: no other character may reach header or log raw.
+            names = ", ".join(ascii(name)[1:-1][:64] for name in given[:MOST_NAMED])
+            log.info("%s, without effect: %s", what, names)
+            headers[header] = names
+    return headers
 
 
 class UntilHangup:

@@ -7,7 +7,7 @@ import math
 from fastapi import Request
 
 from mlx_manager.mlx_server.config import TimeLimits
-from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange
 from mlx_manager.mlx_server.schemas.wire import Timed
 
 NONE = Timed()
@@ -17,7 +17,8 @@ def limits_of(request: Request, body: Timed | None) -> TimeLimits:
     """The shorter of what a field and its header say, in seconds.
 
     Raises:
-        InvalidParameter: a header is no number of seconds.
+        InvalidParameter: a header is no number.
+        OutOfRange: a header is no length of time.
     """
     asked = body or NONE
     fields = TimeLimits(asked.queue_timeout, asked.first_token_timeout, asked.timeout)
@@ -33,12 +34,11 @@ def _seconds(request: Request, header: str) -> float | None:
     text = request.headers.get(header)
     if text is None:
         return None
+    rule = f"`{header}` must be a number of seconds above 0, not {text!r}."
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
+        raise InvalidParameter(rule, param=header) from None
     if not 0 < seconds < math.inf:
-        raise InvalidParameter(
-            f"`{header}` must be a number of seconds above 0, not {text!r}.", param=header
-        )
+        raise OutOfRange(rule, param=header)
     return seconds

@@ -17,7 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from mlx_manager.mlx_server import errors
 from mlx_manager.mlx_server.api.auth import OPEN_PATHS
-from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH
+from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, status_of
 from mlx_manager.mlx_server.api.owner import ADMIN_PATHS
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
@@ -28,7 +28,7 @@ RESPONSES_PATH = "/v1/responses"
 
 ANY = (errors.MLXManagerError, errors.ServerNotReady)
 CLOSED = (errors.AuthenticationFailed, errors.PermissionDenied)
-FOUND = (errors.InvalidParameter, errors.ModelNotFound, errors.ResponseNotFound)
+FOUND = (errors.InvalidParameter, errors.OutOfRange, errors.ModelNotFound, errors.ResponseNotFound)
 """Of paths that name something, or take parameters."""
 
 OWNERS = (
@@ -73,8 +73,13 @@ def reference(kind: type[BaseModel]) -> dict[str, str]:
     return {"$ref": REFERENCE.format(model=kind.__name__)}
 
 
-def describe(app: FastAPI, kinds: list[type[BaseModel]], *, need_key: bool) -> None:
-    """Add the schemas of `kinds`, failures and keys to what `app` says of itself."""
+def describe(
+    app: FastAPI, kinds: list[type[BaseModel]], *, need_key: bool, out_of_range: int
+) -> None:
+    """Add the schemas of `kinds`, failures and keys to what `app` says of itself.
+
+    out_of_range: the status of a value out of its range in chat and completions.
+    """
     plain = app.openapi
     streaming = {kind.__name__ for kind in kinds if "stream" in kind.model_fields}
 
@@ -93,25 +98,32 @@ def describe(app: FastAPI, kinds: list[type[BaseModel]], *, need_key: bool) -> N
             described["components"]["securitySchemes"] = SECURITY_SCHEMES
             for path, operations in described["paths"].items():
                 for operation in operations.values():
+                    _describe_failures(path, operation, out_of_range)
                     _describe_operation(path, operation, streaming, need_key=need_key)
         return plain()
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _describe_operation(
-    path: str, operation: dict[str, Any], streaming: set[str], *, need_key: bool
-) -> None:
+def _describe_failures(path: str, operation: dict[str, Any], out_of_range: int) -> None:
     shape = MessagesErrorBody if path.startswith(ANTHROPIC_PATH) else ErrorBody
     content = {"application/json": {"schema": reference(shape)}}
     by_status: dict[int, list[str]] = defaultdict(list)
     for kind in _failures(path, operation):
-        if kind.code not in by_status[kind.status]:
-            by_status[kind.status].append(kind.code)
+        codes = by_status[status_of(kind, path, out_of_range)]
+        if kind.code not in codes:
+            codes.append(kind.code)
+    # FastAPI's own, for parameters.
+    operation["responses"].pop("422", None)
     for status, codes in sorted(by_status.items()):
         phrase = HTTPStatus(status).phrase
         description = f"{phrase}: {', '.join(codes)}"
         operation["responses"][str(status)] = {"description": description, "content": content}
+
+
+def _describe_operation(
+    path: str, operation: dict[str, Any], streaming: set[str], *, need_key: bool
+) -> None:
     if _body_of(operation) in streaming:
         operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     if need_key and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):

@@ -23,11 +23,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.paths import routed
+from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
     InvalidParameter,
     InvalidRequest,
     MLXManagerError,
+    OutOfRange,
     RequestNotReceived,
     RequestTimedOut,
     ServerNotReady,
@@ -43,6 +45,16 @@ MOST_REPEATED = 40
 """Characters of a number that is out of its range; JSON's may have thousands of digits."""
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATHS = "/api/"
+RANGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Where a value out of its range has a status of its own."""
+RANGES = frozenset(
+    {
+        *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+        *("too_short", "too_long", "string_too_short", "string_too_long"),
+        *("finite_number", "int_parsing_size"),
+    }
+)
+"""Pydantic's kinds of errors in values that have the right type."""
 ID_HEADERS = (b"x-request-id", b"request-id")
 """OpenAI's SDKs read the first, Anthropic's the second."""
 
@@ -75,7 +87,21 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestTimedOut):
         # Or else OpenAI's and Anthropic's SDKs ask twice more, for three times the limit in all.
         headers["x-should-retry"] = "false"
-    return JSONResponse(_body(request.scope, error), error.status, headers)
+    limits = server_of(request).settings.api
+    status = status_of(type(error), routed(request.scope), limits.validation_status)
+    return JSONResponse(_body(request.scope, error), status, headers)
+
+
+def status_of(kind: type[MLXManagerError], path: str, out_of_range: int) -> int:
+    """Return the status of a failure, which for a value out of its range depends on the path.
+
+    OpenAI's and Anthropic's clients expect 400: some repeat a request that was answered by 422.
+
+    out_of_range: the owner's choice for chat and completions.
+    """
+    if not issubclass(kind, OutOfRange):
+        return kind.status
+    return out_of_range if path in RANGE_PATHS else InvalidParameter.status
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
@@ -142,7 +168,8 @@ def invalid(errors: Sequence[ErrorDetails | Mapping[str, Any]]) -> InvalidReques
     message = "; ".join(_sentence(error) for error in errors[:MOST_NAMED])
     if more > 0:
         message += f"; and {more} more"
-    return InvalidParameter(message + ".", param=_path(first["loc"]))
+    kind = OutOfRange if first["type"] in RANGES else InvalidParameter
+    return kind(message + ".", param=_path(first["loc"]))
 
 
 def _sentence(error: ErrorDetails | Mapping[str, Any]) -> str:

@@ -18,8 +18,9 @@ from mlx_manager.mlx_server.protocols import (
     ollama,
     parameters,
     responses,
+    tokens,
 )
-from mlx_manager.mlx_server.protocols.parameters import Refusal
+from mlx_manager.mlx_server.protocols.dialects import Refusal
 from mlx_manager.mlx_server.protocols.sse import dump
 from mlx_manager.mlx_server.schemas import anthropic, openai
 from mlx_manager.mlx_server.schemas import embeddings as embeddings_schemas
@@ -35,10 +36,15 @@ mlx_manager.mlx_server.api.reference`); a test fails when this page and they dif
 - A null means the default, everywhere.
 - What a type such as `StreamOptions` holds is under that name in the server's `/openapi.json`, and
   so are the paths without a body, the admin API and the answers.
-- A value out of its range is a 422 that names the field.
-- A refused field is a 422 that names it, unless its value asks for nothing ("allowed" below).
-- A field that is in no table is accepted and named in the response header `x-unknown-fields` and
-  in the log; with `MLX_SERVER_STRICT_FIELDS=true` it is refused.
+- What is wrong with a body is a 400 that names the field. A value out of its range (a number, a
+  length) is a 422 in `/v1/chat/completions` and `/v1/completions`, unless
+  `MLX_SERVER_VALIDATION_STATUS=400`.
+- A refused field is a 400 that names it, unless its value asks for nothing ("allowed" below).
+- A field of another endpoint, or of another server, that would change the answer is refused by
+  name, too: each table is followed by those. A null or a value that asks for nothing is none.
+- Any other field that is in no table is accepted and named in the response header
+  `x-unknown-fields` and in the log; with `MLX_SERVER_STRICT_FIELDS=true` it is refused.
+- Half of a character in a string (`"\\ud83d"`) is U+FFFD.
 - Fields marked "no effect" are hints that change nothing about the answer here.
 
 ## Forms
@@ -73,6 +79,15 @@ So are, for Gemma's, names with other than letters, digits, `_` and `-`, and for
 OLMo 3) names that are none in Python. Muse Spark's calls can't be `strict` with "auto". Python's
 names of types ("dict", "float", "tuple", "any") are understood in parameters.
 
+Tools that a provider runs (web search, file search, code interpreter, MCP, image generation, tool
+search, computer use, shells, Anthropic's dated ones), and OpenAI's `custom` ones, can be offered:
+they are left out, and named in the response header `x-ignored-tools` and in the log. To demand one
+by `tool_choice`, or any call where nothing else is offered, is refused by name. What they did
+before in a conversation (`web_search_call`, `mcp_call`, `server_tool_use`,
+`web_search_tool_result` and their like) the model reads as text, without images and what is
+encrypted. A tool of a type that nobody knows is refused. Where a search for tools is left out,
+those that it would find are offered at once.
+
 ## Conversations
 
 The model's own chat template renders them, and a variable that nobody sets, such as
@@ -103,8 +118,12 @@ A tool with `defer_loading` is offered as soon as a `tool_reference` in a tool's
 or a `tool_addition` in a message of role system; until then it is no part of the prompt. A
 `tool_removal` takes any tool back. The model reads each of these as a line of text, and has the
 tools that are offered at the end with its first message, as templates have it. What searches for
-tools is a tool of the client's own: the ones that Anthropic runs (`tool_search_tool_regex`,
-`tool_search_tool_bm25`) are refused by name.
+tools is a tool of the client's own; where one that Anthropic runs is offered
+(`tool_search_tool_regex`, `tool_search_tool_bm25`), it is left out, and no tool is deferred.
+
+Where `cache_control` stands anywhere in a request, the usage says in `cache_creation_input_tokens`
+how many of the prompt's tokens were newly kept for reuse, up to its last full page. They are kept
+all the same without it, and count as `input_tokens` then.
 
 Of documents those that are plain text, or a list of texts, and search results are read as text,
 each after its title and its context or source; images, PDFs, files and addresses are refused by
@@ -121,6 +140,14 @@ model computes for a row is rounded otherwise in a batch than alone (by a hundre
 CPU, by more in bf16 on a GPU), so that a draw that lies at the border of two tokens can give the
 other one, and what follows is another text. At temperature 0 that takes two tokens that are equally
 likely to so many digits.
+
+## Prompts that are too long
+
+The message names both numbers, in the words that agents look for: "This model's maximum context
+length is N tokens. However, your messages resulted in M tokens. Please reduce the length of the
+messages." with the code `context_length_exceeded`, or "prompt is too long: M tokens > N maximum"
+under `/v1/messages`. Of a text that is far too long only the beginning is counted, and M is
+estimated from it.
 
 ## Log probabilities
 
@@ -172,7 +199,7 @@ ROUTES = (
     Route(
         "/v1/completions",
         openai.CompletionRequest,
-        parameters.UNSUPPORTED,
+        parameters.UNSUPPORTED_IN_COMPLETIONS,
         openai.NO_EFFECT,
     ),
     Route(
@@ -184,17 +211,19 @@ ROUTES = (
     Route(
         "/v1/responses/input_tokens",
         responses_schemas.InputTokensRequest,
-        responses.UNSUPPORTED,
+        responses.UNSUPPORTED_IN_COUNTING,
     ),
     Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
     Route(
         "/v1/messages/count_tokens",
         anthropic.CountTokensRequest,
+        messages.UNSUPPORTED_IN_COUNTING,
         no_effect=anthropic.NO_EFFECT & anthropic.CountTokensRequest.model_fields.keys(),
     ),
     Route(
         "/v1/embeddings",
         embeddings_schemas.EmbeddingsRequest,
+        embeddings.UNSUPPORTED_IN_EMBEDDINGS,
         no_effect=embeddings_schemas.NO_EFFECT,
     ),
     Route(
@@ -203,9 +232,9 @@ ROUTES = (
         embeddings.UNSUPPORTED_IN_RERANK,
         embeddings_schemas.NO_EFFECT,
     ),
-    Route("/v1/tokenize", openai.TokenizeRequest),
+    Route("/v1/tokenize", openai.TokenizeRequest, tokens.UNSUPPORTED_IN_TOKENIZE),
     Route("/v1/detokenize", openai.DetokenizeRequest),
-    Route("/v1/apply-template", openai.PromptRequest),
+    Route("/v1/apply-template", openai.PromptRequest, tokens.UNSUPPORTED_IN_TEMPLATES),
     Route("/api/chat", ollama_schemas.OllamaChatRequest),
     Route("/api/generate", ollama_schemas.OllamaGenerateRequest, ollama.UNSUPPORTED_IN_GENERATE),
     Route("/api/embed", ollama_schemas.OllamaEmbedRequest),
@@ -222,6 +251,7 @@ def page() -> str:
     for route in ROUTES:
         parts.append(f"\n## `POST {route.path}`\n\n| Field | Takes | |\n|---|---|---|\n")
         parts += _rows(route)
+        parts += _foreign(route)
     return "".join(parts)
 
 
@@ -235,6 +265,18 @@ def _rows(route: Route) -> Iterator[str]:
         needed = " (required)" if name in required else ""
         takes = "" if status == "no effect" else _takes(found)
         yield f"| `{name}`{needed} | {takes} | {_meaning(status, name, found, route)} |\n"
+
+
+def _foreign(route: Route) -> Iterator[str]:
+    """Yield what is refused though the body's type does not have it, grouped by what to use."""
+    groups: dict[str, list[str]] = {}
+    for name, refusal in route.refused.items():
+        if name not in route.body.model_fields:
+            groups.setdefault(refusal.instead, []).append(f"`{name}`")
+    if groups:
+        yield "\nRefused by name, since they mean something elsewhere:\n\n"
+    for instead, names in sorted(groups.items(), key=lambda group: (not group[0], group[0])):
+        yield f"- {', '.join(sorted(names))}{f': {instead}' if instead else ''}\n"
 
 
 def _status(name: str, route: Route) -> str:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, unknown_header
+from mlx_manager.mlx_server.api.connection import UntilHangup, notes
 from mlx_manager.mlx_server.api.sse import EventStreamResponse, Wire
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Progress
@@ -34,7 +34,7 @@ async def respond(
 
     Either way the caller's hanging up closes `progress`, which cancels the work.
     """
-    headers = unknown_header(body)
+    headers = notes(body)
     if body.stream:
         keepalive = server_of(request).settings.api.keepalive
         return EventStreamResponse(progress, stream, keepalive=keepalive, headers=headers)

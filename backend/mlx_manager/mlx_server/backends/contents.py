@@ -25,10 +25,18 @@ BORDER = 128
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A text's tokens; if they are not `whole`, its first, which are more than enough."""
+    """The tokens of a text, or its first, which are more than enough.
+
+    unread: about how many more tokens the text has; 0 if `ids` are all of them.
+    """
 
     ids: list[int]
-    whole: bool
+    unread: int = 0
+
+    @property
+    def total(self) -> int:
+        """About how many tokens the whole text has."""
+        return len(self.ids) + self.unread
 
 
 def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence[Sized]]]:
@@ -62,8 +70,10 @@ def continued(encode: Encode, text: str, ids: list[int], enough: int) -> Content
         size *= GROWTH
         [ids] = encode([text[:size]])
     if size >= len(text):
-        return Content(ids, whole=True)
-    return Content(ids[: len(ids) - BORDER], whole=False)
+        return Content(ids)
+    kept = ids[: len(ids) - BORDER]
+    # As many to a character as in the part that was read.
+    return Content(kept, max(1, len(ids) * len(text) // size - len(kept)))
 
 
 def head(enough: int) -> int:

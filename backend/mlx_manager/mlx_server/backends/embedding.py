@@ -221,11 +221,11 @@ class EncoderBackend:
         found = iter(contents(self._encode, texts, most))
         rows: list[Ids] = []
         for index, given in enumerate(inputs, first):
-            whole = True
+            unread = 0
             match given:
                 case str():
                     content = next(found)
-                    whole = content.whole or cut
+                    unread = 0 if cut else content.unread
                     self._check_embedded(content.ids, f"input[{index}]")
                     kept = content.ids[: most - self._single.length] if cut else content.ids
                     row = self._single.of(kept)
@@ -234,7 +234,7 @@ class EncoderBackend:
                     row = ids[:most] if cut else ids
             if not row:
                 raise InvalidRequest(f"Input {index} has no tokens.", param=f"input[{index}]")
-            self._check_length(len(row), f"Input {index}", f"input[{index}]", whole)
+            self._check_length(len(row) + unread, f"input {index}", f"input[{index}]")
             rows.append(row)
         return rows
 
@@ -253,11 +253,10 @@ class EncoderBackend:
 
     def _query(self, text: str, most: int, cut: bool) -> list[int]:
         if cut:
-            query = Content(self._encode([text])[0], whole=True)
+            query = Content(self._encode([text])[0])
         else:
             [query] = contents(self._encode, [text], most)
-            length = len(query.ids) + self._pair.length
-            self._check_length(length, "The query", "query", query.whole)
+            self._check_length(query.total + self._pair.length, "the query", "query")
         self._check_embedded(query.ids, "query")
         return query.ids
 
@@ -272,8 +271,8 @@ class EncoderBackend:
             if most is not None:
                 lengths = shortened(*lengths, most - self._pair.length)
             ids, start = self._pair.of_pair(query[: lengths[0]], document.ids[: lengths[1]])
-            whole = document.whole or most is not None
-            self._check_length(len(ids), f"The query and document {index}", param, whole)
+            unread = 0 if most is not None else document.unread
+            self._check_length(len(ids) + unread, f"the query and document {index}", param)
             pairs.append((ids, start))
         return pairs
 
@@ -313,25 +312,29 @@ class EncoderBackend:
     def _check_embedded(self, ids: Sequence[int], param: str) -> None:
         self._vocabulary.check_embedded(ids, self._loaded.model.vocabulary, param)
 
-    def _check_length(self, length: int, what: str, param: str, whole: bool) -> None:
-        """whole: those are all tokens; there are more of a text that nobody looked at to its end.
-
+    def _check_length(self, length: int, what: str, param: str) -> None:
+        """
         Raises:
             ContextLengthExceeded: more than the model takes, or than there will ever be memory for.
         """
         context = self._loaded.context_length
         if length > context:
-            count = f"{length}" if whole else f"more than {length}"
-            raise ContextLengthExceeded(
-                f"{what}: {count} tokens, and this model takes {context}. Shorten it, or have it "
-                "cut with `truncate_prompt_tokens`: -1.",
+            raise ContextLengthExceeded.counted(
+                length,
+                context,
+                of=what,
+                advice="Please reduce the length, or have it cut with `truncate_prompt_tokens`: "
+                "-1.",
                 param=param,
             )
         if length > self._readable:
-            raise ContextLengthExceeded(
-                f"{what}: {length} tokens, which take {self._bytes_of(length):,} bytes to read. "
-                f"Beside the model's weights the memory limit leaves {self._room:,}, enough for "
-                f"{self._readable}. Shorten it, or have it cut with `truncate_prompt_tokens`: "
+            raise ContextLengthExceeded.counted(
+                length,
+                self._readable,
+                of=what,
+                advice=f"To read them takes {self._bytes_of(length):,} bytes. Beside the model's "
+                f"weights the memory limit leaves {self._room:,}, enough for {self._readable} "
+                "tokens. Shorten it, or have it cut with `truncate_prompt_tokens`: "
                 f"{self._readable}.",
                 param=param,
             )

@@ -265,7 +265,7 @@ class TextBackend:
                 return read(infill, max(text, suffix, key=len)), PLAIN
             case Tokens(ids=given):
                 self._vocabulary.check(given, "prompt")
-                return Content(list(given), whole=True), PLAIN
+                return Content(list(given)), PLAIN
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
         """As `_prepare`; what takes long enough to hold others up is done on another thread.
@@ -294,10 +294,12 @@ class TextBackend:
         context = self._loaded.context_length
         asked, length = request.max_tokens, len(content.ids)
         if length + (1 if asked is None else min(asked, 1)) > context:
-            count = f"{length}" if content.whole else f"more than {length}"
-            raise ContextLengthExceeded(
-                f"The prompt has {count} tokens and this model's context is {context} tokens, "
-                "which leaves no room for an answer. Shorten it.",
+            # A prompt that fills the context to the last token lacks room for the answer's first.
+            tokens = max(content.total, context + 1)
+            raise ContextLengthExceeded.counted(
+                tokens,
+                context,
+                read=length - 1 if content.unread else None,
                 param=request.prompt.param,
             )
 

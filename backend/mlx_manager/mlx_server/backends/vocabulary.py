@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_manager.mlx_server.core import TokenizerInfo
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
+from mlx_manager.mlx_server.errors import InvalidRequest, OutOfRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Vocabulary:
         """An id that the model lacks would be read or written out of an array's bounds.
 
         Raises:
-            InvalidParameter: there is no such token.
+            OutOfRange: there is no such token.
         """
         if min(ids, default=0) < 0 or max(ids, default=0) >= self.size:
-            raise InvalidParameter(
+            raise OutOfRange(
                 f"`{param}`: token ids must be between 0 and {self.size - 1}, as this model's own "
                 "tokenizer gives them.",
                 param=param,
@@ -49,7 +49,7 @@ class Vocabulary:
         """The text of tokens, special ones included.
 
         Raises:
-            InvalidParameter: there is no such token.
+            OutOfRange: there is no such token.
         """
         given = list(ids)
         self.check(given, param)

@@ -444,7 +444,10 @@ class Scheduler:
             self.pool.release(shared)
             return Admission.NO_ROOM
         node = self.pool.node(shared[-1]) if shared else ROOT
+        new = sequence.cached is None
         sequence.adopt(shared, len(known) * self.pool.page_size, node)
+        if new:
+            sequence.kept = max(0, self._kept(sequence) - sequence.adopted)
         sequence.table.extend(pages)
         if known and self._restore is not None:
             self._restore(sequence, state)
@@ -524,6 +527,14 @@ class Scheduler:
                 found.append(border)
                 begun = border
         return found
+
+    def _kept(self, sequence: Sequence) -> int:
+        """Return how many of a prompt's tokens the same prompt could have from the index later."""
+        if not self.reuse:
+            return 0
+        if self._restore is None:
+            return (len(sequence.tokens) - 1) // self.pool.page_size * self.pool.page_size
+        return 0 if sequence.scores_prompt else max(self.borders(sequence), default=0)
 
     def _room(self, count: int) -> bool:
         """Whether `count` pages can be had: free, new, cached, or new at others' expense."""

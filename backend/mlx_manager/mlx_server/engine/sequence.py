@@ -40,6 +40,7 @@ class Sequence:
             way is done.
         pending: tokens drawn on the device that the host has not read yet (lookahead).
         cached: prompt tokens that were found in pages when the row was first admitted.
+        kept: prompt tokens beyond these that are kept for others once the prompt is processed.
         adopted: the same when it was last admitted.
         branches: tokens after which other prompts that begin alike go another way.
         outcome: why the row stops, once that is known.
@@ -91,6 +92,7 @@ class Sequence:
         self.computed = 0
         self.pending = 0
         self.cached: int | None = None
+        self.kept = 0
         self.adopted = 0
         self.turn = turn
         self.branches: set[int] = set()

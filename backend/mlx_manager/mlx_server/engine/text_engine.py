@@ -647,6 +647,7 @@ class TextEngine:
                 prefill=prefill,
                 drawn=row.known,
                 shortcut=row.stream.shorten,
+                kept_tokens=row.kept,
             )
             events = [started, *events]
         if row.outcome is not None:
@@ -926,6 +927,7 @@ def _finished(row: Sequence, reason: FinishReason) -> Finished:
         completion_tokens=len(row.tokens) - row.prompt_length,
         cached_tokens=row.cached or 0,
         reasoning_tokens=row.parser.reasoning_tokens,
+        kept_tokens=row.kept,
     )
     called = reason == "stop" and row.parser.called
     return Finished("tool_calls" if called else reason, usage, row.parser.stopped)

@@ -6,8 +6,10 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
+from mlx_manager import __version__
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.protocols import sse
@@ -24,7 +26,7 @@ class Head:
 
     It has `rows` choices, of which `n` side by side belong to each prompt; only the `best` of them
     are given, all if None. `logprobs` None: none are asked for. `echo`: choices begin with their
-    prompts.
+    prompts. `counts_all_along`: every chunk has the token counts so far.
     """
 
     id: str
@@ -33,11 +35,17 @@ class Head:
     n: int = 1
     rows: int = 1
     include_usage: bool = False
+    counts_all_along: bool = False
     logprobs: int | None = None
     best: int | None = None
     echo: bool = False
     return_ids: bool = False
     reasoning_field: str = "reasoning_content"
+
+    @property
+    def fingerprint(self) -> str:
+        """What draws the answer: the same seed draws the same tokens only by the same."""
+        return "fp_" + sha256(f"{__version__} {self.model}".encode()).hexdigest()[:10]
 
 
 def new_id(prefix: str) -> str:
@@ -63,6 +71,21 @@ def total(rows: Iterable[core.Usage], n: int) -> Usage:
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
+
+
+def counts_so_far(started: core.Started | None, finished: core.Finished | None) -> str:
+    """Return the end of a chunk, from its usage on: the counts of the choice that it belongs to.
+
+    A choice whose prompt has not been processed has none.
+    """
+    if finished is not None:
+        usage: Usage | None = total([finished.usage], 1)
+    elif started is not None:
+        so_far = core.Usage(started.prompt_tokens, started.drawn(), started.cached_tokens)
+        usage = total([so_far], 1)
+    else:
+        usage = None
+    return f',"usage":{"null" if usage is None else usage.model_dump_json()}}}\n\n'
 
 
 def last_chunks(head: Head, opening: str, finished: Mapping[int, core.Finished]) -> bytes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_manager.mlx_server.core import (
     Admitted,
@@ -32,18 +32,36 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.answer import Head, error_body, last_chunks, new_id, total
+from mlx_manager.mlx_server.protocols.answer import (
+    Head,
+    counts_so_far,
+    error_body,
+    last_chunks,
+    new_id,
+    total,
+)
 from mlx_manager.mlx_server.protocols.constraints import constraint
+from mlx_manager.mlx_server.protocols.hosted import (
+    check_demand,
+    demanded,
+    permitted,
+    unknown_tool,
+)
 from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs, chat_logprobs_in_pieces
 from mlx_manager.mlx_server.protocols.parameters import (
     UNSUPPORTED_IN_CHAT,
+    agreed,
+    counts_all_along,
     includes_usage,
+    limited,
     refuse_unsupported,
     sampling,
     stop_rules,
 )
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
+from mlx_manager.mlx_server.schemas.hosted import is_tool
 from mlx_manager.mlx_server.schemas.openai import (
+    AllowedTools,
     ChatCompletionChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -51,11 +69,11 @@ from mlx_manager.mlx_server.schemas.openai import (
     ChatToolCall,
     ContentPart,
     FunctionCall,
+    NamedFunction,
     NamedToolChoice,
     Reasoning,
+    ignored,
 )
-
-T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------
 # Body → requests
@@ -76,6 +94,7 @@ def head(
         n=n,
         rows=n,
         include_usage=includes_usage(body),
+        counts_all_along=counts_all_along(body),
         logprobs=None if not body.logprobs else body.top_logprobs or 0,
         return_ids=body.return_token_ids or False,
         reasoning_field=reasoning_field,
@@ -113,13 +132,9 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise InvalidParameter(
-            f"`max_tokens` ({old}) and `max_completion_tokens` ({new}) differ; send one of them.",
-            param="max_tokens",
-        )
-    return old if new is None else new
+    return limited(
+        agreed("max_tokens", body.max_tokens, "max_completion_tokens", body.max_completion_tokens)
+    )
 
 
 def _logprobs(body: ChatCompletionRequest) -> int | None:
@@ -136,9 +151,10 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
     """
     Raises:
         InvalidParameter: a value that contradicts another.
-        UnsupportedParameter: content that is not text.
+        UnsupportedParameter: content that is not text, or a call that is demanded of a tool that
+            only a provider could run.
     """
-    go_on = body.continue_final_message or False
+    go_on = _goes_on(body)
     if go_on and body.add_generation_prompt:
         raise InvalidParameter(
             "`continue_final_message` and `add_generation_prompt` exclude each other.",
@@ -152,19 +168,13 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
             param="continue_final_message",
         )
     opens_turn = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
+    choice, allowed = _tool_choice(body)
+    tools = permitted(tuple(_tools(body)), allowed, "tool_choice.allowed_tools.tools")
+    check_demand(choice, tools, ignored(body.tools))
     return Conversation(
         messages=messages,
-        tools=tuple(
-            Tool(
-                name=tool.function.name,
-                description=tool.function.description,
-                parameters=tool.function.parameters or {},
-                strict=tool.function.strict or False,
-                param=f"tools[{i}].function",
-            )
-            for i, tool in enumerate(body.tools or ())
-        ),
-        tool_choice=_tool_choice(body),
+        tools=tools,
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         add_generation_prompt=opens_turn,
         continue_final_message=go_on,
@@ -172,33 +182,102 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
     )
 
 
-def _tool_choice(body: ChatCompletionRequest) -> ToolChoice:
-    if isinstance(body.tool_choice, NamedToolChoice):
-        return NamedTool(body.tool_choice.function.name)
-    return body.tool_choice or "auto"
+def _goes_on(body: ChatCompletionRequest) -> bool:
+    """Return True if the last message is to be gone on from, as the request or the message says.
+
+    Raises:
+        InvalidParameter: a message that is not the last one, or not the assistant's, says so.
+    """
+    for index, message in enumerate(body.messages):
+        for name in ("prefix", "partial"):
+            last = index == len(body.messages) - 1 and message.role == "assistant"
+            if getattr(message, name) and not last:
+                param = f"messages[{index}].{name}"
+                raise InvalidParameter(
+                    f"`{param}` is possible for the last message alone, and of role assistant.",
+                    param=param,
+                )
+    last_message = body.messages[-1]
+    return bool(body.continue_final_message or last_message.prefix or last_message.partial)
+
+
+def _tools(body: ChatCompletionRequest) -> Iterator[Tool]:
+    """Yield the functions; what only a provider could run is left out.
+
+    Raises:
+        InvalidParameter: a function without a definition.
+        UnsupportedParameter: a type that is not known.
+    """
+    for index, tool in enumerate(body.tools or ()):
+        if is_tool(tool.type):
+            continue
+        if tool.type != "function":
+            raise unknown_tool(f"tools[{index}]", tool.type)
+        path = f"tools[{index}].function"
+        if tool.function is None:
+            raise InvalidParameter(f"`{path}` is required.", param=path)
+        yield Tool(
+            name=tool.function.name,
+            description=tool.function.description,
+            parameters=tool.function.parameters or {},
+            strict=tool.function.strict or False,
+            param=path,
+        )
+
+
+def _tool_choice(body: ChatCompletionRequest) -> tuple[ToolChoice, frozenset[str] | None]:
+    """Return what must be called, and the only names that may be, if they are restricted."""
+    match body.tool_choice:
+        case None:
+            return "auto", None
+        case str() as choice:
+            return choice, None
+        case NamedToolChoice(type="function", function=NamedFunction(name=name)):
+            return NamedTool(name), None
+        case NamedToolChoice(type="allowed_tools", allowed_tools=AllowedTools() as allowed):
+            return allowed.mode, frozenset(_allowed(allowed.tools))
+        case NamedToolChoice(type="function" | "allowed_tools" as kind):
+            raise InvalidParameter(
+                f"`tool_choice.{kind}` is required.", param=f"tool_choice.{kind}"
+            )
+    raise demanded(body.tool_choice.type)
+
+
+def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for tool in tools:
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}}:
+                yield name
+            case {"type": str(kind)} if is_tool(kind):
+                continue
+            case _:
+                raise UnsupportedParameter(
+                    "`tool_choice.allowed_tools.tools` can list functions by their names only.",
+                    param="tool_choice.allowed_tools.tools",
+                )
 
 
 def _thinking_budget(body: ChatCompletionRequest) -> int | None:
     asked = body.reasoning.max_tokens if body.reasoning else None
-    return _agreed("thinking_token_budget", body.thinking_token_budget, asked)
-
-
-def _agreed(name: str, value: T | None, asked: T | None) -> T | None:
-    """A value that may be given by itself or in `reasoning`."""
-    if value is not None and asked is not None and value != asked:
-        raise InvalidParameter(f"`{name}` and `reasoning` differ; send one of them.", param=name)
-    return asked if value is None else value
+    thinking = body.thinking.budget_tokens if body.thinking else None
+    name = "thinking_token_budget"
+    budget = agreed(name, body.thinking_token_budget, "reasoning", asked)
+    budget = agreed(name, budget, "thinking", thinking)
+    return agreed(name, budget, "thinking_budget", body.thinking_budget)
 
 
 def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
     args: dict[str, Any] = {}
     asked = body.reasoning or Reasoning()
-    effort = _agreed("reasoning_effort", body.reasoning_effort, asked.effort)
+    effort = agreed("reasoning_effort", body.reasoning_effort, "reasoning", asked.effort)
     if effort is not None:
         args["reasoning_effort"] = effort
         if effort == "none":
             args["enable_thinking"] = False
-    thinks = _agreed("enable_thinking", body.enable_thinking, asked.enabled)
+    thinks = agreed("enable_thinking", body.enable_thinking, "reasoning", asked.enabled)
+    switch = body.thinking.type if body.thinking else None
+    if switch in ("enabled", "disabled"):
+        thinks = agreed("enable_thinking", thinks, "thinking", switch == "enabled")
     if thinks is not None:
         args["enable_thinking"] = thinks
     return MappingProxyType(args | (body.chat_template_kwargs or {}))
@@ -271,22 +350,24 @@ class ChatStream:
         self._begun = 0
         self._open = (
             f'data: {{"id":{sse.quote(head.id)},"object":"chat.completion.chunk",'
-            f'"created":{head.created},"model":{sse.quote(head.model)},"choices":['
+            f'"created":{head.created},"model":{sse.quote(head.model)},'
+            f'"system_fingerprint":"{head.fingerprint}","choices":['
         )
         self._close = (',"usage":null}' if head.include_usage else "}") + "\n\n"
         self._text_open = [
             f'{self._open}{{"index":{row},"delta":{{"content":' for row in range(head.n)
         ]
         self._text_close = f'}},"logprobs":null,"finish_reason":null}}]{self._close}'
+        self._started: dict[int, Started] = {}
         self._finished: dict[int, Finished] = {}
 
     def write(self, progress: Progress) -> bytes:
         """The chunks of one step, ready for the wire."""
-        out = ""
+        out, counted = "", self.head.counts_all_along
         for row, events in progress:
             for event in events:
                 # The one path that every token takes; the rest happens a few times an answer.
-                if type(event) is TextDelta and not event.logprobs:
+                if type(event) is TextDelta and not event.logprobs and not counted:
                     out += self._text_open[row] + sse.quote(event.text) + self._text_close
                 else:
                     out += self._chunk(row, event)
@@ -304,6 +385,7 @@ class ChatStream:
             case Admitted():
                 return ""
             case Started(ids=ids):
+                self._started[row] = event
                 return self._begin(row, ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
@@ -343,7 +425,10 @@ class ChatStream:
         if ids:
             choice["token_ids"] = ids
         beside = f',"prompt_token_ids":{sse.dump(prompt_ids)}' if prompt_ids else ""
-        return f"{self._open}{sse.dump(choice)}]{beside}{self._close}"
+        close = self._close
+        if self.head.counts_all_along:
+            close = counts_so_far(self._started.get(row), self._finished.get(row))
+        return f"{self._open}{sse.dump(choice)}]{beside}{close}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -410,6 +495,7 @@ class ChatAnswer:
             object="chat.completion",
             created=self.head.created,
             model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
             **self._prompt_ids(),

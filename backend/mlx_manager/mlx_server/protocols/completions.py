@@ -18,13 +18,23 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
     Tokens,
 )
-from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError
+from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError, OutOfRange
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.answer import Head, error_body, last_chunks, new_id, total
+from mlx_manager.mlx_server.protocols.answer import (
+    Head,
+    counts_so_far,
+    error_body,
+    last_chunks,
+    new_id,
+    total,
+)
 from mlx_manager.mlx_server.protocols.constraints import constraint
 from mlx_manager.mlx_server.protocols.logprobs import CompletionLogprobs
 from mlx_manager.mlx_server.protocols.parameters import (
+    UNSUPPORTED_IN_COMPLETIONS,
+    counts_all_along,
     includes_usage,
+    limited,
     refuse_unsupported,
     sampling,
     stop_rules,
@@ -54,14 +64,14 @@ _REASONS: dict[FinishReason, FinishReason] = {
 def head(body: CompletionRequest, model: str) -> Head:
     """
     Raises:
-        InvalidParameter: too many prompts, or `stream_options` without `stream`.
-        InvalidParameter: a `best_of` below `n`, or in a stream.
+        OutOfRange: too many prompts, or a `best_of` below `n`.
+        InvalidParameter: `stream_options` without `stream`, or a `best_of` in a stream.
     """
     best = _best(body)
     n = body.n or 1 if best is None else body.best_of or 1
     rows = n * len(_prompts(body))
     if rows > MAX_ROWS:
-        raise InvalidParameter(
+        raise OutOfRange(
             f"`prompt`, `n` and `best_of` ask for {rows} completions; at most {MAX_ROWS} are "
             "possible.",
             param="prompt",
@@ -72,6 +82,7 @@ def head(body: CompletionRequest, model: str) -> Head:
         n=n,
         rows=rows,
         include_usage=includes_usage(body),
+        counts_all_along=counts_all_along(body),
         logprobs=body.logprobs,
         best=best,
         echo=body.echo or False,
@@ -85,9 +96,7 @@ def _best(body: CompletionRequest) -> int | None:
     if body.best_of is None or body.best_of == n:
         return None
     if body.best_of < n:
-        raise InvalidParameter(
-            f"`best_of` ({body.best_of}) must be at least `n` ({n}).", param="best_of"
-        )
+        raise OutOfRange(f"`best_of` ({body.best_of}) must be at least `n` ({n}).", param="best_of")
     if body.stream:
         raise InvalidParameter("`best_of` above `n` can't be streamed.", param="best_of")
     return n
@@ -98,13 +107,14 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
 
     Raises:
         InvalidParameter: a value that contradicts another.
+        OutOfRange: `max_tokens` 0 without `echo`.
         UnsupportedParameter: a field that can't be honoured.
     """
-    refuse_unsupported(body)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    refuse_unsupported(body, UNSUPPORTED_IN_COMPLETIONS)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else limited(body.max_tokens)
     echo = body.echo or False
     if max_tokens == 0 and not echo:
-        raise InvalidParameter(
+        raise OutOfRange(
             "`max_tokens` 0 makes sense only with `echo`; it must be at least 1.",
             param="max_tokens",
         )
@@ -158,27 +168,30 @@ class CompletionStream:
         self.head = head
         self._open = (
             f'data: {{"id":{sse.quote(head.id)},"object":"text_completion",'
-            f'"created":{head.created},"model":{sse.quote(head.model)},"choices":['
+            f'"created":{head.created},"model":{sse.quote(head.model)},'
+            f'"system_fingerprint":"{head.fingerprint}","choices":['
         )
         self._close = (',"usage":null}' if head.include_usage else "}") + "\n\n"
         self._text_open = [f'{self._open}{{"index":{row},"text":' for row in range(head.rows)]
         self._text_close = f',"logprobs":null,"finish_reason":null}}]{self._close}'
+        self._started: dict[int, Started] = {}
         self._finished: dict[int, Finished] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._logprobs = [CompletionLogprobs(head.logprobs or 0) for _ in range(head.rows)]
 
     def write(self, progress: Progress) -> bytes:
         """The chunks of one step, ready for the wire."""
-        out = ""
+        out, counted = "", self.head.counts_all_along
         for row, events in progress:
             for event in events:
                 match event:
-                    case TextDelta(text, ()) | ReasoningDelta(text, ()):
+                    case TextDelta(text, ()) | ReasoningDelta(text, ()) if not counted:
                         out += self._text_open[row] + sse.quote(text) + self._text_close
                     case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
-                        scores = self._logprobs[row].write(logprobs)
+                        scores = self._logprobs[row].write(logprobs) if logprobs else None
                         out += self._choice(row, text, scores, None)
                     case Started(ids=ids):
+                        self._started[row] = event
                         self._prompts[row] = ids
                     case Finished(reason):
                         self._finished[row] = event
@@ -203,7 +216,10 @@ class CompletionStream:
         choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
         if end is not None and self.head.return_ids:
             choice |= {"prompt_token_ids": self._prompts[row], "token_ids": end.ids}
-        return f"{self._open}{sse.dump(choice)}]{self._close}"
+        close = self._close
+        if self.head.counts_all_along:
+            close = counts_so_far(self._started.get(row), self._finished.get(row))
+        return f"{self._open}{sse.dump(choice)}]{close}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -241,6 +257,7 @@ class CompletionAnswer:
             object="text_completion",
             created=self.head.created,
             model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
         )

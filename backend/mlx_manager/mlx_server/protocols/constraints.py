@@ -1,4 +1,4 @@
-"""What the content of an answer must be, in the three ways that clients say it."""
+"""What the content of an answer must be, in the ways that clients say it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     ResponseFormat,
     StructuredOutputs,
 )
+from mlx_manager.mlx_server.schemas.surrogates import mended
 
 
 def constraint(body: GenerationParameters) -> Constraint | None:
@@ -40,8 +41,13 @@ def constraint(body: GenerationParameters) -> Constraint | None:
         found.append(Regex(body.guided_regex, "guided_regex"))
     if body.guided_choice is not None:
         found.append(Choice(tuple(body.guided_choice), "guided_choice"))
-    if body.guided_grammar is not None:
-        found.append(Grammar(body.guided_grammar, "guided_grammar"))
+    if body.json_schema is not None:
+        found.append(_schema(body.json_schema, "json_schema"))
+    if body.regex:
+        found.append(Regex(body.regex, "regex"))
+    for name in ("guided_grammar", "grammar", "ebnf"):
+        if text := getattr(body, name):
+            found.append(Grammar(text, name))
     if len(found) > 1:
         names = " and ".join(f"`{each.param}`" for each in found)
         raise InvalidParameter(f"{names} exclude each other.", param=found[1].param)
@@ -115,6 +121,10 @@ def _schema(
     try:
         # As deep as a body may be nested, so that a text is no way around that.
         from_json(given)
-    except ValueError as error:
-        raise InvalidParameter(f"`{param}` is not valid JSON: {error}.", param=param) from error
+    except ValueError:
+        given = mended(given.encode()).decode()
+        try:
+            from_json(given)
+        except ValueError as error:
+            raise InvalidParameter(f"`{param}` is not valid JSON: {error}.", param=param) from error
     return JsonSchema(given, strict, param)

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.core import EmbeddingRequest, Encoded
 from mlx_manager.mlx_server.errors import InvalidParameter
-from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.dialects import (
+    EMBEDDINGS,
+    OF_VECTORS,
+    RERANK,
+    Refusal,
+    foreign,
+)
+from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, whole
 from mlx_manager.mlx_server.schemas.embeddings import (
     Embedding,
@@ -23,7 +30,11 @@ from mlx_manager.mlx_server.schemas.embeddings import (
     RerankResult,
 )
 
+UNSUPPORTED_IN_EMBEDDINGS: dict[str, Refusal] = {
+    **foreign(EMBEDDINGS, EmbeddingsRequest, OF_VECTORS),
+}
 UNSUPPORTED_IN_RERANK: dict[str, Refusal] = {
+    **foreign(RERANK, RerankRequest, OF_VECTORS),
     "max_chunks_per_doc": Refusal((1,)),
     "max_tokens_per_doc": Refusal(instead="Use `truncate_prompt_tokens`."),
     "rank_fields": Refusal(([], ["text"]), "Documents are texts."),
@@ -34,7 +45,9 @@ def embedding(body: EmbeddingsRequest, model: str, request_id: str) -> Embedding
     """
     Raises:
         InvalidParameter: a prompt to put before token ids.
+        UnsupportedParameter: what is not honoured here.
     """
+    refuse_unsupported(body, UNSUPPORTED_IN_EMBEDDINGS)
     given = inputs(body)
     ids = next((index for index, one in enumerate(given) if isinstance(one, tuple)), None)
     if body.prompt_name is not None and ids is not None:

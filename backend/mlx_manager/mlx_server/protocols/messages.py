@@ -26,7 +26,6 @@ from mlx_manager.mlx_server.core import (
     NamedTool,
     Progress,
     ReasoningDelta,
-    Sampling,
     Started,
     StopRules,
     TextDelta,
@@ -44,8 +43,10 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refusal, foreign
+from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
 from mlx_manager.mlx_server.protocols.neighbours import merged
-from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
 from mlx_manager.mlx_server.protocols.pieces import whole
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.anthropic import (
@@ -78,17 +79,20 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from mlx_manager.mlx_server.schemas.hosted import is_block, searches_tools
+from mlx_manager.mlx_server.schemas.wire import Wire
 
 T = TypeVar("T")
 
 UNSUPPORTED: dict[str, Refusal] = {
-    "container": Refusal(),
-    "mcp_servers": Refusal(([],)),
+    **foreign(MESSAGES, MessagesRequest),
     "thread": Refusal(instead="Send the whole conversation."),
     "compaction": Refusal(instead="Ask for a summary in a message."),
 }
+UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
+    **foreign(MESSAGES, CountTokensRequest, OF_PROMPTS),
+}
 UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
-    "allowed_callers": Refusal((["direct"],)),
     "input_examples": Refusal(([],), "Put them in the description."),
 }
 """What is refused by name. To support a field, honour it and delete its line."""
@@ -108,12 +112,14 @@ CALLABLE = "The tool {} can be called now."
 @dataclass(frozen=True, slots=True)
 class MessageHead:
     """What is known of an answer before it begins. `request_id` is named in its errors, and
-    `omits_thinking` says that the thinking is kept by the client, and not shown."""
+    `omits_thinking` says that the thinking is kept by the client, and not shown. `counts_kept` says
+    that the request asked for its prompt to be kept, and is told how much of it newly was."""
 
     model: str
     request_id: str
     max_tokens: int
     omits_thinking: bool = False
+    counts_kept: bool = False
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
 
@@ -123,7 +129,21 @@ def head(body: MessagesRequest, model: str, request_id: str) -> MessageHead:
         request_id=request_id,
         max_tokens=body.max_tokens,
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
+        counts_kept=_asks_to_keep(body),
     )
+
+
+def _asks_to_keep(body: MessagesRequest) -> bool:
+    """Return True if there is a `cache_control` anywhere."""
+    blocks: list[Wire] = [body, *(body.tools or ())]
+    if isinstance(body.system, list):
+        blocks += body.system
+    for message in body.messages:
+        for _, block in _numbered(message.content):
+            blocks.append(block)
+            if isinstance(block, ToolResultBlock | SearchResultBlock):
+                blocks += block.content if isinstance(block.content, list) else []
+    return any(getattr(block, "cache_control", None) is not None for block in blocks)
 
 
 def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
@@ -145,13 +165,25 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
     return GenerationRequest(
         model=head.model,
         prompt=prompt,
-        sampling=Sampling.asked(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        sampling=sampling(body),
         stop=StopRules(strings=tuple(body.stop_sequences or ())),
         max_tokens=body.max_tokens,
         constraint=constraint,
         thinking_budget=body.thinking.budget_tokens if body.thinking else None,
+        priority=body.priority or 0,
         request_id=head.id,
     )
+
+
+def counted(body: CountTokensRequest) -> Conversation:
+    """The prompt of a request that only its tokens are wanted of.
+
+    Raises:
+        InvalidParameter: as `conversation`.
+        UnsupportedParameter: as `conversation`, and a field that would change the prompt elsewhere.
+    """
+    refuse_unsupported(body, UNSUPPORTED_IN_COUNTING)
+    return conversation(body)
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
@@ -176,9 +208,11 @@ def conversation(body: CountTokensRequest) -> Conversation:
             param="messages",
         )
     choice, parallel = _tool_choice(body)
+    tools = tuple(_offered(body))
+    check_demand(choice, tools, body.ignored_tools())
     return Conversation(
         messages=tuple(messages),
-        tools=tuple(_offered(body)),
+        tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         add_generation_prompt=not go_on,
@@ -209,9 +243,10 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
     args: dict[str, Any] = {}
     if body.output_config is not None and body.output_config.effort is not None:
         args["reasoning_effort"] = body.output_config.effort
+    own = body.chat_template_kwargs or {}
     thinking = body.thinking
     if thinking is None:
-        return MappingProxyType(args)
+        return MappingProxyType(args | own)
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise InvalidParameter(
             "`thinking.budget_tokens` goes with type 'enabled', and only with it.",
@@ -219,11 +254,16 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
         )
     if thinking.type != "adaptive":
         args["enable_thinking"] = thinking.type == "enabled"
-    return MappingProxyType(args)
+    return MappingProxyType(args | own)
 
 
 def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
-    """What may be called, and whether several calls may be."""
+    """What may be called, and whether several calls may be.
+
+    Raises:
+        InvalidParameter: a name without a choice of a tool, or the other way round.
+        UnsupportedParameter: a call of what only a provider could run is demanded.
+    """
     choice = body.tool_choice
     if choice is None:
         return "auto", True
@@ -233,6 +273,9 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
             "`tool_choice.name` goes with type 'tool', and only with it.", param="tool_choice.name"
         )
     if choice.name is not None:
+        for tool in body.tools or ():
+            if tool.name == choice.name and tool.is_left_out():
+                raise demanded(tool.type or choice.name, "tool_choice.name")
         return NamedTool(choice.name), parallel
     return ("required" if choice.type == "any" else choice.type), parallel  # type: ignore[return-value]
 
@@ -249,9 +292,13 @@ class _Change:
 
 def _offered(body: CountTokensRequest) -> Iterator[Tool]:
     """The tools that may be called by the end of `messages`: those that are deferred only if
-    something has referred to them."""
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    offered = {tool.name: not tool.defer_loading for tool in body.tools or ()}
+    something has referred to them, or what would search for them is left out."""
+    given = body.tools or ()
+    found = any(searches_tools(tool.type) for tool in given)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given) if not tool.is_left_out()]
+    offered = {
+        tool.name: found or not tool.defer_loading for tool in given if not tool.is_left_out()
+    }
     defined: dict[str, Tool] = {}
     for change in _changes(body.messages):
         if change.definition is not None:
@@ -291,11 +338,7 @@ def _numbered(content: str | list[T]) -> Iterator[tuple[int, T]]:
 
 def _tool(tool: MessagesTool, path: str) -> Tool:
     if tool.type not in (None, "custom"):
-        raise UnsupportedParameter(
-            f"`{path}.type` {tool.type!r} is not supported by this server: only functions that the "
-            "client itself runs can be called.",
-            param=f"{path}.type",
-        )
+        raise unknown_tool(path, tool.type)
     refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
     if tool.name is None:
         raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
@@ -348,16 +391,6 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
             yield Message("system", "\n".join(told))
 
 
-def _expect_direct(block: ToolUseBlock, path: str) -> None:
-    match block.caller:
-        case None | {"type": "direct"}:
-            return
-    raise UnsupportedParameter(
-        f"`{path}.caller` must be of type 'direct': nothing here runs tools but the client.",
-        param=f"{path}.caller",
-    )
-
-
 def _answer(blocks: Sequence[Block], path: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
@@ -370,8 +403,9 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
                 thoughts.append(thinking or opened(signature) or "")
             case RedactedThinkingBlock():
                 pass
+            case OtherBlock(type=kind) if is_block(kind):
+                texts.append(_hosted(block))
             case ToolUseBlock():
-                _expect_direct(block, f"{path}[{index}]")
                 arguments = json.dumps(block.input, ensure_ascii=False)
                 calls.append(ToolCall(block.id, block.name, arguments))
             case _:
@@ -382,6 +416,15 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
         reasoning="\n".join(filter(None, thoughts)) or None,
         tool_calls=tuple(calls),
     )
+
+
+def _hosted(block: OtherBlock) -> str:
+    """What a tool that a provider ran was asked, or gave; a summary is what it says."""
+    match block.model_extra or {}:
+        case {"content": str(summary)} if block.type == "compaction":
+            return summary
+        case fields:
+            return told(block.type, fields)
 
 
 def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
@@ -397,6 +440,8 @@ def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
                     texts = []
                 content = _result(block, f"{path}[{index}].content")
                 yield Message("tool", content, tool_call_id=block.tool_use_id)
+            case OtherBlock(type=kind) if is_block(kind):
+                texts.append(_hosted(block))
             case _:
                 raise _misplaced(block, f"{path}[{index}]", "user")
     if texts or not blocks:
@@ -522,19 +567,25 @@ def _start(head: MessageHead, started: Started) -> MessagesResponse:
         stop_reason=None,
         stop_sequence=None,
         usage=MessageUsage(
-            input_tokens=started.prompt_tokens - started.cached_tokens,
-            cache_creation_input_tokens=0,
-            cache_read_input_tokens=started.cached_tokens,
+            **_read_tokens(head, started.prompt_tokens, started.cached_tokens, started.kept_tokens),
             output_tokens=0,
         ),
     )
 
 
-def _usage(usage: core.Usage) -> MessageUsage:
+def _read_tokens(head: MessageHead, prompt: int, cached: int, kept: int) -> dict[str, int]:
+    """Each of the prompt's tokens in one of Anthropic's three counts."""
+    new = kept if head.counts_kept else 0
+    return {
+        "input_tokens": prompt - cached - new,
+        "cache_creation_input_tokens": new,
+        "cache_read_input_tokens": cached,
+    }
+
+
+def _usage(head: MessageHead, usage: core.Usage) -> MessageUsage:
     return MessageUsage(
-        input_tokens=usage.prompt_tokens - usage.cached_tokens,
-        cache_creation_input_tokens=0,
-        cache_read_input_tokens=usage.cached_tokens,
+        **_read_tokens(head, usage.prompt_tokens, usage.cached_tokens, usage.kept_tokens),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(thinking_tokens=usage.reasoning_tokens),
     )
@@ -615,7 +666,7 @@ class MessageStream:
                     "stop_reason": _stop_reason(self.head, event),
                     "stop_sequence": event.stop_sequence,
                 }
-                usage = _usage(event.usage).model_dump()
+                usage = _usage(self.head, event.usage).model_dump()
                 return self._leave() + _event("message_delta", delta=ending, usage=usage)
 
     def _enter(self, block: dict[str, Any]) -> str:
@@ -763,7 +814,7 @@ class MessageAnswer:
         message.content = self._content
         message.stop_reason = _stop_reason(self.head, self._finished)
         message.stop_sequence = self._finished.stop_sequence
-        message.usage = _usage(self._finished.usage)
+        message.usage = _usage(self.head, self._finished.usage)
         return iter((whole(message),))
 
 
@@ -793,10 +844,15 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
 def error_body(error: MLXManagerError, request_id: str) -> dict[str, Any]:
     """A failure in the shape that Anthropic's clients know.
 
-    Agents recognise a prompt that is too long, and shorten it, by the words of the message.
+    Agents recognise a prompt that is too long by the words of Anthropic's message, and shorten it
+    by the difference of its numbers.
     """
-    long = isinstance(error, ContextLengthExceeded)
-    message = f"prompt is too long: {error.message}" if long else error.message
+    message = error.message
+    match error:
+        case ContextLengthExceeded(tokens=int(tokens), context=int(context)):
+            message = f"prompt is too long: {tokens} tokens > {context} maximum"
+        case ContextLengthExceeded():
+            message = f"prompt is too long: {message}"
     return error_shape(error.status, message, request_id)
 
 

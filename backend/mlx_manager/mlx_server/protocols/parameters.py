@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TypeVar
 
 from mlx_manager.mlx_server.core import Sampling, StopRules
-from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
-from mlx_manager.mlx_server.schemas.openai import GenerationParameters
+from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange, UnsupportedParameter
+from mlx_manager.mlx_server.limits import UNLIMITED
+from mlx_manager.mlx_server.protocols.dialects import CHAT, COMPLETIONS, Refusal, foreign
+from mlx_manager.mlx_server.schemas.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationParameters,
+)
+from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import Wire
 
+T = TypeVar("T")
+
 SEED_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A field that is known and not honoured yet. `harmless` values ask for nothing; null too."""
-
-    harmless: tuple[object, ...] = ()
-    instead: str = ""
 
 
 UNSUPPORTED: dict[str, Refusal] = {
@@ -37,13 +38,21 @@ UNSUPPORTED: dict[str, Refusal] = {
     "skip_special_tokens": Refusal((True,)),
     "truncate_prompt_tokens": Refusal(),
     "use_beam_search": Refusal((False,)),
-    "verbosity": Refusal(("medium",)),
-    "web_search_options": Refusal(),
 }
 """What is refused by name. To support a field, honour it and delete its line."""
 
-UNSUPPORTED_IN_CHAT = UNSUPPORTED | {"best_of": Refusal((1,)), "echo": Refusal((False,))}
-"""Also what completions honour and chat does not."""
+UNSUPPORTED_IN_CHAT: dict[str, Refusal] = {
+    **foreign(CHAT, ChatCompletionRequest),
+    **UNSUPPORTED,
+    "best_of": Refusal((1,)),
+    "echo": Refusal((False,)),
+}
+"""Also what completions and other protocols honour and chat does not."""
+UNSUPPORTED_IN_COMPLETIONS: dict[str, Refusal] = {
+    **UNSUPPORTED,
+    **foreign(COMPLETIONS, CompletionRequest),
+}
+"""Also what chat and other protocols honour and completions do not."""
 
 
 def refuse_unsupported(
@@ -56,12 +65,28 @@ def refuse_unsupported(
     Raises:
         UnsupportedParameter: names the field.
     """
-    for name in body.model_fields_set & table.keys():
+    for name in sorted(body.model_fields_set & table.keys()):
         value = getattr(body, name)
         refusal = table[name]
         if value is not None and not any(_same(value, harmless) for harmless in refusal.harmless):
-            message = f"`{path}{name}` is not supported by this server. {refusal.instead}".strip()
+            message = f"`{path}{name}` is not supported by {refusal.by}. {refusal.instead}".strip()
             raise UnsupportedParameter(message, param=path + name)
+
+
+def agreed(name: str, value: T | None, other: str, asked: T | None) -> T | None:
+    """Return the value of a field that may be given by two names.
+
+    Raises:
+        InvalidParameter: the two differ.
+    """
+    if value is not None and asked is not None and value != asked:
+        raise InvalidParameter(f"`{name}` and `{other}` differ; send one of them.", param=name)
+    return asked if value is None else value
+
+
+def limited(max_tokens: int | None) -> int | None:
+    """Return the most tokens of an answer, None for as many as the context has room for."""
+    return None if max_tokens == UNLIMITED else max_tokens
 
 
 def _same(value: object, harmless: object) -> bool:
@@ -69,8 +94,15 @@ def _same(value: object, harmless: object) -> bool:
     return type(value) is type(harmless) and value == harmless
 
 
-def sampling(body: GenerationParameters, draw: int = 0) -> Sampling:
-    """The sampling of the `draw`-th of a prompt's n answers: the first has the seed as given."""
+def sampling(body: SamplingParameters, draw: int = 0) -> Sampling:
+    """The sampling of the `draw`-th of a prompt's n answers: the first has the seed as given.
+
+    Raises:
+        InvalidParameter: two names of one parameter that differ.
+    """
+    repetition = agreed(
+        "repetition_penalty", body.repetition_penalty, "repeat_penalty", body.repeat_penalty
+    )
     return Sampling.asked(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -78,7 +110,7 @@ def sampling(body: GenerationParameters, draw: int = 0) -> Sampling:
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=repetition,
         seed=None if body.seed is None else (body.seed + draw) & SEED_MASK,
         logit_bias=tuple((body.logit_bias or {}).items()),
     )
@@ -87,11 +119,11 @@ def sampling(body: GenerationParameters, draw: int = 0) -> Sampling:
 def stop_rules(body: GenerationParameters, max_tokens: int | None) -> StopRules:
     """
     Raises:
-        InvalidParameter: `min_tokens` above `max_tokens`.
+        OutOfRange: `min_tokens` above `max_tokens`.
     """
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidParameter(
+        raise OutOfRange(
             f"`min_tokens` ({min_tokens}) exceeds the most tokens allowed ({max_tokens}).",
             param="min_tokens",
         )
@@ -101,6 +133,13 @@ def stop_rules(body: GenerationParameters, max_tokens: int | None) -> StopRules:
         token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos or False,
         min_tokens=min_tokens,
+    )
+
+
+def counts_all_along(body: GenerationParameters) -> bool:
+    """Return True if every chunk of the stream is to have the token counts so far."""
+    return includes_usage(body) and bool(
+        body.stream_options and body.stream_options.continuous_usage_stats
     )
 
 

@@ -38,6 +38,7 @@ from mlx_manager.mlx_server.core import (
     ToolChoice,
 )
 from mlx_manager.mlx_server.errors import (
+    ContextLengthExceeded,
     InvalidParameter,
     InvalidRequest,
     ItemNotFound,
@@ -46,11 +47,20 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols.dialects import OF_PROMPTS, RESPONSES, Refusal, foreign
+from mlx_manager.mlx_server.protocols.hosted import (
+    check_demand,
+    demanded,
+    permitted,
+    told,
+    unknown_tool,
+)
 from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
-from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whole
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
+from mlx_manager.mlx_server.schemas.hosted import is_item, is_tool
 from mlx_manager.mlx_server.schemas.responses import (
     Content,
     FunctionCallItem,
@@ -76,19 +86,26 @@ from mlx_manager.mlx_server.schemas.responses import (
 JsonItem = dict[str, Any]
 
 UNSUPPORTED: dict[str, Refusal] = {
+    **foreign(RESPONSES, ResponsesRequest),
     "background": Refusal((False,)),
     "context_management": Refusal(([],)),
     "conversation": Refusal(instead="Use `previous_response_id`."),
     "moderation": Refusal(),
     "prompt": Refusal(instead="Use `instructions` and `input`."),
 }
-UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {"defer_loading": Refusal((False,))}
-UNSUPPORTED_OF_TEXT: dict[str, Refusal] = {"verbosity": Refusal(("medium",))}
-UNSUPPORTED_OF_REASONING: dict[str, Refusal] = {
-    "summary": Refusal(("auto",), "The reasoning is told in full."),
-    "generate_summary": Refusal(("auto",), "The reasoning is told in full."),
+UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
+    **foreign(RESPONSES, InputTokensRequest, OF_PROMPTS),
+    "conversation": UNSUPPORTED["conversation"],
 }
 """What is refused by name. To support a field, honour it and delete its line."""
+
+FROM_CLIENTS = frozenset(
+    {
+        *("apply_patch_call_output", "computer_call_output", "custom_tool_call_output"),
+        *("local_shell_call_output", "mcp_approval_response", "shell_call_output"),
+    }
+)
+"""Items about hosted tools that clients make."""
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -129,9 +146,11 @@ class ResponseHead:
         return what in (self.body.include or ())
 
     def sampling(self) -> Sampling:
-        body = self.body
-        asked = Sampling.asked(temperature=body.temperature, top_p=body.top_p)
-        return asked.filled(self.defaults())
+        """
+        Raises:
+            InvalidParameter: two names of one parameter that differ.
+        """
+        return sampling(self.body).filled(self.defaults())
 
 
 def new_id(prefix: str) -> str:
@@ -160,6 +179,7 @@ def request(
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
         constraint=_constraint(body.text),
+        priority=body.priority or 0,
         request_id=head.id,
     )
 
@@ -178,7 +198,7 @@ def counted(
         InvalidParameter: as `request`.
         UnsupportedParameter: as `request`.
     """
-    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body, UNSUPPORTED_IN_COUNTING)
     prompt = _conversation(body, history, items)
     return GenerationRequest(model, prompt, constraint=_constraint(body.text))
 
@@ -270,45 +290,46 @@ def _constraint(text: TextOptions | None) -> Constraint | None:
 def _conversation(
     body: InputTokensRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> Conversation:
-    if body.reasoning is not None:
-        refuse_unsupported(body.reasoning, UNSUPPORTED_OF_REASONING, "reasoning.")
-    if body.text is not None:
-        refuse_unsupported(body.text, UNSUPPORTED_OF_TEXT, "text.")
     said = [*_system(body), *_messages(history, items)]
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
-    tools = list(_tools(body.tools or (), "tools"))
     choice, allowed = _tool_choice(body.tool_choice)
-    unknown = (allowed or frozenset()) - {tool.name for tool in tools}
-    if unknown:
-        raise InvalidParameter(
-            f"`tool_choice.tools` allows {min(unknown)!r}, which is none of `tools`.",
-            param="tool_choice.tools",
-        )
+    tools = permitted(list(_tools(body.tools or (), "tools")), allowed, "tool_choice.tools")
+    check_demand(choice, tools, body.ignored_tools())
     return Conversation(
         messages=tuple(said),
-        tools=tuple(tool for tool in tools if allowed is None or tool.name in allowed),
+        tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_args=_template_args(body.reasoning),
+        template_args=MappingProxyType(
+            _template_args(body.reasoning) | (body.chat_template_kwargs or {})
+        ),
         param="input",
     )
 
 
-def _template_args(reasoning: ResponsesReasoning | None) -> Mapping[str, Any]:
+def _template_args(reasoning: ResponsesReasoning | None) -> dict[str, Any]:
     args: dict[str, Any] = {}
     if reasoning is not None and reasoning.effort is not None:
         args["reasoning_effort"] = reasoning.effort
         if reasoning.effort == "none":
             args["enable_thinking"] = False
-    return MappingProxyType(args)
+    return args
 
 
 def _tools(
     tools: Sequence[ResponsesTool], path: str, namespace: str | None = None
 ) -> Iterator[Tool]:
-    """The functions, those of namespaces by their full names."""
+    """The functions, those of namespaces by their full names. Tools that only a provider could run
+    are left out.
+
+    Raises:
+        InvalidParameter: a function without a name.
+        UnsupportedParameter: a type that is not known.
+    """
     for index, tool in enumerate(tools):
+        if is_tool(tool.type):
+            continue
         if tool.type == "namespace" and namespace is None:
             yield from _tools(tool.tools or (), f"{path}[{index}].tools", tool.name)
         else:
@@ -323,12 +344,7 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 def _tool(tool: ResponsesTool, path: str) -> Tool:
     if tool.type != "function":
-        raise UnsupportedParameter(
-            f"`{path}.type` {tool.type!r} is not supported by this server: only functions that the "
-            "client itself runs can be called.",
-            param=f"{path}.type",
-        )
-    refuse_unsupported(tool, UNSUPPORTED_OF_TOOLS, f"{path}.")
+        raise unknown_tool(path, tool.type)
     if not tool.name:
         raise InvalidParameter(f"`{path}.name` is required.", param=f"{path}.name")
     return Tool(
@@ -352,11 +368,7 @@ def _tool_choice(
         case ToolReference(type="function" | "allowed_tools"):
             missing = "tool_choice.name" if choice.type == "function" else "tool_choice.tools"
             raise InvalidParameter(f"`{missing}` is required.", param=missing)
-    raise UnsupportedParameter(
-        f"`tool_choice` of type {choice.type!r} is not supported by this server: it can name a "
-        "function or list allowed ones.",
-        param="tool_choice",
-    )
+    raise demanded(choice.type)
 
 
 def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -364,6 +376,8 @@ def _allowed(tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         match tool:
             case {"type": "function", "name": str(name)}:
                 yield name
+            case {"type": str(kind)} if is_tool(kind):
+                continue
             case _:
                 raise UnsupportedParameter(
                     "`tool_choice.tools` can list functions by their names only.",
@@ -401,6 +415,10 @@ def _piece(item: Item, path: str) -> Message:
             return Message("tool", output, tool_call_id=item.call_id)
         case ReasoningItem():
             return Message("assistant", reasoning=_thinking(item))
+        case OtherItem(type=kind) if is_item(kind):
+            # What the client's side gave back, or said, is the user's.
+            role = "user" if kind in FROM_CLIENTS else "assistant"
+            return Message(role, told(kind, item.model_extra or {}))
         case OtherItem():
             raise UnsupportedParameter(
                 f"`{path}` is of type {item.type!r}, which this server can't read.",
@@ -508,8 +526,13 @@ def _listed(item: Item) -> JsonItem:
                 "output": _text(item.output, ""),
                 "status": "completed",
             }
+        case OtherItem():
+            # Of a hosted tool: all else has been refused.
+            given: JsonItem = to_jsonable_python(
+                item.model_dump(exclude_none=True), inf_nan_mode="null"
+            )
+            return {"id": new_id("item")} | given
         case _:
-            # Reasoning: all else has been refused.
             thought = item.model_dump(exclude_none=True)
             finite: JsonItem = to_jsonable_python(thought, inf_nan_mode="null")
             return {"summary": []} | finite | {"id": _id_of(item)}
@@ -531,7 +554,7 @@ def _listed_text(kind: str, text: str) -> JsonItem:
 
 def _shell(head: ResponseHead) -> JsonItem:
     """A response without output. What no JSON number can be, such as 1e999, is null."""
-    body = head.body
+    body, sampled = head.body, head.sampling()
     shell: JsonItem = {
         "id": head.id,
         "object": "response",
@@ -540,6 +563,7 @@ def _shell(head: ResponseHead) -> JsonItem:
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": sampled.frequency_penalty,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -548,23 +572,34 @@ def _shell(head: ResponseHead) -> JsonItem:
         "model": head.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": sampled.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "temperature": head.sampling().temperature,
-        "text": {"format": _format(body.text)},
+        "store": body.store is not False,
+        "temperature": sampled.temperature,
+        "text": _text_options(body.text),
         "tool_choice": _shown_choice(body),
-        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "tools": [_shown_tool(tool) for tool in body.tools or () if not is_tool(tool.type)],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": head.sampling().top_p,
+        "top_p": sampled.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
-        "user": body.user,
     }
+    # OpenAI's has no user at all unless one was named.
+    if body.user is not None:
+        shell["user"] = body.user
     finite: JsonItem = to_jsonable_python(shell, inf_nan_mode="null")
     return finite
+
+
+def _text_options(text: TextOptions | None) -> JsonItem:
+    shown: JsonItem = {"format": _format(text)}
+    if text is not None and text.verbosity is not None:
+        shown["verbosity"] = text.verbosity
+    return shown
 
 
 def _format(text: TextOptions | None) -> JsonItem:
@@ -604,6 +639,9 @@ def _usage(usage: core.Usage) -> JsonItem:
 
 def _error(error: MLXManagerError) -> JsonItem:
     match error:
+        case ContextLengthExceeded():
+            # Codex looks for it to shorten the conversation.
+            code = error.code
         case Overloaded():
             code = "rate_limit_exceeded"
         case InvalidRequest():
@@ -716,14 +754,14 @@ class ResponseStream:
     def end(self) -> bytes:
         response = self.response()
         last = self._emit(f"response.{response['status']}", response=response)
-        return _wire(last).encode("ascii")
+        return (_wire(last) + sse.DONE).encode("ascii")
 
     def fail(self, error: MLXManagerError) -> bytes:
         # Signs of life may be all that was sent; a response begins all the same before it fails.
         begun = [] if self._number else self._begin()
         response = self.response() | {"status": "failed", "error": _error(error)}
         failed = self._emit("response.failed", response=response)
-        return _wire(begun + failed).encode("ascii")
+        return (_wire(begun + failed) + sse.DONE).encode("ascii")
 
     def unkept(self) -> None:
         """The response could not be kept, whatever was asked."""

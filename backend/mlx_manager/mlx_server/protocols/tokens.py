@@ -9,10 +9,19 @@ from mlx_manager.mlx_server.core import Conversation, Text
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.chat import conversation
+from mlx_manager.mlx_server.protocols.dialects import (
+    APPLY_TEMPLATE,
+    OF_PROMPTS,
+    TOKENIZE,
+    Refusal,
+    foreign,
+)
+from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported
 from mlx_manager.mlx_server.protocols.pieces import sliced
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     ChatMessage,
+    PromptRequest,
     TemplateParameters,
     TokenizeRequest,
 )
@@ -21,9 +30,18 @@ PIECE = 4096
 """Characters or tokens of one."""
 OF_TEXTS = ("add_special_tokens", "add_special")
 OF_CONVERSATIONS = (
-    *("tools", "chat_template_kwargs"),
+    *("tools", "chat_template_kwargs", "reasoning_effort", "enable_thinking"),
     *("add_generation_prompt", "continue_final_message"),
 )
+
+
+UNSUPPORTED_IN_TOKENIZE: dict[str, Refusal] = {
+    **foreign(TOKENIZE, TokenizeRequest, OF_PROMPTS | {"parse_special", "with_pieces"}),
+}
+UNSUPPORTED_IN_TEMPLATES: dict[str, Refusal] = {
+    **foreign(APPLY_TEMPLATE, PromptRequest, OF_PROMPTS),
+}
+"""What would change a prompt elsewhere, and is refused by name here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +50,16 @@ class Tokenizing:
 
     prompt: Conversation | Text
     special: bool
+
+
+def asked_to_render(body: PromptRequest) -> Conversation:
+    """
+    Raises:
+        InvalidParameter: as `rendered`.
+        UnsupportedParameter: as `rendered`, and a field that would change the prompt elsewhere.
+    """
+    refuse_unsupported(body, UNSUPPORTED_IN_TEMPLATES)
+    return rendered(body.messages, body)
 
 
 def rendered(messages: list[ChatMessage], body: TemplateParameters) -> Conversation:
@@ -45,6 +73,8 @@ def rendered(messages: list[ChatMessage], body: TemplateParameters) -> Conversat
             messages=messages,
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
+            enable_thinking=body.enable_thinking,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
@@ -56,7 +86,9 @@ def tokenizing(body: TokenizeRequest) -> Tokenizing:
     Raises:
         InvalidParameter: none or several of `prompt`, `content` and `messages`; or something that
             only the other kind of prompt can have.
+        UnsupportedParameter: a field that would change the prompt elsewhere.
     """
+    refuse_unsupported(body, UNSUPPORTED_IN_TOKENIZE)
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise InvalidParameter("Send one of `prompt`, `content` and `messages`.", param="prompt")

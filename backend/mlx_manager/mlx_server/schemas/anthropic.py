@@ -3,7 +3,8 @@
 As in `schemas.openai`, a field that is declared is honoured, listed in `NO_EFFECT`, or refused by
 `protocols.messages` when it asks for something; a field that is not is named in a header.
 
-`cache_control` is accepted wherever Anthropic accepts it: prefixes are reused anyway.
+`cache_control` is accepted wherever Anthropic accepts it. Prefixes are reused anyway; where it
+stands, the usage says how many tokens were newly kept.
 
 Source: Anthropic's API reference and the types of its Python SDK.
 """
@@ -14,8 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopK, TopP
+from mlx_manager.mlx_server.limits import MaxTokens
+from mlx_manager.mlx_server.schemas import hosted
+from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
+    TEMPLATE_VARIABLES,
     Many,
     ModelName,
     NonEmpty,
@@ -26,7 +30,12 @@ from mlx_manager.mlx_server.schemas.wire import (
     text_or_list,
 )
 
-NO_EFFECT = frozenset({"metadata", "service_tier", "inference_geo", "speed", "cache_control"})
+NO_EFFECT = frozenset(
+    {
+        *("metadata", "service_tier", "inference_geo", "speed"),
+        *("context_management", "diagnostics", "fallbacks"),
+    }
+)
 """Hints that change nothing about the answer here: accepted, and without effect."""
 
 
@@ -40,7 +49,8 @@ class MessagesTool(Wire):
 
     `eager_input_streaming` has no effect: inputs are always streamed as they are written. A tool
     with `defer_loading` is offered once a `tool_reference` in a tool's result names it, or a
-    `tool_addition`.
+    `tool_addition`; or at once, where the tool that would search for it is left out. Other known
+    types are left out; see `schemas.hosted`.
     """
 
     types_read = ("custom", None)
@@ -55,6 +65,13 @@ class MessagesTool(Wire):
     input_examples: Any = None
     allowed_callers: Many[str] | None = None
     defer_loading: bool | None = None
+
+    def is_left_out(self) -> bool:
+        """Return True for a tool that a provider runs, or that only such a tool may call."""
+        if self.type not in (None, "custom"):
+            return hosted.is_tool(self.type)
+        callers = self.allowed_callers
+        return bool(callers) and "direct" not in (callers or ())
 
 
 class ToolName(Wire):
@@ -106,7 +123,7 @@ class RedactedThinkingBlock(Wire):
 
 
 class ToolUseBlock(Wire):
-    """`caller` must be direct: nothing here runs tools but the client."""
+    """A call. Who made it, the model or its code (`caller`), has no effect."""
 
     type: Literal["tool_use"] = "tool_use"
     id: str
@@ -351,11 +368,22 @@ class CountTokensRequest(Timed):
     output_format: OutputFormat | None = Field(
         None, description="Elder name of `output_config.format`"
     )
-    cache_control: Any = Field(None, description="No effect: prefixes are reused anyway")
+    cache_control: Any = Field(
+        None, description="Prefixes are reused anyway; the usage says what was newly kept"
+    )
     speed: Any = Field(None, description="No effect")
+    context_management: Any = Field(None, description="No effect: nothing is left out")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_VARIABLES)
+    mcp_servers: Many[Any] | None = Field(
+        None, description="Left out and named in `x-ignored-tools`: nothing here calls them"
+    )
+
+    def ignored_tools(self) -> list[str]:
+        tools = [str(tool.type) for tool in self.tools or () if tool.is_left_out()]
+        return list(dict.fromkeys([*tools, *(["mcp_servers"] if self.mcp_servers else [])]))
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, SamplingParameters):
     """`POST /v1/messages`."""
 
     max_tokens: MaxTokens = Field(description="Most tokens generated, thinking included")
@@ -365,18 +393,20 @@ class MessagesRequest(CountTokensRequest):
         description="Up to 16 strings of up to 1,024 characters that end the answer, "
         "not part of it",
     )
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
-    top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
     metadata: Any = Field(None, description="No effect")
     service_tier: Any = Field(None, description="No effect")
     inference_geo: Any = Field(None, description="No effect")
-    container: Any = Field(None, description="Container in which code is run")
-    mcp_servers: list[Any] | None = Field(None, description="Servers whose tools are called")
+    diagnostics: Any = Field(None, description="No effect")
+    fallbacks: Any = Field(None, description="No effect: there is no other model to ask")
+    container: Any = Field(
+        None, description="Left out and named in `x-ignored-tools`: nothing here runs code"
+    )
     thread: Any = Field(None, description="Conversation that the server keeps")
     compaction: Any = Field(None, description="A summary in place of an answer")
+
+    def ignored_tools(self) -> list[str]:
+        container = [] if self.container is None else ["container"]
+        return [*super().ignored_tools(), *container]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -391,8 +421,8 @@ class OutputTokensDetails(Wire):
 class MessageUsage(Wire):
     """The prompt's tokens are the sum of the three input counts, each token in one of them.
 
-    `cache_creation_input_tokens` is 0: whatever is processed is kept for reuse while there is room,
-    so that no tokens are written to a cache of their own.
+    `cache_creation_input_tokens` is what was newly kept for reuse, where the request asked for that
+    by `cache_control`; otherwise it is 0, and those tokens count as `input_tokens`.
     """
 
     input_tokens: int

@@ -11,21 +11,16 @@ added to it (top_k, min_p, stop_token_ids, chat_template_kwargs, ...), vLLM's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from mlx_manager.mlx_server.limits import (
-    MaxTokens,
-    MaxTokensOrZero,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
-    Temperature,
-    TopK,
-    TopP,
-)
+from mlx_manager.mlx_server.limits import MaxTokensOrUnlimited, MaxTokensOrZero
+from mlx_manager.mlx_server.schemas import hosted
+from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
+    TEMPLATE_VARIABLES,
     Many,
     ModelName,
     NonEmpty,
@@ -52,6 +47,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
+        "verbosity",
     }
 )
 """Hints that change nothing about the answer here: accepted, and without effect."""
@@ -111,6 +107,10 @@ class ChatMessage(Wire):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
+    prefix: bool | None = Field(
+        None, description="Of the last message, the assistant's: the answer goes on from it"
+    )
+    partial: bool | None = Field(None, description="As `prefix`")
 
 
 Messages = Annotated[Many[ChatMessage], Field(min_length=1)]
@@ -124,17 +124,41 @@ class FunctionDefinition(Wire):
 
 
 class ChatTool(Wire):
-    type: Literal["function"]
-    function: FunctionDefinition
+    """A function that the model may call, if `type` is "function".
+
+    Other known types are left out; see `schemas.hosted`.
+    """
+
+    types_read = ("function",)
+
+    type: str
+    function: FunctionDefinition | None = None
+
+
+def ignored(tools: Sequence[ChatTool] | None) -> list[str]:
+    """Return the types of tools that are offered and left out, each once."""
+    return list(dict.fromkeys(tool.type for tool in tools or () if hosted.is_tool(tool.type)))
 
 
 class NamedFunction(Wire):
     name: NonEmpty
 
 
+class AllowedTools(Wire):
+    """Some of `tools`, which alone may be called, or one of which must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Many[dict[str, Any]]
+
+
 class NamedToolChoice(Wire):
-    type: Literal["function"]
-    function: NamedFunction
+    """A function that must be called, or with type allowed_tools several that may be."""
+
+    types_read = ("function", "allowed_tools")
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 ToolChoice = Annotated[
@@ -196,11 +220,21 @@ class Reasoning(Wire):
     enabled: bool | None = Field(None, description="As `enable_thinking`")
 
 
+class ChatThinking(Wire):
+    """A switch for thinking, as DeepSeek, Moonshot and Zhipu have it in chat."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: int | None = Field(None, ge=0, description="As `thinking_token_budget`")
+
+
 class StreamOptions(Wire):
     include_usage: bool | None = Field(
         None, description="Send a last chunk with the token counts and no choices"
     )
     include_obfuscation: bool | None = Field(None, description="No effect: chunks are never padded")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With `include_usage`: the token counts so far in every chunk, as vLLM"
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -215,33 +249,13 @@ Stop = Annotated[
 ]
 
 
-class GenerationParameters(Timed):
+class GenerationParameters(SamplingParameters):
     """What chat and completions have in common."""
 
     model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`")
     n: int | None = Field(None, ge=1, le=128, description="Answers to each prompt")
-
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
-    top_k: TopK | None = Field(None, description="Most likely tokens kept; 0 or -1 is off")
-    min_p: MinP | None = Field(
-        None, description="Least probability kept, relative to the best; 0 is off"
-    )
-    seed: int | None = Field(
-        None, ge=-(2**63), le=2**63 - 1, description="Same seed, same draws; see Seeds"
-    )
-    presence_penalty: Penalty | None = Field(None, description="Over the output; default 0")
-    frequency_penalty: Penalty | None = Field(None, description="Over the output; default 0")
-    repetition_penalty: RepetitionPenalty | None = Field(
-        None, description="Multiplicative, over prompt and output; 1 is off"
-    )
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Token id to a bias from -100 to 100"
-    )
     stop: Stop | None = Field(
         None,
         description="Up to 16 strings of up to 1,024 characters that end the answer, "
@@ -266,12 +280,10 @@ class GenerationParameters(Timed):
     prompt_cache_key: Any = Field(None, description="No effect: prefixes are shared anyway")
     prompt_cache_retention: Any = Field(None, description="No effect")
     prompt_cache_options: Any = Field(None, description="No effect")
+    verbosity: Any = Field(None, description="No effect")
 
     best_of: int | None = Field(
         None, ge=1, le=20, description="Draw that many, return the n likeliest by mean logprob"
-    )
-    priority: int | None = Field(
-        None, description="Lower goes first among waiting requests, and is paused last; default 0"
     )
     return_token_ids: bool | None = Field(
         None, description="Token ids of prompt and answer; in a stream, the answer's at its end"
@@ -290,6 +302,12 @@ class GenerationParameters(Timed):
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, or json_schema with the schema the answer fits"
     )
+    json_schema: JsonSchemaText | None = Field(
+        None, description="As `guided_json`, by llama.cpp's and SGLang's name"
+    )
+    grammar: str | None = Field(None, description="As `guided_grammar`, by llama.cpp's name")
+    regex: str | None = Field(None, description="As `guided_regex`, by SGLang's name")
+    ebnf: str | None = Field(None, description="As `guided_grammar`, by SGLang's name")
     logits_processors: Any = Field(None, description="Code run on each step's logits")
     use_beam_search: bool | None = Field(None, description="Beam search instead of sampling")
     length_penalty: float | None = Field(None, description="For beam search")
@@ -303,18 +321,18 @@ class ChatCompletionRequest(GenerationParameters):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens")
-    max_completion_tokens: MaxTokens | None = Field(
-        None, description="Most tokens generated, reasoning included; default: the context"
+    max_tokens: MaxTokensOrUnlimited | None = Field(
+        None, description="Older name of max_completion_tokens"
+    )
+    max_completion_tokens: MaxTokensOrUnlimited | None = Field(
+        None, description="Most tokens generated, reasoning included; default, and -1: the context"
     )
     tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="auto, none, required, or a function by name"
     )
     parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking"
-    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_VARIABLES)
     reasoning_effort: NonEmpty | None = Field(None, description="Handed to the chat template")
     thinking_token_budget: int | None = Field(
         None, ge=0, description="Most tokens of thinking; it is then ended for the model"
@@ -327,6 +345,10 @@ class ChatCompletionRequest(GenerationParameters):
     reasoning: Reasoning | None = Field(
         None, description="effort, max_tokens (the thinking budget) and enabled in one object"
     )
+    thinking: ChatThinking | None = Field(
+        None, description="`type` enabled or disabled, as `enable_thinking`, and a budget"
+    )
+    thinking_budget: int | None = Field(None, ge=0, description="As `thinking_token_budget`")
     add_generation_prompt: bool | None = Field(
         None, description="Open the assistant's turn after the last message; default true"
     )
@@ -339,14 +361,19 @@ class ChatCompletionRequest(GenerationParameters):
     modalities: Many[str] | None = Field(None, description="Kinds of output")
     audio: Any = Field(None, description="Voice and format of spoken output")
     prediction: Any = Field(None, description="Text expected in the answer")
-    verbosity: str | None = Field(None, description="low, medium or high")
-    web_search_options: Any = Field(None, description="Search the web for the answer")
+    web_search_options: Any = Field(
+        None, description="Left out and named in `x-ignored-tools`: nothing here searches the web"
+    )
     moderation: Any = Field(None, description="Moderate input and output")
     functions: Any = Field(None, description="Older form of tools")
     function_call: Any = Field(None, description="Older form of tool_choice")
     echo: bool | None = Field(None, description="Repeat the last message before the answer")
     documents: Any = Field(None, description="Documents for the template; chat_template_kwargs")
     chat_template: str | None = Field(None, description="Template in place of the model's")
+
+    def ignored_tools(self) -> list[str]:
+        searches = [] if self.web_search_options is None else ["web_search_options"]
+        return [*searches, *ignored(self.tools)]
 
 
 Prompt = Annotated[
@@ -367,7 +394,7 @@ class CompletionRequest(GenerationParameters):
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either")
     max_tokens: MaxTokensOrZero | None = Field(
-        None, description="Most tokens generated; default 16"
+        None, description="Most tokens generated; default 16; -1: the context"
     )
     echo: bool | None = Field(None, description="Put the prompt before the completion")
 
@@ -380,13 +407,16 @@ class TemplateParameters(Timed):
 
     model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking"
-    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_VARIABLES)
+    reasoning_effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+    enable_thinking: bool | None = Field(None, description="Handed to the chat template")
     add_generation_prompt: bool | None = Field(
         None, description="Open the assistant's turn after the last message; default true"
     )
     continue_final_message: bool | None = Field(None, description="Leave the last message open")
+
+    def ignored_tools(self) -> list[str]:
+        return ignored(self.tools)
 
 
 class PromptRequest(TemplateParameters):
@@ -447,6 +477,7 @@ class ChatCompletionResponse(Wire):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatCompletionChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -466,6 +497,7 @@ class CompletionResponse(Wire):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -505,6 +537,7 @@ class ChatCompletionChunk(Wire):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -560,6 +593,7 @@ class ModelWeights(Wire):
 class ModelCard(Wire):
     """A model on offer. What is beyond OpenAI's four fields says how it is served.
 
+    max_model_len: `context_length`, by vLLM's name.
     kind: what it is for; absent while nothing of it is here. origin: where it was found.
     root: the model or the folder whose files it has; its own id, but for what the owner made.
     bytes: of its weights, measured once it is loaded.
@@ -577,6 +611,7 @@ class ModelCard(Wire):
     root: str
     family: str
     context_length: int
+    max_model_len: int
     bytes: int
     weights: ModelWeights | None = None
     sampling: dict[str, int | float] | None = None

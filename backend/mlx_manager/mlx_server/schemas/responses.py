@@ -13,8 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
-from mlx_manager.mlx_server.limits import MaxTokens, Temperature, TopP
+from mlx_manager.mlx_server.limits import MaxTokens
+from mlx_manager.mlx_server.schemas import hosted
+from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
+    TEMPLATE_VARIABLES,
     Many,
     ModelName,
     NonEmpty,
@@ -35,6 +38,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_options",
         "max_tool_calls",
         "stream_options",
+        "verbosity",
     }
 )
 """Hints that change nothing about the answer here: accepted, and without effect."""
@@ -154,7 +158,7 @@ class ItemReference(Wire):
 
 
 class OtherItem(Wire):
-    """Hosted tools' calls and whatever else nobody here can read."""
+    """What hosted tools did, which is read as text, and whatever else nobody here can read."""
 
     types_read = ()
 
@@ -215,7 +219,8 @@ InputItem = Annotated[
 class ResponsesTool(Wire):
     """A function the model may call, or a namespace with its `tools`, which are functions.
 
-    Other types are hosted tools.
+    Other known types are left out; see `schemas.hosted`. A function with `defer_loading` is offered
+    at once: nothing here loads it later. `output_schema` has no effect.
     """
 
     types_read = ("function", "namespace")
@@ -227,6 +232,7 @@ class ResponsesTool(Wire):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    output_schema: Any = None
 
 
 class ToolReference(Wire):
@@ -246,7 +252,7 @@ ToolChoice = Annotated[
 
 
 class ResponsesReasoning(Wire):
-    """`summary` must be null or auto: thinking is told in full, and not summed up."""
+    """`summary` has no effect: thinking is told in full, and not summed up."""
 
     effort: NonEmpty | None = Field(None, description="Handed to the chat template")
     summary: str | None = None
@@ -265,7 +271,7 @@ class TextFormat(Wire):
 
 class TextOptions(Wire):
     format: TextFormat | None = Field(None, description="What the answer's text must be")
-    verbosity: str | None = Field(None, description="low, medium or high")
+    verbosity: Any = Field(None, description="No effect")
 
 
 Input = Annotated[
@@ -291,10 +297,15 @@ class InputTokensRequest(Timed):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto leaves the oldest turns out of a conversation that is too long"
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=TEMPLATE_VARIABLES)
     conversation: Any = Field(None, description="Conversation kept by the server")
 
+    def ignored_tools(self) -> list[str]:
+        left_out = (tool.type for tool in self.tools or () if hosted.is_tool(tool.type))
+        return list(dict.fromkeys(left_out))
 
-class ResponsesRequest(InputTokensRequest):
+
+class ResponsesRequest(InputTokensRequest, SamplingParameters):
     """`POST /v1/responses`."""
 
     input: Input = Field(description="Text, or a list of items")
@@ -303,10 +314,6 @@ class ResponsesRequest(InputTokensRequest):
     max_output_tokens: MaxTokens | None = Field(
         None, description="Most tokens generated, reasoning included; default: the context"
     )
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: TopP | None = Field(None, description="Nucleus sampling; 1 is off")
     include: Many[str] | None = Field(
         None,
         description="message.output_text.logprobs, reasoning.encrypted_content; what hosted tools "
@@ -322,6 +329,7 @@ class ResponsesRequest(InputTokensRequest):
     prompt_cache_options: Any = Field(None, description="No effect")
     max_tool_calls: int | None = Field(None, description="No effect: only hosted tools count")
     stream_options: Any = Field(None, description="No effect: events are never padded")
+    verbosity: Any = Field(None, description="No effect")
 
     background: bool | None = Field(None, description="Answer later")
     context_management: list[Any] | None = Field(None, description="Compaction")

@@ -17,6 +17,7 @@ CONVERSATIONS = ("messages", "input")
 SYSTEMS = ("system",)
 CONTENTS = ("content", "output", "tool_calls")
 TOOLS = ("tools", "functions")
+TEMPLATE_VARIABLES = "Variables for the chat template, such as enable_thinking"
 
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list of any length. Its first wrong item is the only one that is named: for a million of them
@@ -37,6 +38,10 @@ class Wire(BaseModel):
     types_read: ClassVar[Container[str | None] | None] = None
     """The values of `type` that are read, where any other is refused by name later: what its fields
     are called is nothing to name then."""
+
+    def ignored_tools(self) -> list[str]:
+        """Return what is offered and left out, as the client calls it: tools that providers run."""
+        return []
 
     def unknown_fields(self) -> list[str]:
         """The fields that no type here declares, dotted, each once (`messages.audio`)."""

@@ -168,7 +168,7 @@ async def test_too_long_an_input_is_told_with_its_place_and_both_numbers(http: h
 )
 async def test_a_bad_field_is_named(http: httpx.AsyncClient, body: dict[str, Any], param: str):
     status, error = await refused(http, "embeddings", model=MODEL, **body)
-    assert (status, error["param"]) == (422, param)
+    assert (status, error["param"]) == (400, param)
 
 
 async def test_documents_come_best_first(http: httpx.AsyncClient):
@@ -252,7 +252,7 @@ async def test_a_bad_field_of_a_ranking_is_named(
     http: httpx.AsyncClient, body: dict[str, Any], param: str
 ):
     status, error = await refused(http, "rerank", model=RERANKER, query="q", **body)
-    assert (status, error["param"]) == (422, param)
+    assert (status, error["param"]) == (400, param)
 
 
 async def test_what_encoders_read_is_in_the_metrics(http: httpx.AsyncClient) -> None:

@@ -78,7 +78,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(
     encode, _ = encoding(tokenizer)
     [found] = contents(encode, [text], enough)
     [every] = encode([text])
-    if found.whole:
+    if not found.unread:
         assert found.ids == every
         return
     assert len(found.ids) > enough
@@ -94,15 +94,23 @@ def test_the_first_tokens_are_those_of_the_whole_text(
 def test_of_prose_no_more_is_read_than_is_needed():
     encode, calls = encoding(wordpiece())
     [found] = contents(encode, ["a bad cafe " * 10**5], 128)
-    assert not found.whole
+    assert found.unread
     assert calls == [HEAD]
+
+
+def test_what_is_not_read_is_estimated_from_what_is():
+    encode, _ = encoding(wordpiece())
+    text = "a bad cafe " * 10**5
+    [found], [every] = contents(encode, [text], 128), encode([text])
+    assert len(found.ids) < len(every) // 100
+    assert found.total == pytest.approx(len(every), rel=0.01)
 
 
 def test_a_text_of_few_tokens_is_read_to_its_end_however_long():
     encode, _ = encoding(wordpiece())
     texts = ["bad" + " " * 100_000 + "cafe", "a" * 100_000, "b" * (HEAD - 1)]
     found = contents(encode, texts, 8)
-    assert [content.whole for content in found] == [True, True, True]
+    assert [content.unread for content in found] == [0, 0, 0]
     assert [len(content.ids) for content in found] == [2, 1, 1]
 
 

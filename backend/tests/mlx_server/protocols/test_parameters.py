@@ -37,8 +37,6 @@ ASKS_FOR_SOMETHING = [
     (chat, "functions", [{"name": "f"}]),
     (chat, "modalities", ["text", "audio"]),
     (chat, "prediction", {"type": "content", "content": "x"}),
-    (chat, "verbosity", "low"),
-    (chat, "web_search_options", {}),
     (chat, "skip_special_tokens", False),
 ]
 

@@ -159,11 +159,23 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, "tools[0].type"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "hologram"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
+        (
+            {
+                "tools": [WEATHER, {"type": "web_search"}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "web_search"}],
+                },
+            },
+            "tool_choice",
+        ),
+        ({"input": [{"type": "hologram", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
@@ -171,8 +183,6 @@ def test_hints_are_accepted_and_unknown_fields_are_told():
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
     ],
 )
 def test_what_cant_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
@@ -393,7 +403,7 @@ def test_thinking_comes_back_from_what_the_client_kept():
 
 
 def test_items_are_numbered_as_the_request_has_them():
-    call = {"type": "web_search_call", "id": "ws_1"}
+    call = {"type": "hologram", "id": "x"}
     with pytest.raises(UnsupportedParameter) as caught:
         ask(USER, USER, input=[USER, call])
     assert caught.value.param == "input[1].type"

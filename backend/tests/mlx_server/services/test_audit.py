@@ -226,7 +226,7 @@ def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
         audit = "/v1/admin/audit"
         failed, answered = client.get(audit, headers=owner).json()["data"]
         assert client.get(audit, headers=caller).status_code == 401
-        assert client.get(audit, params={"limit": 0}, headers=owner).status_code == 422
+        assert client.get(audit, params={"limit": 0}, headers=owner).status_code == 400
         for params, found in (
             ({"limit": 1}, [failed]),
             ({"key": "nobody"}, []),

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
     check_inputs,
+    notes,
     read,
-    unknown_header,
 )
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
@@ -34,4 +34,4 @@ async def create_embeddings(request: Request) -> Response:
     check_inputs("input", asked.inputs, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)
-    return LargeResponse(embeddings.vectors(body, asked.model, encoded), unknown_header(body))
+    return LargeResponse(embeddings.vectors(body, asked.model, encoded), notes(body))

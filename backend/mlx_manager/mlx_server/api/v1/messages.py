@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
+from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
@@ -43,8 +43,8 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     """The tokens that a conversation takes as a prompt."""
     server = server_of(request)
     body = await read(request, CountTokensRequest, server.settings.api)
-    response.headers.update(unknown_header(body))
-    prompt, model = messages.conversation(body), server.pool.resolve(body.model)
+    response.headers.update(notes(body))
+    prompt, model = messages.counted(body), server.pool.resolve(body.model)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         found = await inference.ask(model, lambda backend: backend.tokenize(prompt), "text")

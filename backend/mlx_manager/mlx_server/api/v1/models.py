@@ -63,6 +63,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         root=status.recipe.base or status.id,
         family=status.family,
         context_length=status.context_length,
+        max_model_len=status.context_length,
         bytes=status.nbytes,
         weights=weights_of(status),
         sampling=dict(status.sampling) or None,

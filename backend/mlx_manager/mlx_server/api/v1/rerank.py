@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
     check_inputs,
+    notes,
     read,
-    unknown_header,
 )
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
@@ -34,4 +34,4 @@ async def rerank_documents(request: Request) -> Response:
     check_inputs("documents", asked.documents, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await rank(server.inference(request, body), asked)
-    return LargeResponse(embeddings.ranked(body, asked, encoded), unknown_header(body))
+    return LargeResponse(embeddings.ranked(body, asked, encoded), notes(body))

@@ -11,13 +11,18 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
     check_counts,
+    notes,
     read,
-    unknown_header,
 )
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
-from mlx_manager.mlx_server.errors import InvalidParameter, StorageFailed, UnsupportedParameter
+from mlx_manager.mlx_server.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    StorageFailed,
+    UnsupportedParameter,
+)
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.schemas.responses import (
     DeletedResponse,
@@ -73,7 +78,7 @@ async def count_input_tokens(request: Request, response: Response) -> InputToken
     """The tokens that a response's prompt takes."""
     server = server_of(request)
     body = await read(request, InputTokensRequest, server.settings.api)
-    response.headers.update(unknown_header(body))
+    response.headers.update(notes(body))
     model = server.pool.resolve(body.model)
     asked = responses.counted(model, body, *await _conversation(request, body))
     inference = server.inference(request, body)
@@ -147,6 +152,18 @@ async def delete_response(request: Request, response_id: str) -> DeletedResponse
     """Forget a response. Conversations can't go on from what went on from it."""
     await server_of(request).responses.delete(response_id, caller_of(request))
     return DeletedResponse(id=response_id)
+
+
+@router.post("/responses/{response_id}/cancel", include_in_schema=False)
+async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Refused: only what is answered in the background can be cancelled, and nothing is here.
+
+    Raises:
+        ResponseNotFound: there is no such response.
+        InvalidRequest: there is one.
+    """
+    await server_of(request).responses.find(response_id, caller_of(request))
+    raise InvalidRequest("Cannot cancel a synchronous response.")
 
 
 @router.get("/responses/{response_id}/input_items")

@@ -11,11 +11,11 @@ from typing import Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from mlx_manager.mlx_server.api.connection import UntilHangup, read, unknown_header
+from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.protocols.tokens import rendered, tokenized, tokenizing, told
+from mlx_manager.mlx_server.protocols.tokens import asked_to_render, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
     PromptRequest,
@@ -60,7 +60,7 @@ async def tokenize(request: Request) -> Response:
         texts = found.texts() if body.return_token_strs else None
         return tokenized(found.ids, found.context_length, texts)
 
-    return LargeResponse(await ask(request, body.model, answer, body), unknown_header(body))
+    return LargeResponse(await ask(request, body.model, answer, body), notes(body))
 
 
 @router.post(
@@ -72,7 +72,7 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     body = await read(request, DetokenizeRequest, server_of(request).settings.api)
     text = await ask(request, body.model, lambda model: model.detokenize(body.tokens), body)
-    return LargeResponse(told(text), unknown_header(body))
+    return LargeResponse(told(text), notes(body))
 
 
 @router.post(
@@ -83,9 +83,9 @@ async def detokenize(request: Request) -> Response:
 async def apply_template(request: Request) -> Response:
     """A conversation as the text that the model gets to see."""
     body = await read(request, PromptRequest, server_of(request).settings.api)
-    asked = rendered(body.messages, body)
+    asked = asked_to_render(body)
     text = await ask(request, body.model, lambda model: model.render(asked), body, "text")
-    return LargeResponse(told(text), unknown_header(body))
+    return LargeResponse(told(text), notes(body))
 
 
 @router.get("/tokenizer_info")

@@ -1,0 +1,103 @@
+"""Tools that a provider would run: left out where they are offered, refused where demanded.
+
+What they did earlier in a conversation is text for a model here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mlx_manager.mlx_server.core import Tool, ToolChoice
+from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+
+_WITHOUT_MEANING = frozenset({"type", "id", "status", "call_id", "tool_use_id", "cache_control"})
+"""What ties a record to others, and says nothing to a model."""
+_IMAGE = "(an image)"
+
+
+def unknown_tool(path: str, kind: str | None) -> UnsupportedParameter:
+    """Return the error for a tool of a type that nobody here knows."""
+    return UnsupportedParameter(
+        f"`{path}.type` {kind!r} is not supported by this server: only functions that the client "
+        "itself runs can be called.",
+        param=f"{path}.type",
+    )
+
+
+def demanded(kind: str, param: str = "tool_choice") -> UnsupportedParameter:
+    """Return the error for a choice of a tool that is no function."""
+    return UnsupportedParameter(
+        f"`{param}` demands {kind!r}, which is not supported by this server: only functions that "
+        "the client itself runs can be called.",
+        param=param,
+    )
+
+
+def check_demand(choice: ToolChoice, tools: Sequence[Tool], left_out: Sequence[str]) -> None:
+    """
+    left_out: the types of the tools that are offered and that nothing here runs.
+
+    Raises:
+        UnsupportedParameter: a call is required, and only those could be called.
+    """
+    if choice == "required" and left_out and not tools:
+        raise demanded(", ".join(left_out))
+
+
+def permitted(
+    tools: Sequence[Tool], allowed: Collection[str] | None, param: str
+) -> tuple[Tool, ...]:
+    """Return those of `tools` that may be called; all if `allowed` is None.
+
+    Raises:
+        InvalidParameter: `allowed`, from the field `param`, has a name that is none of the tools'.
+    """
+    if allowed is None:
+        return tuple(tools)
+    unknown = set(allowed) - {tool.name for tool in tools}
+    if unknown:
+        raise InvalidParameter(
+            f"`{param}` allows {min(unknown)!r}, which is none of `tools`.", param=param
+        )
+    return tuple(tool for tool in tools if tool.name in allowed)
+
+
+def told(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return what such a tool was asked, or gave, as text: its type, and the rest as JSON.
+
+    Images and what only its provider can read are left out.
+    """
+    said = {
+        name: _IMAGE if (kind, name) == ("image_generation_call", "result") else _readable(value)
+        for name, value in fields.items()
+        if name not in _WITHOUT_MEANING and _is_readable(name, value)
+    }
+    if said.keys() == {"content"}:
+        content = said["content"]
+        return f"{kind}: {content if isinstance(content, str) else _written(content)}"
+    return f"{kind}: {_written(said)}"
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_readable(name: str, value: object) -> bool:
+    return value is not None and not name.startswith("encrypted_")
+
+
+def _readable(value: Any) -> Any:
+    match value:
+        case str() if value.startswith("data:"):
+            return _IMAGE
+        case {"type": "base64", "data": str()}:
+            return "(binary data)"
+        case dict():
+            return {
+                name: _readable(inner) for name, inner in value.items() if _is_readable(name, inner)
+            }
+        case list():
+            return [_readable(inner) for inner in value]
+    return value
