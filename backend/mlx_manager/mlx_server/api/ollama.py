@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
     check_inputs,
+    notes,
     read,
-    unknown_header,
 )
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse, respond
@@ -126,7 +126,7 @@ async def lifecycle(request: Request, body: OllamaBody, head: Head, *, chat: boo
             pass
     told = ollama.lifecycle_body(head, reason, chat=chat)
     kind = ollama.NDJSON if body.stream else None
-    return JSONResponse(told, media_type=kind, headers=unknown_header(body))
+    return JSONResponse(told, media_type=kind, headers=notes(body))
 
 
 # -- vectors -----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ async def embed_texts(request: Request) -> Response:
     await keep(server, body, head)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)
-    return LargeResponse(ollama.vectors(head, encoded), unknown_header(body))
+    return LargeResponse(ollama.vectors(head, encoded), notes(body))
 
 
 @router.post("/api/embeddings", openapi_extra=takes(OllamaEmbeddingsRequest))
@@ -154,7 +154,7 @@ async def embed_text(request: Request) -> Response:
     head = head_of(server, body.model)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), ollama.embed_request(body, head))
-    return JSONResponse({"embedding": encoded.rows[0].tolist()}, headers=unknown_header(body))
+    return JSONResponse({"embedding": encoded.rows[0].tolist()}, headers=notes(body))
 
 
 # -- models ------------------------------------------------------------------------------------
