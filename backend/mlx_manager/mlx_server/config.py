@@ -314,6 +314,9 @@ class MLXServerSettings(BaseSettings):
     queue_timeout_seconds: float | None = Field(
         None, gt=0, description="Time in the queue of a loaded model; requests can ask for less"
     )
+    websockets: bool = Field(
+        True, description="Serve /v1/responses as a WebSocket, too, as Codex asks for it"
+    )
     client_timeout_seconds: float = Field(
         60, gt=0, description="Time a client may take to send its headers, or send or take nothing"
     )

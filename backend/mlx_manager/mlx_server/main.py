@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.api import (
     health,
     metrics,
     ollama,
+    websocket,
 )
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
@@ -176,6 +177,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     errors.install(app)
     access.install(app, server.metrics)
     auth.install_cors(app, server.settings.access)
+    websocket.install(app, server)
     app.include_router(health.router)
     app.include_router(debug.router)
     app.include_router(metrics.router)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import brotli
 import zstandard
@@ -84,7 +84,7 @@ def _deflate(body: bytes) -> Iterator[bytes]:
     yield from _inflated(body, zlib.MAX_WBITS if wrapped else -zlib.MAX_WBITS)
 
 
-def _inflated(body: bytes, bits: int) -> Iterator[bytes]:
+def _inflated(body: bytes, bits: int) -> Generator[bytes, None, bytes]:
     """Yield the pieces of one stream, and return what comes after its end."""
     inflater = zlib.decompressobj(bits)
     while not inflater.eof:

@@ -44,8 +44,9 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import new_id
+from mlx_manager.mlx_server.protocols.dialects import Refusal
 from mlx_manager.mlx_server.protocols.logprobs import entries
-from mlx_manager.mlx_server.protocols.parameters import Refusal, refuse_unsupported
+from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported
 from mlx_manager.mlx_server.schemas.ollama import (
     OllamaBody,
     OllamaChatRequest,

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.config import ResponseLimits
@@ -119,6 +119,17 @@ class StoredResponse:
     def previous(self) -> str | None:
         found: str | None = self.response["previous_response_id"]
         return found
+
+
+@dataclass(slots=True)
+class LatestResponse:
+    """The last response of a connection, which can be gone on from there though nobody keeps it.
+
+    items: its conversation, as `ResponseStore.history` has it.
+    """
+
+    id: str | None = None
+    items: list[JsonItem] = field(default_factory=list)
 
 
 def place(response_id: str, owner: str) -> str:
