@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import LiveServer
+from thorough import slow
 
 HERE = Path(__file__).parent
 QUESTION = "How do I stop the server?"
@@ -70,19 +71,77 @@ def test_claude_code_is_refused_nothing(options: list[str], server: LiveServer, 
     assert refusals(server) == before
 
 
-def test_codex_takes_a_turn(server: LiveServer, tmp_path: Path):
-    instructions = tmp_path / "instructions.md"
-    instructions.write_text("You help.")
-    (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(f"""
+def codex(
+    *arguments: str, server: LiveServer, home: Path, builtin: bool = True, **settings: object
+) -> str:
+    """What Codex says by its built-in provider, which opens a WebSocket, or by one of ours, which
+    goes over HTTP."""
+    (home / "instructions.md").write_text("You help.")
+    (home / ".codex").mkdir(exist_ok=True)
+    own = f'{{ name = "own", base_url = "{server.url}/v1", wire_api = "responses" }}'
+    provider = f'model_provider = "own"\nmodel_providers.own = {own}'
+    if builtin:
+        provider = f'openai_base_url = "{server.url}/v1"'
+    more = "\n".join(f"{name} = {value}" for name, value in settings.items())
+    (home / ".codex" / "config.toml").write_text(f"""
 model = "gpt-local"
-model_provider = "own"
-model_instructions_file = "{instructions}"
+{provider}
+model_instructions_file = "{home / "instructions.md"}"
 web_search = "disabled"
 include_permissions_instructions = false
 include_environment_context = false
-features = {{ skills = false, multi_agent = false, apps = false, plugins = false }}
-model_providers.own = {{ name = "own", base_url = "{server.url}/v1", wire_api = "responses" }}
+features = {{ multi_agent = false, apps = false, plugins = false }}
+{more}
 """)
-    said = turn("codex", "exec", "--skip-git-repo-check", QUESTION, home=tmp_path)
-    assert said == ANSWER
+    options = ("--skip-git-repo-check", QUESTION)
+    return turn("codex", "exec", *arguments, *options, home=home, OPENAI_API_KEY="none")
+
+
+def answered(server: LiveServer, method: str) -> int:
+    """How many requests to `/v1/responses` were answered well."""
+    told = httpx.get(f"{server.url}/metrics").text
+    pattern = (
+        rf'http_requests_total{{handler="/v1/responses",method="{method}",status="[12]..?"}} (\d+)'
+    )
+    return sum(int(count) for count in re.findall(pattern, told))
+
+
+@pytest.mark.parametrize("builtin", [True, False], ids=["websocket", "http"])
+def test_codex_takes_a_turn(server: LiveServer, tmp_path: Path, builtin: bool):
+    refused, opened = refusals(server), answered(server, "GET")
+    assert codex(server=server, home=tmp_path, builtin=builtin) == ANSWER
+    assert refusals(server) == refused
+    assert answered(server, "GET") - opened == builtin
+
+
+@pytest.mark.parametrize("builtin", [True, False], ids=["websocket", "http"])
+def test_codex_goes_on_from_a_conversation_that_was_summed_up(
+    server: LiveServer, tmp_path: Path, builtin: bool
+):
+    hold_a_session(server, tmp_path, builtin=builtin, turns=3)
+
+
+@slow
+@pytest.mark.parametrize("builtin", [True, False], ids=["websocket", "http"])
+def test_codex_holds_a_session_of_ten_turns(server: LiveServer, tmp_path: Path, builtin: bool):
+    hold_a_session(server, tmp_path, builtin=builtin, turns=10)
+
+
+def hold_a_session(server: LiveServer, home: Path, *, builtin: bool, turns: int) -> None:
+    """Have Codex ask `turns` times, with a limit of tokens that has it sum up what was said."""
+    refused = refusals(server)
+    for number in range(turns):
+        going_on = ("resume", "--last") if number else ()
+        # Its tools and instructions alone are more.
+        said = codex(
+            *going_on,
+            server=server,
+            home=home,
+            builtin=builtin,
+            model_context_window=8192,
+            model_auto_compact_token_limit=2900,
+        )
+        assert said == ANSWER
+    assert refusals(server) == refused
+    sessions = [path.read_text() for path in (home / ".codex" / "sessions").rglob("*.jsonl")]
+    assert any('"compacted"' in session for session in sessions)

@@ -154,7 +154,7 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
     own = [f"{scheme}://{request.headers.get('host', '')}" for scheme in ("http", "https")]
     if origin is not None and origin not in (*own, *allowed) and "*" not in allowed:
         raise PermissionDenied(
-            f"Pages of {ascii(origin)[1:-1][:128]} may not open WebSockets here. The server's owner "
+            f"Pages of {ascii(origin)[1:-1][:128]} may not open WebSockets here. Its owner "
             "allows origins with MLX_SERVER_CORS_ORIGINS."
         )
 
