@@ -467,6 +467,19 @@ def test_what_anthropics_tools_did_is_read_as_text(http: httpx.Client):
     assert answered(http, MESSAGES, messages=said)["type"] == "message"
 
 
+def test_a_call_of_a_custom_tool_is_read_as_one(http: httpx.Client):
+    call = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": "*** Begin"}}
+    said = [
+        *says("Go on."),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Done!"},
+    ]
+    text = http.post("/v1/apply-template", json={"messages": said}).json()["prompt"]
+    assert "apply_patch" in text
+    assert "*** Begin" in text
+    assert answered(http, CHAT, messages=said)
+
+
 # Fields of other APIs
 
 
@@ -533,6 +546,10 @@ def test_a_field_of_another_api_is_refused_by_name(
         (CHAT, {"stop_sequences": [], "text": {"format": {"type": "text"}}, "typical_p": 1.0}),
         (CHAT, {"include_reasoning": True, "mirostat": 0, "add_special_tokens": False}),
         (COMPLETIONS, {"tools": [], "tool_choice": "none", "add_special_tokens": True}),
+        (CHAT, {"max_new_tokens": 4, "n_predict": 4, "stop": ["x"], "stop_sequences": ["x"]}),
+        (COMPLETIONS, {"num_predict": 4, "guidance_scale": 1, "negative_prompt": ""}),
+        (RESPONSES, {"max_tokens": 4}),
+        (MESSAGES, {"max_completion_tokens": 4}),
         (RESPONSES, {"stop": [], "n": 1, "response_format": {"type": "text"}, "logprobs": False}),
         (MESSAGES, {"stop": [], "n": 1, "user": "me", "store": False, "parallel_tool_calls": True}),
     ],

@@ -41,7 +41,8 @@ mlx_manager.mlx_server.api.reference`); a test fails when this page and they dif
   `MLX_SERVER_VALIDATION_STATUS=400`.
 - A refused field is a 400 that names it, unless its value asks for nothing ("allowed" below).
 - A field of another endpoint, or of another server, that would change the answer is refused by
-  name, too: each table is followed by those. A null or a value that asks for nothing is none.
+  name, too: each table is followed by those. A null or a value that asks for nothing is none, and
+  neither is the same value beside the field's name here (`n_predict` beside `max_tokens`).
 - Any other field that is in no table is accepted and named in the response header
   `x-unknown-fields` and in the log; with `MLX_SERVER_STRICT_FIELDS=true` it is refused.
 - Half of a character in a string (`"\\ud83d"`) is U+FFFD.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -307,11 +308,24 @@ def _message(message: ChatMessage, path: str) -> Message:
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         tool_calls=tuple(
-            ToolCall(call.id or "", call.function.name, call.function.arguments or "")
-            for call in message.tool_calls or ()
+            _called(call, f"{path}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls or ())
         ),
         tool_call_id=message.tool_call_id,
     )
+
+
+def _called(call: ChatToolCall, path: str) -> ToolCall:
+    """
+    Raises:
+        InvalidParameter: a call of nothing.
+    """
+    if call.function is not None:
+        return ToolCall(call.id or "", call.function.name, call.function.arguments or "")
+    if call.custom is not None:
+        arguments = json.dumps({"input": call.custom.input}, ensure_ascii=False)
+        return ToolCall(call.id or "", call.custom.name, arguments)
+    raise InvalidParameter(f"`{path}.function` is required.", param=f"{path}.function")
 
 
 def _part(part: ContentPart, path: str) -> str:
@@ -440,7 +454,8 @@ class ChatStream:
 class _Choice:
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[ChatToolCall] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
@@ -455,11 +470,10 @@ class _Choice:
             case ReasoningDelta(text):
                 self.reasoning.append(text)
             case ToolCallStarted(_, call_id, name):
-                function = FunctionCall(name=name, arguments="")
-                self.calls.append(ChatToolCall(id=call_id, type="function", function=function))
+                self.calls.append((call_id, name))
+                self.arguments.append("")
             case ToolCallDelta(index, arguments):
-                function = self.calls[index].function
-                function.arguments = (function.arguments or "") + arguments
+                self.arguments[index] += arguments
             case Finished():
                 self.finished = event
 
@@ -470,7 +484,14 @@ class _Choice:
         if self.reasoning:
             optional[reasoning_field] = "".join(self.reasoning)
         if self.calls:
-            optional["tool_calls"] = self.calls
+            optional["tool_calls"] = [
+                ChatToolCall(
+                    id=call_id,
+                    type="function",
+                    function=FunctionCall(name=name, arguments=arguments),
+                )
+                for (call_id, name), arguments in zip(self.calls, self.arguments, strict=True)
+            ]
         content = None if absent else text
         return ChatMessage(role="assistant", content=content, refusal=None, **optional)
 

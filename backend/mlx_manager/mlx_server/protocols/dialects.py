@@ -41,12 +41,14 @@ APPLY_TEMPLATE: Endpoint = "/v1/apply-template"
 class Refusal:
     """A field that is known and not honoured. `harmless` values ask for nothing; null does neither.
 
-    instead: a sentence that says what to do. by: who does not support it.
+    instead: a sentence that says what to do. by: who does not support it. twins: fields of the same
+    meaning that are honoured; beside one with the same value the field asks for nothing more.
     """
 
     harmless: tuple[object, ...] = ()
     instead: str = ""
     by: str = "this server"
+    twins: tuple[str, ...] = ()
 
 
 HARMLESS: dict[str, tuple[object, ...]] = {
@@ -58,7 +60,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "ban_eos_token": (False,),
     "banned_strings": ([],),
-    "banned_tokens": ([],),
+    "banned_tokens": ([], ""),
     "best_of": (1,),
     "continue_final_message": (False,),
     "decoder_input_details": (False,),
@@ -76,6 +78,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
+    "guidance_scale": (1, 1.0),
     "grammar_lazy": (False,),
     "ignore_eos": (False,),
     "images": ([],),
@@ -97,6 +100,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "n_keep": (0,),
     "n_probs": (0,),
+    "negative_prompt": ("",),
     "no_stop_trim": (False,),
     "normalize": (True,),
     "normalized": (True,),
@@ -114,6 +118,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "raw_scores": (False,),
     "reasoning_format": ("auto", "deepseek"),
     "regex": ("",),
+    "rep_pen": (1, 1.0),
     "repeat_last_n": (-1,),
     "response_fields": ([],),
     "response_format": ({"type": "text"},),
@@ -224,6 +229,14 @@ _THINKING = (
 _CONVERSATION = ("messages", "input", "prompt", "inputs")
 _SYSTEM = ("system", "instructions", "system_prompt")
 _STOP = ("stop", "stop_sequences", "stop_regex")
+_TWINS = (
+    _MAX_TOKENS,
+    ("stop", "stop_sequences"),
+    ("seed", "random_seed"),
+    ("repetition_penalty", "repeat_penalty", "rep_pen"),
+    ("min_tokens", "min_new_tokens"),
+)
+"""Names of one thing, of which clients that speak to many servers send several."""
 
 INSTEAD: dict[Endpoint, dict[tuple[str, ...], str]] = {
     CHAT: {
@@ -323,8 +336,14 @@ def foreign(
     """Return the refusals of the `names` that bodies of `kind`, sent to `endpoint`, do not have."""
     instead = {name: said for group, said in INSTEAD[endpoint].items() for name in group}
     harmless = HARMLESS | _HARMLESS_AT.get(endpoint, {})
+    honoured = kind.model_fields.keys()
+    twins = {
+        name: tuple(twin for twin in group if twin in honoured)
+        for group in _TWINS
+        for name in group
+    }
     return {
-        name: Refusal(harmless.get(name, ()), instead.get(name, ""), by=endpoint)
+        name: Refusal(harmless.get(name, ()), instead.get(name, ""), endpoint, twins.get(name, ()))
         for name in sorted(names)
         if name not in kind.model_fields
     }

@@ -252,7 +252,7 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
             "`thinking.budget_tokens` goes with type 'enabled', and only with it.",
             param="thinking.budget_tokens",
         )
-    if thinking.type != "adaptive":
+    if thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = thinking.type == "enabled"
     return MappingProxyType(args | own)
 

@@ -68,7 +68,10 @@ def refuse_unsupported(
     for name in sorted(body.model_fields_set & table.keys()):
         value = getattr(body, name)
         refusal = table[name]
-        if value is not None and not any(_same(value, harmless) for harmless in refusal.harmless):
+        twins = [getattr(body, twin) for twin in refusal.twins]
+        if value is not None and not any(
+            _same(value, each) for each in (*refusal.harmless, *twins)
+        ):
             message = f"`{path}{name}` is not supported by {refusal.by}. {refusal.instead}".strip()
             raise UnsupportedParameter(message, param=path + name)
 

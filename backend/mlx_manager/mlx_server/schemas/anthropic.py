@@ -338,7 +338,7 @@ class Thinking(Wire):
     model with it. It is given as it is otherwise, with "summarized", too: there are no summaries.
     """
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
 

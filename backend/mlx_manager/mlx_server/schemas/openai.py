@@ -65,10 +65,20 @@ class FunctionCall(Wire):
     arguments: str | None = ""
 
 
+class CustomCall(Wire):
+    """A call of a `custom` tool, which takes a text."""
+
+    name: str
+    input: str
+
+
 class ChatToolCall(Wire):
+    """A call of a function, or of a `custom` tool of an earlier server's."""
+
     id: str | None = ""
-    type: Literal["function"] | None = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] | None = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class ContentPart(Wire):
