@@ -64,7 +64,11 @@ from mlx_manager.mlx_server.schemas.openai import (
     PromptRequest,
     TokenizeRequest,
 )
-from mlx_manager.mlx_server.schemas.responses import InputTokensRequest, ResponsesRequest
+from mlx_manager.mlx_server.schemas.responses import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
@@ -92,6 +96,7 @@ BODIES: list[type[BaseModel]] = [
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    CompactRequest,
     InputTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
@@ -178,11 +183,8 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     access.install(app, server.metrics)
     auth.install_cors(app, server.settings.access)
     websocket.install(app, server)
-    app.include_router(health.router)
-    app.include_router(debug.router)
-    app.include_router(metrics.router)
-    app.include_router(audit.router)
-    app.include_router(v1_router)
+    for router in (health.router, debug.router, metrics.router, audit.router, v1_router):
+        app.include_router(router)
     for prefix in ("", "/v2"):
         app.include_router(rerank.router, prefix=prefix, include_in_schema=False)
     app.include_router(admin.router)

@@ -288,4 +288,5 @@ def _with_halves(text: str) -> Any:
 
 def _body(event: dict[str, Any]) -> bytes:
     """JSON, all ASCII. What goes by frames is streamed, whatever the frame says of it."""
-    return json.dumps({**event, "type": CREATE, "stream": True}).encode()
+    fields = {name: value for name, value in event.items() if name != "type"}
+    return json.dumps(fields | {"stream": True}).encode()

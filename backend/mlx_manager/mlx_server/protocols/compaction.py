@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.core import (
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
+    ToolChoice,
     Usage,
 )
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
@@ -125,7 +126,7 @@ class Summarising:
 
     def __init__(self, request: GenerationRequest, context: int) -> None:
         assert isinstance(request.prompt, Conversation)
-        choice = "none" if request.prompt.tool_choice == "none" else "auto"
+        choice: ToolChoice = "none" if request.prompt.tool_choice == "none" else "auto"
         self._prompt = replace(request.prompt, tool_choice=choice)
         most = min(MOST_TOKENS, context // 4)
         self._request = replace(

@@ -66,6 +66,7 @@ from mlx_manager.mlx_server.schemas.responses import (
     CompactedResponse,
     CompactionItem,
     CompactionTrigger,
+    CompactRequest,
     Content,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -100,6 +101,10 @@ UNSUPPORTED: dict[str, Refusal] = {
 }
 UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
     **foreign(RESPONSES, InputTokensRequest, OF_PROMPTS),
+    "conversation": UNSUPPORTED["conversation"],
+}
+UNSUPPORTED_IN_COMPACTING: dict[str, Refusal] = {
+    **foreign(RESPONSES, CompactRequest, OF_PROMPTS),
     "conversation": UNSUPPORTED["conversation"],
 }
 """What is refused by name. To support a field, honour it and delete its line."""
@@ -195,6 +200,25 @@ def request(
 def kept_items(history: Sequence[JsonItem]) -> list[Item]:
     """Items as `listed` or streamed, as they were."""
     return Items.validate_python(history)
+
+
+def compacted(
+    model: str, body: CompactRequest, history: Sequence[Item], items: Sequence[Item]
+) -> GenerationRequest:
+    """A request of which a summary is to be made.
+
+    Raises:
+        InvalidParameter: as `request`.
+        UnsupportedParameter: as `request`.
+    """
+    refuse_unsupported(body, UNSUPPORTED_IN_COMPACTING)
+    return GenerationRequest(
+        model,
+        _conversation(body, history, items),
+        Sampling.asked(),
+        priority=body.priority or 0,
+        request_id=new_id("resp"),
+    )
 
 
 def counted(

@@ -39,11 +39,18 @@ NO_EFFECT = frozenset(
         "max_tool_calls",
         "stream_options",
         "verbosity",
-        "type",
         "client_metadata",
     }
 )
 """Hints that change nothing about the answer here: accepted, and without effect."""
+
+NO_EFFECT_IN_COMPACTING = frozenset(
+    {
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("client_metadata", "image", "text", "parallel_tool_calls"),
+    }
+)
+"""Likewise, of what a conversation is summed up for."""
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -348,6 +355,7 @@ class CompactRequest(InputTokensRequest):
     prompt_cache_options: Any = Field(None, description="No effect")
     client_metadata: Any = Field(None, description="No effect")
     image: Any = Field(None, description="No effect: there are no images")
+    priority: int | None = Field(None, description="Lower goes first")
 
 
 class ResponsesRequest(InputTokensRequest, SamplingParameters):
@@ -383,7 +391,6 @@ class ResponsesRequest(InputTokensRequest, SamplingParameters):
     generate: bool | None = Field(
         None, description="false: process the prompt for what comes next, and generate nothing"
     )
-    type: Literal["response.create"] | None = Field(None, description="No effect: a frame's type")
     client_metadata: Any = Field(None, description="No effect")
     stream_id: Any = Field(None, description="Several conversations in one WebSocket")
     moderation: Any = Field(None, description="Moderate input and output")

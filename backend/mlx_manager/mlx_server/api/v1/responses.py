@@ -169,7 +169,7 @@ async def compact_response(request: Request) -> Response:
     model = server.pool.resolve(body.model)
     kept, said = await _conversation(request, body)
     history = responses.kept_items(kept)
-    asked = responses.counted(model, body, history, said)
+    asked = responses.compacted(model, body, history, said)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         summary = Summary(await context_length(inference, model))
