@@ -340,6 +340,9 @@ class MLXServerSettings(BaseSettings):
         gt=0,
         description="Seconds in the queue of a loaded model; a request can set a shorter time",
     )
+    websockets: bool = Field(
+        True, description="Serve /v1/responses as a WebSocket, too, as Codex asks for it"
+    )
     client_timeout_seconds: float = Field(
         60,
         gt=0,

@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.api import (
     health,
     metrics,
     ollama,
+    websocket,
 )
 from mlx_manager.mlx_server.api.listener import Listener
 from mlx_manager.mlx_server.api.state import Server
@@ -65,7 +66,11 @@ from mlx_manager.mlx_server.schemas.openai import (
     PromptRequest,
     TokenizeRequest,
 )
-from mlx_manager.mlx_server.schemas.responses import InputTokensRequest, ResponsesRequest
+from mlx_manager.mlx_server.schemas.responses import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from mlx_manager.mlx_server.services.awake import keep_awake
 from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
@@ -96,6 +101,7 @@ BODIES: list[type[BaseModel]] = [
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    CompactRequest,
     InputTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
@@ -197,6 +203,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
     errors.install(app)
     access.install(app, server.metrics)
     auth.install_cors(app, server.settings.access)
+    websocket.install(app, server)
     for router in ROUTERS:
         app.include_router(router)
     documentation.describe(

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import LiveServer
+from thorough import slow
 
 HERE = Path(__file__).parent
 QUESTION = "How do I stop the server?"
@@ -41,7 +42,8 @@ def turn(agent: str, *arguments: str, home: Path, **environment: str) -> str:
 
 def refusals(server: LiveServer) -> list[str]:
     told = httpx.get(f"{server.url}/metrics").text
-    return re.findall(r'http_requests_total{handler="/v1/.*status="4.*', told)
+    found = re.findall(r'http_requests_total{handler="/v1/.*status="4.*', told)
+    return [line for line in found if 'status="426"' not in line]
 
 
 def claude(*options: str, server: LiveServer, home: Path) -> str:
@@ -70,19 +72,82 @@ def test_claude_code_is_refused_nothing(options: list[str], server: LiveServer, 
     assert refusals(server) == before
 
 
-def test_codex_takes_a_turn(server: LiveServer, tmp_path: Path):
-    instructions = tmp_path / "instructions.md"
-    instructions.write_text("You help.")
-    (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(f"""
+def codex(
+    *arguments: str, server: LiveServer, home: Path, builtin: bool = True, **settings: object
+) -> str:
+    """What Codex says by its built-in provider, which opens a WebSocket, or by one of ours, which
+    goes over HTTP."""
+    (home / "instructions.md").write_text("You help.")
+    (home / ".codex").mkdir(exist_ok=True)
+    own = f'{{ name = "own", base_url = "{server.url}/v1", wire_api = "responses" }}'
+    provider = f'model_provider = "own"\nmodel_providers.own = {own}'
+    if builtin:
+        provider = f'openai_base_url = "{server.url}/v1"'
+    more = "\n".join(f"{name} = {value}" for name, value in settings.items())
+    (home / ".codex" / "config.toml").write_text(f"""
 model = "gpt-local"
-model_provider = "own"
-model_instructions_file = "{instructions}"
+{provider}
+model_instructions_file = "{home / "instructions.md"}"
 web_search = "disabled"
 include_permissions_instructions = false
 include_environment_context = false
-features = {{ skills = false, multi_agent = false, apps = false, plugins = false }}
-model_providers.own = {{ name = "own", base_url = "{server.url}/v1", wire_api = "responses" }}
+features = {{ multi_agent = false, apps = false, plugins = false }}
+{more}
 """)
-    said = turn("codex", "exec", "--skip-git-repo-check", QUESTION, home=tmp_path)
-    assert said == ANSWER
+    options = ("--skip-git-repo-check", QUESTION)
+    return turn("codex", "exec", *arguments, *options, home=home, OPENAI_API_KEY="none")
+
+
+def answered(server: LiveServer, method: str) -> int:
+    """How many requests to `/v1/responses` were answered well."""
+    told = httpx.get(f"{server.url}/metrics").text
+    pattern = (
+        rf'http_requests_total{{handler="/v1/responses",method="{method}",status="[12]..?"}} (\d+)'
+    )
+    return sum(int(count) for count in re.findall(pattern, told))
+
+
+def test_codex_takes_a_turn_by_a_provider_of_its_users(server: LiveServer, tmp_path: Path):
+    refused, opened = refusals(server), answered(server, "GET")
+    assert codex(server=server, home=tmp_path, builtin=False) == ANSWER
+    assert refusals(server) == refused
+    assert answered(server, "GET") == opened
+
+
+@pytest.fixture(params=["server", "plain_server"], ids=["websocket", "http"])
+def either(request: pytest.FixtureRequest) -> LiveServer:
+    """One that serves WebSockets, and one that answers 426."""
+    found: LiveServer = request.getfixturevalue(request.param)
+    return found
+
+
+def test_codex_holds_a_session_and_has_it_summed_up(either: LiveServer, tmp_path: Path):
+    hold_a_session(either, tmp_path, turns=3)
+
+
+@slow
+def test_codex_holds_a_session_of_ten_turns(either: LiveServer, tmp_path: Path):
+    hold_a_session(either, tmp_path, turns=10)
+
+
+def hold_a_session(server: LiveServer, home: Path, *, turns: int) -> None:
+    """Have Codex ask `turns` times, with a limit of tokens by which it has what was said summed up.
+
+    Its built-in provider goes on over HTTP at once where a WebSocket is answered by 426.
+    """
+    before = refusals(server)
+    posted = answered(server, "POST")
+    for number in range(turns):
+        # Its tools and instructions alone are more than the limit.
+        said = codex(
+            *(("resume", "--last") if number else ()),
+            server=server,
+            home=home,
+            model_context_window=8192,
+            model_auto_compact_token_limit=2900,
+        )
+        assert said == ANSWER
+    assert refusals(server) == before
+    assert answered(server, "POST") - posted >= turns
+    sessions = [path.read_text() for path in (home / ".codex" / "sessions").rglob("*.jsonl")]
+    assert any('"type":"compaction"' in session for session in sessions)

@@ -16,6 +16,8 @@ from live import LiveServer, live_server
 from openai.types.responses import ResponseStreamEvent
 from sdk_models import strictly
 
+from mlx_manager.mlx_server.protocols.compaction import Compacted
+
 MODEL = "mlx-manager/demo"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CLAUDE_TOOL: Any = {"name": "get_weather", "description": "Get the weather of a city", "input_schema": SCHEMA}  # fmt: skip
@@ -148,8 +150,6 @@ def test_openais_sdk_holds_a_conversation_with_a_tool(gpt: openai.OpenAI):
     )
     assert counted.object == "response.input_tokens"
     assert counted.input_tokens == going_on.usage.input_tokens
-    with pytest.raises(openai.BadRequestError, match="compact` is not supported"):
-        gpt.responses.compact(model=MODEL, input=QUESTION)
     assert gpt.responses.retrieve(going_on.id).output_text == going_on.output_text
     assert [item.type for item in gpt.responses.input_items.list(streamed.id)] == ["message"]
     logprobs: Any = ["message.output_text.logprobs"]
@@ -282,14 +282,18 @@ def test_a_stream_that_is_left_is_cancelled_and_was_well_formed(
     with claude.messages.create(
         model=MODEL, max_tokens=8000, messages=said, stream=True, extra_body={"temperature": 0}
     ) as events:
-        first = [strictly(RawMessageStreamEvent, next(events).to_dict()) for _ in range(3)]
+        first = [
+            strictly(RawMessageStreamEvent, next(events).to_dict(warnings=False)) for _ in range(3)
+        ]
     assert [event.type for event in first] == [
         "message_start",
         "content_block_start",
         "content_block_delta",
     ]
     with gpt.responses.create(model=MODEL, input=QUESTION, stream=True, temperature=0) as stream:
-        begun = [strictly(ResponseStreamEvent, next(stream).to_dict()) for _ in range(5)]
+        begun = [
+            strictly(ResponseStreamEvent, next(stream).to_dict(warnings=False)) for _ in range(5)
+        ]
     assert [event.sequence_number for event in begun] == [0, 1, 2, 3, 4]
     with gpt.chat.completions.create(
         model=MODEL, messages=said, stream=True, extra_body=endless
@@ -302,3 +306,127 @@ def test_a_stream_that_is_left_is_cancelled_and_was_well_formed(
             if not engine["running"] + engine["prefilling"] + engine["waiting"]:
                 return
     raise AssertionError(engine)
+
+
+SHOP: list[Any] = [
+    {"role": "user", "content": "How do I stop the server?"},
+    {"role": "assistant", "content": "Press Ctrl-C."},
+    {"role": "user", "content": "And how do I start it?"},
+]
+CONVERSATION = {"model": MODEL, "temperature": 0, "instructions": "You help. " * 20}
+
+
+def summary_of(item: Any) -> str:
+    opened = Compacted.open(item.encrypted_content)
+    assert opened is not None
+    return opened.summary
+
+
+def test_a_compacted_conversation_is_gone_on_from(gpt: openai.OpenAI):
+    gpt.responses.create(input=SHOP, **CONVERSATION)
+    compacted = gpt.responses.compact(
+        model=MODEL, input=SHOP, instructions=CONVERSATION["instructions"]
+    )
+    *kept, summary = compacted.output
+    assert compacted.object == "response.compaction"
+    assert [item.to_dict(warnings=False)["content"][0]["text"] for item in kept] == [  # type: ignore[index]
+        SHOP[0]["content"],
+        SHOP[2]["content"],
+    ]
+    assert summary.type == "compaction"
+    assert summary_of(summary)
+    assert compacted.usage.input_tokens_details.cached_tokens > 50
+    assert compacted.usage.output_tokens > 0
+    window = [item.to_dict(warnings=False) for item in compacted.output]
+    onward = {"role": "user", "content": "How do I stop the server?"}
+    answer = gpt.responses.create(input=[*window, onward], **CONVERSATION)  # type: ignore[arg-type]
+    assert answer.output_text
+
+
+def test_what_a_summary_stands_for_is_not_read_again(gpt: openai.OpenAI):
+    compacted = gpt.responses.compact(model=MODEL, input=SHOP)
+    summary: Any = compacted.output[-1].to_dict(warnings=False)
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c", "output": "long " * 500}
+    count = gpt.responses.input_tokens.count
+    plain = count(model=MODEL, input=[SHOP[0], SHOP[2], summary]).input_tokens
+    for before in ([*SHOP], [SHOP[0], call, result, SHOP[2]], [summary, *SHOP]):
+        assert count(model=MODEL, input=[*before, summary]).input_tokens == plain
+    assert count(model=MODEL, input=[summary, result | {"output": "1"}]).input_tokens < plain + 50
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_trigger_is_answered_by_a_summary_alone(gpt: openai.OpenAI, stream: bool):
+    trigger: Any = {"type": "compaction_trigger"}
+    asked: Any = CONVERSATION | {"input": [*SHOP, trigger], "tools": [OPENAI_TOOL]}
+    if stream:
+        events = list(gpt.responses.create(stream=True, **asked))
+        kinds = [event.type for event in events]
+        assert kinds[:3] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+        ]
+        assert kinds[-2:] == ["response.output_item.done", "response.completed"]
+        response = events[-1].response  # type: ignore[union-attr]
+    else:
+        response = gpt.responses.create(**asked)
+    (item,) = response.output
+    assert response.status == "completed"
+    assert summary_of(item)
+    going_on = gpt.responses.create(
+        previous_response_id=response.id,
+        input="And?",
+        **CONVERSATION,  # type: ignore[arg-type]
+    )
+    assert going_on.usage
+    assert response.usage
+    assert going_on.usage.input_tokens < response.usage.input_tokens
+
+
+def test_a_trigger_that_is_not_last_is_refused(gpt: openai.OpenAI):
+    trigger: Any = {"type": "compaction_trigger"}
+    with pytest.raises(openai.BadRequestError, match="must be last") as caught:
+        gpt.responses.create(input=[trigger, *SHOP], **CONVERSATION)  # type: ignore[arg-type]
+    assert caught.value.param == "input[0]"
+
+
+def test_a_conversation_beyond_the_threshold_is_summed_up_before_its_answer(gpt: openai.OpenAI):
+    for threshold, kinds in ((100000, ["message"]), (50, ["compaction", "message"])):
+        management: Any = [{"type": "compaction", "compact_threshold": threshold}]
+        response = gpt.responses.create(
+            input=SHOP,
+            context_management=management,
+            **CONVERSATION,  # type: ignore[arg-type]
+        )
+        assert [item.type for item in response.output] == kinds
+    going_on = gpt.responses.create(
+        previous_response_id=response.id,
+        input="And?",
+        **CONVERSATION,  # type: ignore[arg-type]
+    )
+    assert going_on.output_text
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        SHOP * 300,
+        [{"role": "user", "content": "word " * 40000}],
+        [
+            SHOP[0],
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "word " * 40000},
+        ],
+    ],
+    ids=["many", "one", "result"],
+)
+def test_a_conversation_that_is_too_long_is_summed_up_all_the_same(gpt: openai.OpenAI, long: Any):
+    with pytest.raises(openai.BadRequestError) as caught:
+        gpt.responses.create(model=MODEL, input=long)
+    assert caught.value.code == "context_length_exceeded"
+    compacted = gpt.responses.compact(model=MODEL, input=long)
+    assert summary_of(compacted.output[-1])
+    assert compacted.usage.input_tokens < 8192
+    triggered = gpt.responses.create(model=MODEL, input=[*long, {"type": "compaction_trigger"}])
+    assert [item.type for item in triggered.output] == ["compaction"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from fastapi import FastAPI, Request
@@ -140,6 +140,23 @@ def check_host(host: str, allowed: tuple[str, ...]) -> None:
             f"This server has no keys, and answers to its address only, not to {name!r}. Its owner "
             "allows names with MLX_SERVER_ALLOWED_HOSTS, or sets a key."
         ) from None
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Browsers let any site's page open a WebSocket, and say whose it is; nobody else says so.
+
+    allowed: the origins whose pages may.
+
+    Raises:
+        PermissionDenied: it is another site's page.
+    """
+    origin = request.headers.get("origin")
+    own = [f"{scheme}://{request.headers.get('host', '')}" for scheme in ("http", "https")]
+    if origin is not None and origin not in (*own, *allowed) and "*" not in allowed:
+        raise PermissionDenied(
+            f"Pages of {ascii(origin)[1:-1][:128]} may not open WebSockets here. Its owner "
+            "allows origins with MLX_SERVER_CORS_ORIGINS."
+        )
 
 
 def with_rates(send: Send, account: Account, path: str) -> Send:

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from mlx_manager.mlx_server.api.codings import decoded
 from mlx_manager.mlx_server.api.errors import invalid
 from mlx_manager.mlx_server.config import ApiLimits, EngineLimits
 from mlx_manager.mlx_server.errors import (
@@ -62,7 +63,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     machine without asking.
 
     Raises:
-        InvalidRequest: not declared as JSON, not JSON, or compressed.
+        InvalidRequest: not declared as JSON, not JSON, or in a coding that nobody here reads.
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
         RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
             messages, content parts or images than may be.
@@ -73,11 +74,9 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         raise InvalidRequest(
             f"Send the body with `Content-Type: application/json`, not {declared or 'without one'}."
         )
-    coding = request.headers.get("content-encoding", "").strip().lower()
-    if coding not in ("", "identity"):
-        raise InvalidRequest(f"Send the body as it is, without `Content-Encoding: {coding}`.")
+    coding = request.headers.get("content-encoding", "")
     sent = await _read_bytes(request, limits.max_body, limits.client_timeout)
-    data = bytes(sent)
+    data = await decoded(bytes(sent), coding, limits.max_body)
     try:
         given = from_json(data)
     except ValueError:

@@ -25,9 +25,11 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
+from mlx_manager.mlx_server.api.paths import WEBSOCKET_PATH
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, InvalidRequest, MLXManagerError
@@ -44,7 +46,9 @@ KEEP_ALIVE = 75
 request could meet a connection that is being closed."""
 
 OFFERS = frozenset({b"upgrade", b"http2-settings"})
-"""Headers that offer another protocol, and what `Connection` then says."""
+"""What `Connection` says of an offer of another protocol."""
+PING = 20
+"""Seconds between the pings of a WebSocket."""
 
 
 class Parser:
@@ -53,7 +57,7 @@ class Parser:
 
     Java's HttpClient offers HTTP/2 by default. httptools stops behind such a head, as what follows
     might be of the new protocol; a server that changes to none may ignore the offer (RFC 9110,
-    7.8), so the head is parsed once more without it.
+    7.8), so the head is parsed once more without it. A WebSocket is agreed to where one is served.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -66,6 +70,8 @@ class Parser:
             try:
                 self._parser.feed_data(rest)
             except httptools.HttpParserUpgrade as offer:
+                if self._connection.takes_offer():
+                    raise
                 head = self._head()
                 self._parser = self._new()
                 self._parser.feed_data(head)
@@ -104,7 +110,8 @@ class Parser:
                 tokens = value.split(b",")
                 kept = b",".join(token for token in tokens if token.strip().lower() not in OFFERS)
                 lines.append(name + b": " + kept)
-            elif name not in OFFERS:
+            else:
+                # Without that it is no offer any more, and who answers may say why.
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
@@ -131,6 +138,22 @@ class Connection(HttpToolsProtocol):
         self._head: TimerHandle | None = None
         self._stall: TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
+        self._upgraded = False
+
+    def takes_offer(self) -> bool:
+        """Return True if the request that is being parsed is for a WebSocket that is served."""
+        return (
+            self.ws_protocol_class is not None
+            and self.parser.get_method() == b"GET"
+            and self.parser.get_http_version() == "1.1"
+            and self._get_upgrade() == b"websocket"
+            and httptools.parse_url(self.url).path == WEBSOCKET_PATH.encode()
+        )
+
+    def handle_websocket_upgrade(self) -> None:
+        self._end_timers()
+        self._upgraded = True
+        super().handle_websocket_upgrade()
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -145,6 +168,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._upgraded:
+            return
         if self._in_head and not self.transport.is_closing():
             self._unparsed += len(data)
             if self._unparsed > self._max_head:
@@ -168,7 +193,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
+        if self.parser.should_upgrade() and not self.takes_offer():
             return
         if sum(name == b"host" for name, _ in self.headers) > 1:
             # RFC 9112, 3.2: what stands before this server may go by the other one.
@@ -266,6 +291,39 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head, self._stall):
             if timer is not None:
                 timer.cancel()
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """A WebSocket that its client can't hold by leaving what it is sent."""
+
+    def __init__(self, *args: Any, client_timeout: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The access log has a line for each connection, and for each response.
+        self.logger = logging.getLogger(f"{__name__}.websocket")
+        self.logger.setLevel(logging.WARNING)
+        self._client_timeout = client_timeout
+        self._stall: TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._client_timeout, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    def drop(self) -> None:
+        """Close the connection at once, whatever the client has not taken."""
+        self.transport.abort()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
 
 class Chunks:
@@ -422,12 +480,18 @@ def configuration(app: FastAPI, settings: MLXServerSettings) -> uvicorn.Config:
         client_timeout=settings.client_timeout_seconds,
         max_head=int(settings.max_headers_kb * 1024),
     )
+    websocket: Any = partial(WebSocketConnection, client_timeout=settings.client_timeout_seconds)
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         http=connection,
-        ws="none",
+        ws=websocket if settings.websockets else "none",
+        ws_max_size=settings.api.max_body,
+        ws_ping_interval=PING,
+        ws_ping_timeout=settings.client_timeout_seconds,
+        # Most are on this machine or near it, where to compress each token takes longer.
+        ws_per_message_deflate=False,
         backlog=BACKLOG,
         log_config=None,
         access_log=False,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from starlette._utils import get_route_path
 from starlette.types import Scope
 
+WEBSOCKET_PATH = "/v1/responses"
+"""Served as a WebSocket, too, where the owner wishes."""
+
 
 def routed(scope: Scope) -> str:
     """The path by which the route is found: less the prefix that uvicorn's `--root-path` puts

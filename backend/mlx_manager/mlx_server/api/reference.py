@@ -224,6 +224,41 @@ it. An item that is sent again with its id still belongs to the response that ha
 in a request. `reasoning.encrypted_content` is made for every stored reasoning.
 `message.output_text.logprobs` is refused for a text that was stored without log probabilities.
 
+## Responses over a WebSocket
+
+`/v1/responses` is a WebSocket, too, with the same keys, limits and log (`MLX_SERVER_WEBSOCKETS`; a
+client reads 426 where it is off). Each frame of text is a request, `{"type": "response.create",
+...}` with the fields of the body beside the type or in `response`; it is always streamed. Each
+event comes back as a frame, and what fails before it begins as `{"type": "error", "status": ...,
+"error": ..., "headers": ...}`. Frames are answered in their order; up to 16 may wait.
+`{"type": "keepalive"}` breaks a long silence. `previous_response_id` goes on from the connection's
+last response also where `store` was false; any other that is not kept is an error with the status
+400 and the code `previous_response_not_found`: send the whole conversation then. With
+`generate: false` the prompt is processed, so that the next one that begins alike finds it, and the
+response is empty. To hang up cancels. A server that goes out of service finishes the response under
+way, and closes with 1012. A frame may be as large as a body, `MLX_SERVER_MAX_BODY_MB`. A browser's
+page may connect from the server's own origin and from `MLX_SERVER_CORS_ORIGINS`.
+
+## Conversations that are summed up
+
+`/v1/responses/compact`, an item `{"type": "compaction_trigger"}` at the end of `input`, and
+`context_management` (`[{"type": "compaction", "compact_threshold": TOKENS}]`, by default three
+quarters of the context) have the model sum a conversation up: in one pass that begins as the
+conversation did, so that its prefix is found in the cache. The result is an item of type
+`compaction`, whose `encrypted_content` is the summary in a form that this server reads again, as
+text. It is no secret, and nothing is kept here. `compact` gives the user's newest messages before
+it, as many as have about a quarter of the context in characters; a trigger gives the item alone;
+`context_management` gives it before the answer, which is made from it, and counts both passes in
+the usage. In a conversation with such an item all before the last one is left out, but for system
+messages and the user's newest. A conversation that is too long for the pass itself loses its oldest
+messages there, and the beginnings of texts if need be. A summary has up to 4096 tokens, or a
+quarter of the context. One that another server made is refused.
+
+## Compressed bodies
+
+`Content-Encoding` may be gzip, deflate, br or zstd, or several of them. The limit of a body holds
+for what is sent and for what becomes of it; another coding is refused by name.
+
 ## Ollama's API
 
 `/api/chat` and `/api/generate` stream NDJSON unless `stream` is false; durations are in
@@ -268,6 +303,12 @@ ROUTES = (
         "/v1/responses/input_tokens",
         responses_schemas.InputTokensRequest,
         responses.UNSUPPORTED_IN_COUNTING,
+    ),
+    Route(
+        "/v1/responses/compact",
+        responses_schemas.CompactRequest,
+        responses.UNSUPPORTED_IN_COMPACTING,
+        responses_schemas.NO_EFFECT_IN_COMPACTING,
     ),
     Route("/v1/messages", anthropic.MessagesRequest, messages.UNSUPPORTED, anthropic.NO_EFFECT),
     Route(

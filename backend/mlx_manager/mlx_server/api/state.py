@@ -42,6 +42,7 @@ PROTOCOLS = {
     "/messages/count_tokens": "messages",
     "/rerank": "rerank",
     "/responses": "responses",
+    "/responses/compact": "responses",
     "/responses/input_tokens": "responses",
     "/tokenize": "tokens",
     "/tokenizer_info": "tokens",

@@ -44,9 +44,10 @@ from mlx_manager.mlx_server.errors import (
     ItemNotFound,
     MLXManagerError,
     Overloaded,
+    ResponseNotFound,
     UnsupportedParameter,
 )
-from mlx_manager.mlx_server.protocols import sse
+from mlx_manager.mlx_server.protocols import compaction, sse
 from mlx_manager.mlx_server.protocols.client_tools import (
     DESCRIPTIONS,
     PARAMETERS,
@@ -74,10 +75,15 @@ from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.hosted import is_item, is_tool
 from mlx_manager.mlx_server.schemas.responses import (
     ApplyPatchCallItem,
+    CompactedResponse,
+    CompactionItem,
+    CompactionTrigger,
+    CompactRequest,
     Content,
     CustomCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputItem,
     InputTokensRequest,
     Item,
     ItemReference,
@@ -106,13 +112,17 @@ JsonItem = dict[str, Any]
 UNSUPPORTED: dict[str, Refusal] = {
     **foreign(RESPONSES, ResponsesRequest),
     "background": Refusal((False,)),
-    "context_management": Refusal(([],)),
     "conversation": Refusal(instead="Use `previous_response_id`."),
     "moderation": Refusal(),
     "prompt": Refusal(instead="Use `instructions` and `input`."),
+    "stream_id": Refusal(instead="Open a connection for each conversation."),
 }
 UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
     **foreign(RESPONSES, InputTokensRequest, OF_PROMPTS),
+    "conversation": UNSUPPORTED["conversation"],
+}
+UNSUPPORTED_IN_COMPACTING: dict[str, Refusal] = {
+    **foreign(RESPONSES, CompactRequest, OF_PROMPTS),
     "conversation": UNSUPPORTED["conversation"],
 }
 """What is refused by name. To support a field, honour it and delete its line."""
@@ -185,11 +195,14 @@ def request(
     refuse_unsupported(body, UNSUPPORTED)
     _check_include(body.include or ())
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
+    if body.generate is False and not any(isinstance(i, MessageItem) for i in (*history, *items)):
+        # Of tools and instructions alone, templates make no prompt.
+        items = [*items, MessageItem(role="user", content="")]
     return GenerationRequest(
         model=head.model,
         prompt=_conversation(body, history, items),
         sampling=head.sampling(),
-        max_tokens=body.max_output_tokens,
+        max_tokens=1 if body.generate is False else body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
         constraint=_constraint(body.text),
         priority=body.priority or 0,
@@ -200,6 +213,25 @@ def request(
 def kept_items(history: Sequence[JsonItem]) -> list[Item]:
     """Items as `listed` or streamed, as they were."""
     return Items.validate_python(history)
+
+
+def compacted(
+    model: str, body: CompactRequest, history: Sequence[Item], items: Sequence[Item]
+) -> GenerationRequest:
+    """A request of which a summary is to be made.
+
+    Raises:
+        InvalidParameter: as `request`.
+        UnsupportedParameter: as `request`.
+    """
+    refuse_unsupported(body, UNSUPPORTED_IN_COMPACTING)
+    return GenerationRequest(
+        model,
+        _conversation(body, history, items),
+        Sampling.asked(),
+        priority=body.priority or 0,
+        request_id=new_id("resp"),
+    )
 
 
 def counted(
@@ -214,6 +246,20 @@ def counted(
     refuse_unsupported(body, UNSUPPORTED_IN_COUNTING)
     prompt = _conversation(body, history, items)
     return GenerationRequest(model, prompt, constraint=_constraint(body.text))
+
+
+def asks_for_compaction(given: str | Sequence[object]) -> bool:
+    """Return True if the items of a request end with one that asks for a summary."""
+    return bool(given) and isinstance(given[-1], CompactionTrigger)
+
+
+def compact_threshold(body: ResponsesRequest, context: int) -> int | None:
+    """Return the tokens of a prompt from which on it is summed up first; None: it never is.
+
+    context: tokens that the model can take.
+    """
+    asked = [entry.compact_threshold or context * 3 // 4 for entry in body.context_management or ()]
+    return min(asked, default=None)
 
 
 def references(body: InputTokensRequest) -> list[str]:
@@ -233,10 +279,19 @@ def input_items(body: InputTokensRequest, kept: Mapping[str, JsonItem]) -> list[
     if isinstance(body.input, str):
         return [MessageItem(role="user", content=body.input)]
     found = {name: Items.validate_python([item])[0] for name, item in kept.items()}
-    return [
-        _referred(item.id, found, f"input[{index}]") if isinstance(item, ItemReference) else item
-        for index, item in enumerate(body.input or ())
-    ]
+    given = list(body.input or ())
+    if asks_for_compaction(given):
+        given.pop()
+    return [_own_item(item, found, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _own_item(item: InputItem, found: Mapping[str, Item], path: str) -> Item:
+    match item:
+        case ItemReference():
+            return _referred(item.id, found, path)
+        case CompactionTrigger():
+            raise InvalidParameter(f"`{path}`: a compaction_trigger must be last.", param=path)
+    return item
 
 
 def _referred(name: str, found: Mapping[str, Item], path: str) -> Item:
@@ -446,13 +501,42 @@ def _system(body: InputTokensRequest) -> Iterator[Message]:
 def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Message]:
     """What an assistant said, thought and called between two others is one message."""
     # The request's own items are numbered as it has them.
-    numbered = enumerate([*history, *items], -len(history))
-    pieces = (_piece(item, f"input[{index}]") for index, item in numbered)
+    numbered = list(enumerate([*history, *items], -len(history)))
+    pieces = (_piece(item, f"input[{index}]") for index, item in _since_summary(numbered))
     return merged(pieces, frozenset({"assistant"}))
+
+
+def _since_summary(numbered: Sequence[tuple[int, Item]]) -> Sequence[tuple[int, Item]]:
+    """The items from the last summary on, and those before it that it does not stand for: what the
+    system says, and the newest of what the user said."""
+    last = max(
+        (i for i, (_, it) in enumerate(numbered) if isinstance(it, CompactionItem)), default=0
+    )
+    summary = numbered[last][1] if numbered else None
+    if not isinstance(summary, CompactionItem):
+        return numbered
+    opened = compaction.Compacted.open(summary.encrypted_content)
+    before = [(n, item) for n, item in numbered[:last] if isinstance(item, MessageItem)]
+    said = [(n, item) for n, item in before if item.role == "user"]
+    sizes = [_size(item.content) for _, item in said]
+    kept = {
+        n for n, _ in said[len(said) - compaction.newest(sizes, opened.keep if opened else 0) :]
+    }
+    stays = [(n, item) for n, item in before if n in kept or item.role in ("system", "developer")]
+    return [*stays, *numbered[last:]]
+
+
+def _size(content: Content) -> int:
+    """Characters."""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text) for part in content if isinstance(part, TextPart))
 
 
 def _piece(item: Item, path: str) -> Message:
     match item:
+        case CompactionItem():
+            return _summary(item, path)
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
             return Message(role, _text(item.content, f"{path}.content"))
@@ -497,6 +581,16 @@ def _call(item: Call) -> ToolCall:
             return ToolCall(item.call_id, "shell", call_arguments(item.action))
         case ApplyPatchCallItem():
             return ToolCall(item.call_id, "apply_patch", call_arguments(item.operation))
+
+
+def _summary(item: CompactionItem, path: str) -> Message:
+    opened = compaction.Compacted.open(item.encrypted_content)
+    if opened is None:
+        raise UnsupportedParameter(
+            f"`{path}` is a summary that another server made, which this one can't read.",
+            param=f"{path}.encrypted_content",
+        )
+    return opened.message()
 
 
 def _text(content: Content, path: str) -> str:
@@ -599,19 +693,21 @@ def _listed(item: Item) -> JsonItem:
                 "output": _text(item.output, ""),
                 "status": "completed",
             }
+        case CompactionItem():
+            summed_up = {"type": "compaction", "encrypted_content": item.encrypted_content}
+            return {"id": item.id or new_id("cmp")} | summed_up
         case ReasoningItem():
-            thought = item.model_dump(exclude_none=True)
-            finite: JsonItem = to_jsonable_python(thought, inf_nan_mode="null")
-            return {"summary": []} | finite | {"id": item.id or new_id("rs")}
-        case ToolOutputItem(output=list(parts)):
-            bare = item.model_copy(update={"output": _text(parts, "")})
-            return _listed(bare)
+            return {"summary": []} | _as_given(item) | {"id": item.id or new_id("rs")}
         case _:
             # Of a tool: all else has been refused.
-            given: JsonItem = to_jsonable_python(
-                item.model_dump(exclude_none=True), inf_nan_mode="null"
-            )
-            return {"id": new_id("item")} | given
+            if isinstance(item, ToolOutputItem) and isinstance(item.output, list):
+                item = item.model_copy(update={"output": _text(item.output, "")})
+            return {"id": new_id("item")} | _as_given(item)
+
+
+def _as_given(item: Item) -> JsonItem:
+    given: JsonItem = to_jsonable_python(item.model_dump(exclude_none=True), inf_nan_mode="null")
+    return given
 
 
 def _listed_text(kind: str, text: str) -> JsonItem:
@@ -709,6 +805,30 @@ def _usage(usage: core.Usage) -> JsonItem:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def added(one: core.Usage, other: core.Usage) -> core.Usage:
+    """The tokens of two passes of one response."""
+    return core.Usage(
+        one.prompt_tokens + other.prompt_tokens,
+        one.completion_tokens + other.completion_tokens,
+        one.cached_tokens + other.cached_tokens,
+        one.reasoning_tokens + other.reasoning_tokens,
+        one.kept_tokens + other.kept_tokens,
+    )
+
+
+def error_frame(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """A failure as an event of a WebSocket, with what HTTP would have had of it.
+
+    A response that is not there has OpenAI's status and code, by which clients know that they have
+    to send the whole conversation.
+    """
+    error = dict(body.get("error") or {"message": "The request failed.", "code": None})
+    if error.get("code") == ResponseNotFound.code and error.get("param") == "previous_response_id":
+        status = InvalidRequest.status
+        error["code"] = "previous_response_not_found"
+    return sse.dump({"type": "error", "status": status, "error": error, "headers": dict(headers)})
 
 
 def _error(error: MLXManagerError) -> JsonItem:
@@ -840,6 +960,8 @@ class ResponseStream:
         self._finished: Finished | None = None
         self._completed: int | None = None
         self._unkept = False
+        self._summary: compaction.Summary | None = None
+        self._spent = core.Usage(0, 0)
         self._message: _OpenItem | None = None
         self._text_middle = ""
         offered = [tool for tool in head.body.tools or () if not tool.is_left_out()]
@@ -874,6 +996,11 @@ class ResponseStream:
         failed = self._emit("response.failed", response=response)
         return (_wire(begun + failed) + sse.DONE).encode("ascii")
 
+    def sum_up(self, summary: compaction.Summary, *, alone: bool) -> None:
+        """Take what comes next as a summary. alone: nothing is answered besides."""
+        self._summary = summary
+        self._alone = alone
+
     def unkept(self) -> None:
         """The response could not be kept, whatever was asked."""
         self._unkept = True
@@ -890,11 +1017,15 @@ class ResponseStream:
             "status": "incomplete" if cut else "completed",
             "completed_at": None if cut else self._completed,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": _usage(self._finished.usage),
+            "usage": _usage(self._spent),
         }
 
     def events(self, event: Event) -> list[JsonItem]:  # noqa: PLR0911 one for each kind
         """What is to be sent of an event, which is part of the response from now on."""
+        if self._summary is not None:
+            return self._summed_up(self._summary, event)
+        if self.head.body.generate is False:
+            return self._warmed_up(event)
         match event:
             case Admitted():
                 return []
@@ -908,12 +1039,50 @@ class ResponseStream:
             case ToolCallDelta(_, arguments):
                 return self._arguments(arguments)
             case Started():
-                return self._begin()
+                return [] if self._number else self._begin()
             case Finished(reason):
                 closed = self._leave("incomplete" if reason == "length" else "completed")
-                self._finished = event
-                self._completed = int(time.time())
+                self._finish(event)
                 return closed
+
+    def _finish(self, end: Finished) -> None:
+        self._finished = end
+        self._spent = added(self._spent, end.usage)
+        self._completed = int(time.time())
+
+    def _summed_up(self, summary: compaction.Summary, event: Event) -> list[JsonItem]:
+        """An item that is a summary, of which nothing is told until it is complete."""
+        index = len(self._items)
+        first = summary.add(event)
+        match event:
+            case Started():
+                out = [] if self._number else self._begin()
+                item = summary.item()
+                return out + self._emit("response.output_item.added", output_index=index, item=item)
+            case Finished(usage=usage):
+                item = summary.item()
+                self._items.append(item)
+                self._summary = None
+                if self._alone:
+                    self._finish(Finished("stop", usage))
+                else:
+                    self._spent = added(self._spent, usage)
+                return self._emit("response.output_item.done", output_index=index, item=item)
+            case _ if first:
+                place = {"output_index": index, "item_id": summary.id}
+                return self._emit("response.compaction.compacting", **place)
+        return []
+
+    def _warmed_up(self, event: Event) -> list[JsonItem]:
+        """A response without output: its prompt is in the cache from now on."""
+        match event:
+            case Started():
+                return self._begin()
+            case Finished(usage=usage):
+                self._finish(
+                    Finished("stop", replace(usage, completion_tokens=0, reasoning_tokens=0))
+                )
+        return []
 
     def _begin(self) -> list[JsonItem]:
         created = self._emit("response.created", response=self.response())
@@ -1073,6 +1242,34 @@ class ResponseAnswer:
         response = self._stream.response()
         around = ResponsesResponse(**response | {"output": []})
         return filled(whole(around), "output", joined(map(_in_pieces, response["output"])))
+
+
+class CompactionAnswer:
+    """Collects a summary into the body of a conversation that is summed up."""
+
+    def __init__(self, summary: compaction.Summary, items: Sequence[Item]) -> None:
+        self._summary = summary
+        self._items = items
+
+    def add(self, progress: Progress) -> None:
+        for _, events in progress:
+            for event in events:
+                self._summary.add(event)
+
+    def body(self) -> Iterator[str]:
+        """A `CompactedResponse`: what the user said last, as much as is read beside a summary."""
+        assert self._summary.usage is not None
+        summary = self._summary.item()
+        numbered = list(enumerate([*self._items, CompactionItem.model_validate(summary)]))
+        kept = [item for _, item in _since_summary(numbered)[:-1]]
+        said = [item for item in kept if isinstance(item, MessageItem) and item.role == "user"]
+        answer = CompactedResponse(
+            id=new_id("resp"),
+            created_at=int(time.time()),
+            output=[*listed(said), summary],
+            usage=_usage(self._summary.usage),
+        )
+        return iter((sse.dump(answer.model_dump()),))
 
 
 def _in_pieces(item: JsonItem) -> Iterator[str]:

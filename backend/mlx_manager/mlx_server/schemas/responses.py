@@ -8,7 +8,7 @@ Source: OpenAI's API description and the types of its Python SDK.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_validator
@@ -39,9 +39,18 @@ NO_EFFECT = frozenset(
         "max_tool_calls",
         "stream_options",
         "verbosity",
+        "client_metadata",
     }
 )
 """Hints that change nothing about the answer here: accepted, and without effect."""
+
+NO_EFFECT_IN_COMPACTING = frozenset(
+    {
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("client_metadata", "image", "text", "parallel_tool_calls"),
+    }
+)
+"""Likewise, of what a conversation is summed up for."""
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -237,6 +246,22 @@ class ShellOutputItem(Wire):
     created_by: Any = None
 
 
+class CompactionItem(Wire):
+    """A conversation up to here, summed up, in a form that this server can read again."""
+
+    type: Literal["compaction", "compaction_summary", "context_compaction"]
+    encrypted_content: str
+    id: str | None = None
+    created_by: Any = None
+
+
+class CompactionTrigger(Wire):
+    """Asks for a summary of the conversation in place of an answer. The last item, if any."""
+
+    type: Literal["compaction_trigger"]
+    id: str | None = None
+
+
 class OtherItem(Wire):
     """What hosted tools did, which is read as text, and whatever else nobody here can read."""
 
@@ -245,24 +270,27 @@ class OtherItem(Wire):
     type: str
 
 
-_OUTPUTS = frozenset(
-    {"custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"}
+_DECLARED = (
+    *("message", "function_call", "function_call_output", "reasoning", "custom_tool_call"),
+    *("local_shell_call", "shell_call", "apply_patch_call", "shell_call_output", "compaction"),
 )
-_ITEMS = frozenset(
-    {
-        *("message", "function_call", "function_call_output", "reasoning", "custom_tool_call"),
-        *("local_shell_call", "shell_call", "apply_patch_call", "shell_call_output", *_OUTPUTS),
-    }
-)
-_INPUT_ITEMS = _ITEMS | {"item_reference"}
+_OUTPUTS = ("custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output")
+_ITEMS = {
+    **{name: name for name in _DECLARED},
+    **dict.fromkeys(_OUTPUTS, "tool_output"),
+    **dict.fromkeys(("compaction_summary", "context_compaction"), "compaction"),
+}
+_INPUT_ITEMS = _ITEMS | {name: name for name in ("item_reference", "compaction_trigger")}
+"""Types of items, and the tags of those that are declared here."""
 
 
-def _item_kind(value: object, kinds: Container[str] = _ITEMS) -> str:
+def _item_kind(value: object, kinds: Mapping[str, str] = _ITEMS) -> str:
     match value:
-        case {"type": str(kind)} | BaseModel(type=str(kind)):  # type: ignore[misc]
-            if kind in _OUTPUTS:
-                return "<tool_output>"
-            return f"<{kind}>" if kind in kinds else "<other>"
+        case {"type": str(kind)}:
+            return f"<{kinds.get(kind, 'other')}>"
+        case BaseModel():
+            kind = value.type  # type: ignore[attr-defined]
+            return f"<{kinds.get(kind or 'message', 'other')}>"
     return "<message>"
 
 
@@ -288,6 +316,7 @@ Item = Annotated[
     | Annotated[ShellOutputItem, Tag("<shell_call_output>")]
     | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
     | Annotated[ToolOutputItem, Tag("<tool_output>")]
+    | Annotated[CompactionItem, Tag("<compaction>")]
     | Annotated[OtherItem, Tag("<other>")],
     Discriminator(_item_kind),
 ]
@@ -304,6 +333,8 @@ InputItem = Annotated[
     | Annotated[ShellOutputItem, Tag("<shell_call_output>")]
     | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
     | Annotated[ToolOutputItem, Tag("<tool_output>")]
+    | Annotated[CompactionItem, Tag("<compaction>")]
+    | Annotated[CompactionTrigger, Tag("<compaction_trigger>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[OtherItem, Tag("<other>")],
     Discriminator(_input_kind),
@@ -427,6 +458,26 @@ class InputTokensRequest(Timed):
         return list(dict.fromkeys(left_out))
 
 
+class ContextManagement(Wire):
+    """compact_threshold: tokens of the prompt from which on; by default three quarters of the
+    context."""
+
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=1)
+
+
+class CompactRequest(InputTokensRequest):
+    """`POST /v1/responses/compact`."""
+
+    service_tier: Any = Field(None, description="No effect")
+    prompt_cache_key: str | None = Field(None, description="No effect: prefixes are shared anyway")
+    prompt_cache_retention: Any = Field(None, description="No effect")
+    prompt_cache_options: Any = Field(None, description="No effect")
+    client_metadata: Any = Field(None, description="No effect")
+    image: Any = Field(None, description="No effect: there are no images")
+    priority: int | None = Field(None, description="Lower goes first")
+
+
 class ResponsesRequest(InputTokensRequest, SamplingParameters):
     """`POST /v1/responses`."""
 
@@ -454,7 +505,14 @@ class ResponsesRequest(InputTokensRequest, SamplingParameters):
     verbosity: Any = Field(None, description="No effect")
 
     background: bool | None = Field(None, description="Answer later")
-    context_management: list[Any] | None = Field(None, description="Compaction")
+    context_management: Many[ContextManagement] | None = Field(
+        None, description="Sum up a conversation that has become long, before it is answered"
+    )
+    generate: bool | None = Field(
+        None, description="false: process the prompt for what comes next, and generate nothing"
+    )
+    client_metadata: Any = Field(None, description="No effect")
+    stream_id: Any = Field(None, description="Several conversations in one WebSocket")
     moderation: Any = Field(None, description="Moderate input and output")
     prompt: Any = Field(None, description="Template kept by the server")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")
@@ -478,6 +536,16 @@ class ResponsesResponse(Wire):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     usage: dict[str, Any] | None
+
+
+class CompactedResponse(Wire):
+    """The user's newest messages, and an item that stands for all else."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
 
 
 class InputTokens(Wire):

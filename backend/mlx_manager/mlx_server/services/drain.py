@@ -24,6 +24,7 @@ class Drain:
         self._calls = calls
         self._until = 0.0
         self._draining: asyncio.Task[None] | None = None
+        self._beginning = asyncio.Event()
         self._final = False
 
     @property
@@ -39,6 +40,7 @@ class Drain:
         if self._draining is None:
             self._until = asyncio.get_running_loop().time() + self.seconds
             self._draining = asyncio.create_task(self._drain(), name="drain")
+            self._beginning.set()
 
     def revoke(self) -> None:
         """Take calls again.
@@ -51,6 +53,11 @@ class Drain:
         if self._draining is not None:
             self._draining.cancel()
             self._draining = None
+            self._beginning.clear()
+
+    async def beginning(self) -> None:
+        """Wait until a drain begins, if none is under way."""
+        await self._beginning.wait()
 
     async def done(self) -> None:
         """Wait until every call has ended, or was cut."""

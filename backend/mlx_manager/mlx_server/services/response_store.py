@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.config import ResponseLimits
@@ -120,6 +120,17 @@ class StoredResponse:
     def previous(self) -> str | None:
         found: str | None = self.response["previous_response_id"]
         return found
+
+
+@dataclass(slots=True)
+class LatestResponse:
+    """The last response of a connection, which can be gone on from there though nobody keeps it.
+
+    items: its conversation, as `ResponseStore.history` has it.
+    """
+
+    id: str | None = None
+    items: list[JsonItem] = field(default_factory=list)
 
 
 def place(response_id: str, owner: str) -> str:

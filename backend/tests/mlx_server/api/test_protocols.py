@@ -479,15 +479,6 @@ async def test_the_tokens_of_what_a_response_goes_on_from_and_refers_to_are_coun
     assert len(backend.requests) == generated
 
 
-async def test_a_compaction_is_refused_by_name(serve):
-    async with serve() as client:
-        response = await client.post("/v1/responses/compact", json={"input": "hi"})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["code"] == "unsupported_parameter"
-    assert error["message"].startswith("`/v1/responses/compact` is not supported by this server.")
-
-
 async def test_a_conversation_has_no_more_messages_for_having_been_sent_piece_by_piece(serve):
     async with serve(max_messages=4) as client:
         first = await answered(client, RESPONSES, False, input=[SAID[0]] * 2)

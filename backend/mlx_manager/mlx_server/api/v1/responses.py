@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.exceptions import HTTPException
 
+from mlx_manager.mlx_server.api.auth import check_origin
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
     check_counts,
@@ -15,8 +18,9 @@ from mlx_manager.mlx_server.api.connection import (
     read,
 )
 from mlx_manager.mlx_server.api.documentation import takes
-from mlx_manager.mlx_server.api.respond import respond
+from mlx_manager.mlx_server.api.respond import LargeResponse, respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
+from mlx_manager.mlx_server.core import GenerationRequest, Progress
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
@@ -24,7 +28,10 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import responses
+from mlx_manager.mlx_server.protocols.compaction import Summarising, Summary
 from mlx_manager.mlx_server.schemas.responses import (
+    CompactedResponse,
+    CompactRequest,
     DeletedResponse,
     InputTokens,
     InputTokensRequest,
@@ -33,7 +40,14 @@ from mlx_manager.mlx_server.schemas.responses import (
     ResponsesRequest,
     ResponsesResponse,
 )
-from mlx_manager.mlx_server.services.response_store import StoredResponse, saving
+from mlx_manager.mlx_server.services.compaction import compacting, context_length, is_longer
+from mlx_manager.mlx_server.services.inference import EverShorter, collect
+from mlx_manager.mlx_server.services.response_store import (
+    JsonItem,
+    LatestResponse,
+    StoredResponse,
+    saving,
+)
 
 log = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -50,27 +64,83 @@ async def create_response(request: Request) -> Response:
     body = await read(request, ResponsesRequest, server.settings.api)
     model = server.pool.resolve(body.model)
     head = responses.ResponseHead(model, body, partial(server.pool.sampling, model))
-    history, said = await _conversation(request, body)
-    asked = responses.request(head, history, said)
+    kept, said = await _conversation(request, body)
     stream = responses.ResponseStream(head)
-    inference = server.inference(request, body)
-    if body.truncation == "auto":
-        progress = inference.generate_fitting(responses.Shortened(asked))
-    else:
-        progress = inference.generate([asked])
-    if body.store is not False:
-        items, owner = responses.listed(said), caller_of(request)
+    progress = await _progress(request, stream, responses.kept_items(kept), said)
+    items, owner, latest = responses.listed(said), caller_of(request), _latest(request)
 
-        async def save() -> None:
-            try:
-                await server.responses.save(StoredResponse(stream.response(), items), owner)
-            except StorageFailed as error:
-                # The answer is as good without: it says `store: false` and is not lost.
-                log.warning("a response could not be kept: %s", error.message)
-                stream.unkept()
+    async def save() -> None:
+        response = stream.response()
+        latest.id, latest.items = head.id, [*kept, *items, *response["output"]]
+        if body.store is False:
+            return
+        try:
+            await server.responses.save(StoredResponse(response, items), owner)
+        except StorageFailed as error:
+            # The answer is as good without: it says `store: false` and is not lost.
+            log.warning("a response could not be kept: %s", error.message)
+            stream.unkept()
 
-        progress = saving(progress, save)
+    progress = saving(progress, save)
     return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
+
+
+async def _progress(
+    request: Request, stream: responses.ResponseStream, history: list[Item], said: list[Item]
+) -> AsyncGenerator[Progress, None]:
+    """What a model makes of a conversation: an answer, a summary, or one after the other."""
+    head, body = stream.head, stream.head.body
+    inference = server_of(request).inference(request, body)
+    asked = responses.request(head, history, said)
+    alone = responses.asks_for_compaction(body.input)
+    if alone or body.context_management:
+        async with UntilHangup(request.receive):
+            context = await context_length(inference, head.model)
+            threshold = responses.compact_threshold(body, context)
+            wanted = alone or await is_longer(inference, asked, threshold or context)
+        if wanted:
+            summary = Summary(context)
+            stream.sum_up(summary, alone=alone)
+            summaries = Summarising(asked, context)
+            if alone:
+                return inference.generate_fitting(summaries)
+
+            def rest() -> EverShorter:
+                summed_up = responses.kept_items([summary.item()])
+                return _fitting(responses.request(head, history, [*said, *summed_up]), body)
+
+            return compacting(inference, summaries, rest)
+    if body.truncation == "auto":
+        return inference.generate_fitting(_fitting(asked, body))
+    return inference.generate([asked])
+
+
+def _fitting(asked: GenerationRequest, body: InputTokensRequest) -> EverShorter:
+    """The request alone, or with ever shorter ones if the caller allows them."""
+    return responses.Shortened(asked) if body.truncation == "auto" else [asked]
+
+
+@router.get("/responses", include_in_schema=False)
+async def open_websocket(request: Request) -> Response:
+    """Agree to a WebSocket, which `api.websocket` serves.
+
+    Raises:
+        PermissionDenied: another site's page asks for it.
+        ServerNotReady: no calls are taken.
+        HTTPException: 426 where no WebSockets are served, by which Codex goes on over HTTP at once;
+            405 to a client that asks for none.
+    """
+    server = server_of(request)
+    if "websocket" not in request.headers.get("upgrade", "").lower():
+        raise HTTPException(405, headers={"allow": "POST"})
+    if not server.settings.websockets or "websocket" not in request.scope["state"]:
+        raise HTTPException(
+            426, "No WebSocket is served here. Use POST.", headers={"upgrade": "websocket"}
+        )
+    check_origin(request, server.settings.access.cors_origins)
+    if (refusal := server.refusal()) is not None:
+        raise refusal
+    return Response(status_code=101)
 
 
 @router.post("/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
@@ -80,26 +150,46 @@ async def count_input_tokens(request: Request, response: Response) -> InputToken
     body = await read(request, InputTokensRequest, server.settings.api)
     response.headers.update(notes(body))
     model = server.pool.resolve(body.model)
-    asked = responses.counted(model, body, *await _conversation(request, body))
+    kept, said = await _conversation(request, body)
+    asked = responses.counted(model, body, responses.kept_items(kept), said)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
-        fitting = responses.Shortened(asked) if body.truncation == "auto" else [asked]
-        return InputTokens(input_tokens=await inference.count(fitting))
+        return InputTokens(input_tokens=await inference.count(_fitting(asked, body)))
 
 
-@router.post("/responses/compact", include_in_schema=False)
-async def compact_response() -> None:
-    """Refused: what it makes of a conversation is nothing that a model here can read."""
-    raise UnsupportedParameter(
-        "`/v1/responses/compact` is not supported by this server. Ask for a summary in a message, "
-        "or send `truncation: auto`, which leaves out the oldest turns."
-    )
+@router.post(
+    "/responses/compact",
+    openapi_extra=takes(CompactRequest),
+    responses={200: {"model": CompactedResponse}},
+)
+async def compact_response(request: Request) -> Response:
+    """Sum a conversation up in one item, which stands for it in what is asked next."""
+    server = server_of(request)
+    body = await read(request, CompactRequest, server.settings.api)
+    model = server.pool.resolve(body.model)
+    kept, said = await _conversation(request, body)
+    history = responses.kept_items(kept)
+    asked = responses.compacted(model, body, history, said)
+    inference = server.inference(request, body)
+    async with UntilHangup(request.receive):
+        summary = Summary(await context_length(inference, model))
+        progress = inference.generate_fitting(Summarising(asked, summary.context))
+        answer = responses.CompactionAnswer(summary, [*history, *said])
+        collected = await collect(progress, answer)
+    return LargeResponse(collected, notes(body))
+
+
+def _latest(request: Request) -> LatestResponse:
+    """The last response of the connection, of which only WebSockets know."""
+    latest = request.scope["state"].get("latest")
+    return latest if isinstance(latest, LatestResponse) else LatestResponse()
 
 
 async def _conversation(
     request: Request, body: InputTokensRequest
-) -> tuple[list[Item], list[Item]]:
-    """The items before a request, and its own, with what it refers to in its place.
+) -> tuple[list[JsonItem], list[Item]]:
+    """The items before a request, as they are kept, and its own, with what it refers to in its
+    place.
 
     Raises:
         ResponseNotFound: what it goes on from is not there.
@@ -108,14 +198,20 @@ async def _conversation(
     """
     server, owner = server_of(request), caller_of(request)
     earlier, wanted = body.previous_response_id, responses.references(body)
-    kept = [] if earlier is None else await server.responses.history(earlier, owner)
+    latest = _latest(request)
+    if earlier is None:
+        kept = []
+    elif earlier == latest.id:
+        kept = latest.items
+    else:
+        kept = await server.responses.history(earlier, owner)
     found = await server.responses.items(wanted, owner) if wanted else {}
     said = responses.input_items(body, found)
     if earlier is not None or wanted:
         every = [*kept, *(item.model_dump() for item in said)]
         beside = "previous_response_id" if earlier is not None else ""
         check_counts("input", every, server.settings.api, earlier=beside)
-    return responses.kept_items(kept), said
+    return kept, said
 
 
 def included(

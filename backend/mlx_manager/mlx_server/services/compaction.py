@@ -1,0 +1,51 @@
+"""A conversation that has become long is summed up first, and answered from the summary."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from mlx_manager.mlx_server.core import GenerationRequest, Progress
+from mlx_manager.mlx_server.errors import ContextLengthExceeded
+from mlx_manager.mlx_server.services.inference import EverShorter, Inference
+
+
+async def context_length(inference: Inference, model: str) -> int:
+    """Return how many tokens a model can take. It is loaded for that.
+
+    Raises:
+        MLXManagerError: as `Inference.ask`.
+    """
+    info = await inference.ask(model, lambda backend: backend.tokenizer_info(), "text")
+    return info.context_length
+
+
+async def is_longer(inference: Inference, asked: GenerationRequest, threshold: int) -> bool:
+    """Return whether a prompt has as many tokens as `threshold`, or more than the model can take.
+
+    Raises:
+        MLXManagerError: as `Inference.ask`.
+    """
+    try:
+        ids = await inference.ask(asked.model, lambda backend: backend.tokenize(asked.prompt).ids)
+    except ContextLengthExceeded:
+        return True
+    return len(ids) >= threshold
+
+
+async def compacting(
+    inference: Inference, summaries: EverShorter, rest: Callable[[], EverShorter]
+) -> AsyncGenerator[Progress, None]:
+    """Yield the progress of a summary, and then of what is answered with it in place.
+
+    summaries: requests for it. rest: asked for once the summary is complete.
+
+    Raises:
+        MLXManagerError: as `Inference.generate`.
+    """
+    async with aclosing(inference.generate_fitting(summaries)) as progress:
+        async for step in progress:
+            yield step
+    async with aclosing(inference.generate_fitting(rest())) as progress:
+        async for step in progress:
+            yield step
