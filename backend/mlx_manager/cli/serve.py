@@ -124,6 +124,10 @@ ClientTimeoutSeconds = Annotated[
     float | None,
     number("Time a client may take to send its headers, or send or take nothing", "60"),
 ]
+LoadTimeoutSeconds = Annotated[
+    float | None,
+    number("Time a load may go without getting further before it fails; 0 is off", "300"),
+]
 DrainSeconds = Annotated[
     float | None,
     number("Time running requests get to finish when the server is to stop", "25"),
@@ -244,6 +248,7 @@ def serve(
     first_token_timeout_seconds: FirstTokenTimeoutSeconds = None,
     queue_timeout_seconds: QueueTimeoutSeconds = None,
     client_timeout_seconds: ClientTimeoutSeconds = None,
+    load_timeout_seconds: LoadTimeoutSeconds = None,
     drain_seconds: DrainSeconds = None,
     watchdog_seconds: WatchdogSeconds = None,
     strict_fields: StrictFields = None,

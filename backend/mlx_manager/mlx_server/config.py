@@ -48,6 +48,7 @@ class PoolLimits:
     """How many models stay loaded and how many bytes everything may take (None: ask the device).
 
     ttl: seconds without use after which a model is unloaded, unless its own settings say otherwise.
+    load_timeout: seconds that a load may go without getting further; None: as long as it likes.
     """
 
     max_models: int = 4
@@ -55,6 +56,7 @@ class PoolLimits:
     memory_limit: int | None = None
     weights: Literal["auto", "keep", "dequantize"] = "auto"
     trust_remote_code: bool = False
+    load_timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,11 @@ class MLXServerSettings(BaseSettings):
     client_timeout_seconds: float = Field(
         60, gt=0, description="Time a client may take to send its headers, or send or take nothing"
     )
+    load_timeout_seconds: float = Field(
+        300,
+        ge=0,
+        description="Time a load may go without getting further before it fails; 0 is off",
+    )
     drain_seconds: float = Field(
         25,
         allow_inf_nan=False,
@@ -445,7 +452,14 @@ class MLXServerSettings(BaseSettings):
     def pool(self) -> PoolLimits:
         limit = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 2**30)
         ttl = math.inf if self.model_ttl_seconds is None else self.model_ttl_seconds
-        return PoolLimits(self.max_models, ttl, limit, self.weights, self.trust_remote_code)
+        return PoolLimits(
+            self.max_models,
+            ttl,
+            limit,
+            self.weights,
+            self.trust_remote_code,
+            self.load_timeout_seconds or None,
+        )
 
     @cached_property
     def catalog(self) -> CatalogSources:

@@ -106,6 +106,7 @@ MOST_NAMED = 5
 BEARING_ON_LOADS = {
     "available_models",
     "hf_cache",
+    "load_timeout_seconds",
     "max_rows",
     "max_waiting",
     "model",

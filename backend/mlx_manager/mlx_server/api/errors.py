@@ -25,9 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
+    DownloadFailed,
     InvalidParameter,
     InvalidRequest,
     MLXManagerError,
+    ModelLoadFailed,
     RequestNotReceived,
     RequestTimedOut,
     ServerNotReady,
@@ -71,10 +73,14 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestNotReceived | ServerNotReady):
         # Nothing good comes of this connection: the next may meet another server, or a ready one.
         headers["connection"] = "close"
-    if isinstance(error, RequestTimedOut):
+    if isinstance(error, RequestTimedOut) or _is_for_good(error):
         # Or else OpenAI's and Anthropic's SDKs ask twice more, for three times the limit in all.
         headers["x-should-retry"] = "false"
     return JSONResponse(_body(request.scope, error), error.status, headers)
+
+
+def _is_for_good(error: MLXManagerError) -> bool:
+    return isinstance(error, ModelLoadFailed) and not isinstance(error, DownloadFailed)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:

@@ -19,10 +19,10 @@ from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, expanded, 
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
-from mlx_manager.mlx_server.models.architectures import has_architecture
+from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architecture
 from mlx_manager.mlx_server.models.family import detect_model_family
 from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
+from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.steps import BROKEN
