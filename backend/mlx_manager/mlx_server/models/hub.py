@@ -49,6 +49,9 @@ FILES = (
 )
 
 
+PREFIX = "models--"
+
+
 def cache_folder() -> Path:
     """Where the hub's clients keep what they fetched (`HF_HUB_CACHE`, `HF_HOME`)."""
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -74,15 +77,24 @@ def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
     Layout: `models--<owner>--<name>/{refs/main, snapshots/<commit>/}`; a snapshot's files are
     links that are made once their content is there.
     """
-    try:
-        names = sorted(os.listdir(cache))
-    except OSError:
-        return
-    for name in fnmatch.filter(names, "models--*"):
-        repository = name.removeprefix("models--").replace("--", "/")
+    for repository in repositories_in(cache):
         snapshot = cached_model(cache, repository)
         if snapshot is not None:
             yield repository, snapshot
+
+
+def repositories_in(cache: Path) -> list[str]:
+    """Those that a cache has something of."""
+    try:
+        names = sorted(os.listdir(cache))
+    except OSError:
+        return []
+    return [name.removeprefix(PREFIX).replace("--", "/") for name in names if is_repository(name)]
+
+
+def is_repository(name: str) -> bool:
+    """Whether a folder of that name in a cache holds a model."""
+    return name.startswith(PREFIX)
 
 
 def cached_model(cache: Path, repository: str) -> Path | None:
@@ -153,7 +165,7 @@ class Repository:
 
 
 def repository_folder(cache: Path, repository: str) -> Path:
-    return cache / f"models--{repository.replace('/', '--')}"
+    return cache / f"{PREFIX}{repository.replace('/', '--')}"
 
 
 def look_up(repository: str) -> Repository:

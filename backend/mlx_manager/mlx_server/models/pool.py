@@ -719,7 +719,7 @@ class ModelPoolManager:
             self._stuck[model_id] = job
             limit = self._limits.load_timeout
             raise ModelLoadStalled(
-                f"{model_id} was not loaded: it got no further for {limit:g} s "
+                f"The load of {model_id} got no further for {limit:g} s "
                 f"(MLX_SERVER_LOAD_TIMEOUT_SECONDS), after this had begun: {whereabouts()}."
             ) from None
 

@@ -104,6 +104,7 @@ class Job(Generic[T]):
             done, _ = await asyncio.wait([waiting], timeout=seconds)
         except asyncio.CancelledError:
             self._interrupt()
+            waiting.cancel()
             raise
         if not done:
             self._interrupt()

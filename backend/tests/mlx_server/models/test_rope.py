@@ -11,17 +11,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import transformers
+from mlx import nn
 from tiny_models import FAMILIES, make_tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.loading import load
+from mlx_manager.mlx_server.models.loading import checked_folder, explained
 from mlx_manager.mlx_server.models.rope import in_all_forms
-from mlx_manager.mlx_server.utils.memory import Ledger
 
-PLENTY = 10**9
 TOKENS = mx.array([[256, *range(40, 90)]])
 BASE, LOCAL = 500_000.0, 700.0
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -55,9 +55,16 @@ BY_LAYER = ("mimo_v2_flash", *(name for name in FAMILIES if "gemma4" in name))
 HARD_WIRED = "recurrent_gemma"
 
 
+def built(folder: Path) -> nn.Module:
+    """The model as a load has it before its weights are brought into memory."""
+    with explained("m"):
+        checked = checked_folder(described("m", folder, "models_dir"), PoolLimits())
+        model, _ = build(planned(checked), {})
+    return model
+
+
 def logits(folder: Path) -> np.ndarray:
-    loaded = load(described("m", folder, "models_dir"), PoolLimits(weights="keep"), Ledger(PLENTY))
-    return np.array(loaded.model(TOKENS).astype(mx.float32))
+    return np.array(built(folder)(TOKENS).astype(mx.float32))
 
 
 def write(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -218,8 +225,7 @@ def test_the_amplitude_of_yarn_is_that_of_the_config(tmp_path: Path):
     np.testing.assert_allclose(logits(rewritten(folder, (), rope_scaling=said)), usual, atol=1e-5)
     other = logits(rewritten(folder, (), rope_scaling=scaling | {"attention_factor": 1.0}))
     assert not np.allclose(other, usual)
-    loaded = load(described("m", folder, "models_dir"), PoolLimits(), Ledger(PLENTY))
-    assert loaded.model.model.layers[0].self_attn.rope.mscale == pytest.approx(1.0)
+    assert built(folder).model.layers[0].self_attn.rope.mscale == pytest.approx(1.0)
 
 
 BY_TYPE = {
