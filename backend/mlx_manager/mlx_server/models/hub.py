@@ -192,16 +192,13 @@ def weights_of(info: ModelInfo) -> Sequence[str]:
         ModelLoadFailed: the index can't be read, or names what is not there.
         OSError: the hub can't be reached.
     """
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import GatedRepoError
 
     names = [file.rfilename for file in info.siblings or ()]
     own = [name for name in names if fnmatch.fnmatch(name, WEIGHTS) and "/" not in name]
     if INDEX in names:
         try:
-            with TemporaryDirectory() as place:
-                index = hf_hub_download(info.id, INDEX, revision=info.sha, local_dir=place)  # nosec B615
-                named = sorted({*weight_map(Path(index)).values()})
+            named = sorted({*index_of(info).values()})
         except GatedRepoError:
             # What it takes is told all the same, and the download says what to do.
             return own
@@ -218,6 +215,20 @@ def weights_of(info: ModelInfo) -> Sequence[str]:
     if problem:
         raise ModelLoadFailed(problem)
     return files
+
+
+def index_of(info: ModelInfo) -> Mapping[str, str]:
+    """The file of each tensor in a repository, by its index: the one that is here, or else the
+    hub's, which is not kept."""
+    from huggingface_hub import hf_hub_download
+
+    commit = info.sha or "main"
+    here = repository_folder(cache_folder(), info.id) / "snapshots" / commit / INDEX
+    if here.is_file():
+        return weight_map(here)
+    with TemporaryDirectory() as place:
+        index = hf_hub_download(info.id, INDEX, revision=commit, local_dir=place)  # nosec B615
+        return weight_map(Path(index))
 
 
 def described(info: ModelInfo, weights: Sequence[str]) -> Repository:

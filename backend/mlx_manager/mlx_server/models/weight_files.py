@@ -78,7 +78,7 @@ def weight_files(folder: Path) -> WeightFiles:
             problem = ""
         else:
             placed = {}
-            present = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+            present = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
             names, problem = chosen(present, str(folder))
         return _measured(folder, names, placed, problem)
     except ModelLoadFailed as error:
@@ -103,9 +103,9 @@ def _measured(
         nbytes += file.stat().st_size
     if missing and not problem:
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        why = f"{INDEX} names them." if placed else "It is a link to what is not there."
         problem = (
-            f"Weights are missing from {folder}: {', '.join(missing[:MOST_NAMED])}{more}. "
-            f"{INDEX} names them."
+            f"Weights are missing from {folder}: {', '.join(missing[:MOST_NAMED])}{more}. {why}"
         )
     located = {tensor: folder / name for tensor, name in placed.items()}
     return WeightFiles(tuple(files), located, nbytes, problem)

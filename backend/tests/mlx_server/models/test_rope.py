@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from mlx import nn
+from tiny_encoders import make_tiny_encoder
 from tiny_models import FAMILIES, make_tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -19,8 +20,11 @@ from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
+from mlx_manager.mlx_server.models.encoder_loading import loading_encoder
 from mlx_manager.mlx_server.models.loading import checked_folder, explained
 from mlx_manager.mlx_server.models.rope import in_all_forms
+from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.steps import finish
 
 TOKENS = mx.array([[256, *range(40, 90)]])
 BASE, LOCAL = 500_000.0, 700.0
@@ -351,3 +355,19 @@ def test_a_part_of_each_head_is_rotated_in_either_form(tmp_path: Path, family: s
 )
 def test_a_config_without_rotations_is_left_as_it_is(config: dict[str, Any]):
     assert in_all_forms(config) == config
+
+
+@pytest.mark.parametrize("family", ["qwen3", "modernbert"])
+def test_an_encoder_rotates_by_either_form(tmp_path: Path, family: str):
+    def bases(folder: Path) -> set[float]:
+        source = described("m", folder, "models_dir")
+        encoder = finish(loading_encoder(source, PoolLimits(), Ledger(10**9)))
+        return {float(one.base) for one in encoder.model.modules() if isinstance(one, nn.RoPE)}
+
+    names = {"qwen3": ("rope_theta",), "modernbert": ("global_rope_theta", "local_rope_theta")}
+    folder = make_tiny_encoder(tmp_path / "m", family)
+    one = {"rope_type": "default", "rope_theta": BASE}
+    local = one | {"rope_theta": LOCAL}
+    new = one if family == "qwen3" else {"full_attention": one, "sliding_attention": local}
+    rewritten(folder, names[family], rope_parameters=new)
+    assert bases(folder) == ({BASE} if family == "qwen3" else {BASE, LOCAL})
