@@ -34,6 +34,17 @@ def unreadable(file: Path) -> str:
     return f"{file} is {kind}; a regular file is expected."
 
 
+def oversized(file: Path) -> str:
+    """Why a file is too large to be read as JSON; "" if it is not.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if (size := file.stat().st_size) <= LARGEST_JSON:
+        return ""
+    return f"{file} is too large: {size:,} bytes of at most {LARGEST_JSON:,}."
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """
     Raises:
@@ -58,12 +69,8 @@ def read_json_list(file: Path) -> list[dict[str, Any]]:
 
 def _read(file: Path) -> Any:
     try:
-        if odd := unreadable(file):
+        if odd := unreadable(file) or oversized(file):
             raise ModelLoadFailed(odd)
-        if (size := file.stat().st_size) > LARGEST_JSON:
-            raise ModelLoadFailed(
-                f"{file} is too large: {size:,} bytes of at most {LARGEST_JSON:,}."
-            )
         return json.loads(file.read_bytes())
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error

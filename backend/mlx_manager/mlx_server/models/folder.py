@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.architectures import with_known_names
-from mlx_manager.mlx_server.models.files import read_json, unreadable
+from mlx_manager.mlx_server.models.files import oversized, read_json, unreadable
 from mlx_manager.mlx_server.models.sizes import check_sizes
 from mlx_manager.mlx_server.models.weight_files import (
     StoredTensor,
@@ -23,6 +23,9 @@ from mlx_manager.mlx_server.utils.text import encodable
 READ_BY_NAME = ("*.json", "*.jsonl", "*.py", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model")
 """What mlx-lm and transformers read of a model's folder, and of folders in it, beside weights."""
 
+ALWAYS_READ = frozenset(
+    {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+)
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -102,10 +105,11 @@ class ModelFolder:
 def check_regular(folder: Path) -> None:
     """
     Raises:
-        ModelLoadFailed: what libraries would open by its name is no regular file; it is named.
+        ModelLoadFailed: what libraries would open by its name is no regular file, or far too large
+            for one; it is named.
     """
     for file in read_by_name(folder):
-        if odd := unreadable(file):
+        if odd := unreadable(file) or (file.name in ALWAYS_READ and oversized(file)):
             raise ModelLoadFailed(odd)
 
 

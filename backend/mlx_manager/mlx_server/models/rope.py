@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mlx_manager.mlx_server.errors import ModelLoadFailed
+
 Settings = Mapping[str, Any]
 
 PARAMETERS = "rope_parameters"
@@ -32,6 +34,9 @@ def in_all_forms(config: Settings) -> dict[str, Any]:
     """`config` with its rotary settings, and those of its text model, in every form.
 
     A config without any is left as it is.
+
+    Raises:
+        ModelLoadFailed: they are of another form than anybody writes; the setting is named.
     """
     changed = {
         name: in_all_forms(section)
@@ -45,6 +50,9 @@ def rotations(config: Settings) -> dict[str, dict[str, Any]]:
     """The settings of each type of layer, as in `rope_parameters`; "" stands for every type.
 
     Each has `rope_theta` if the config names a base, and `rope_type`.
+
+    Raises:
+        ModelLoadFailed: they are of another form than anybody writes.
     """
     written = _written(config)
     if not written and config.get("model_type") in NESTED_READERS:
@@ -64,16 +72,33 @@ def rotations(config: Settings) -> dict[str, dict[str, Any]]:
 
 def _written(config: Settings) -> dict[str, Any]:
     """`rope_parameters`, or `rope_scaling`, which counts for more where both are flat."""
-    new, old = (config.get(name) for name in (PARAMETERS, "rope_scaling"))
-    new, old = (rope if isinstance(rope, Mapping) else {} for rope in (new, old))
+    new, old = (_mapping(config, name) for name in (PARAMETERS, "rope_scaling"))
     if any(isinstance(rope, Mapping) for rope in new.values()):
         return dict(new)
     return {**new, **old}
 
 
+def _mapping(config: Settings, name: str) -> Settings:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ModelLoadFailed(f"config.json has {name} {value!r}; an object or null is expected.")
+    return value
+
+
 def _standard(rope: Settings) -> dict[str, Any]:
     """The settings with both names of their type, and as initialize_rope takes them."""
     found = {name: value for name, value in rope.items() if value is not None}
+    for name in NOT_SCALING:
+        value = found.get(name, 1)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
+            raise ModelLoadFailed(
+                f"config.json has {name} {value!r} in its rotary settings; a positive number is "
+                "expected."
+            )
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "long_factor" in found):
         # Phi-3's first configs have the old names.
@@ -91,8 +116,10 @@ def _with_amplitude(rope: dict[str, Any]) -> dict[str, Any]:
     amplitude, factor = rope.get("attention_factor"), rope.get("factor")
     if not isinstance(amplitude, int | float) or not isinstance(factor, float) or factor <= 1:
         return rope
-    mscale = (amplitude - 1.0) / (0.1 * math.log(factor))
-    return {**rope, "mscale": mscale, "mscale_all_dim": 0}
+    # It rotates by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    per_unit, of_all = 0.1 * math.log(factor), rope.get("mscale_all_dim", 0)
+    mscale = (amplitude * (per_unit * of_all + 1.0) - 1.0) / per_unit
+    return {**rope, "mscale": mscale, "mscale_all_dim": of_all}
 
 
 def _forms(config: Settings) -> dict[str, Any]:

@@ -371,3 +371,26 @@ def test_an_encoder_rotates_by_either_form(tmp_path: Path, family: str):
     new = one if family == "qwen3" else {"full_attention": one, "sliding_attention": local}
     rewritten(folder, names[family], rope_parameters=new)
     assert bases(folder) == ({BASE} if family == "qwen3" else {BASE, LOCAL})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        "default",
+        [5e5],
+        7,
+        {"rope_theta": "500000"},
+        {"rope_theta": 0},
+        {"rope_theta": -1.0},
+        {"rope_theta": True},
+        {"rope_theta": [5e5]},
+        {"rope_theta": 1e999},
+        {"rope_theta": 5e5, "partial_rotary_factor": "half"},
+        {"full_attention": {"rope_theta": None}, "sliding_attention": {"rope_theta": "x"}},
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rotary_settings_of_another_form_are_refused_by_name(tmp_path: Path, rope: Any, name: str):
+    folder = make_tiny_model(tmp_path / "m")
+    with pytest.raises(ModelLoadFailed, match=r"config\.json has (rope_|partial_)"):
+        logits(rewritten(folder, **{name: rope}))

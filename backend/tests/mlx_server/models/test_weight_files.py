@@ -166,10 +166,16 @@ def test_what_nobody_reads_may_be_anything(tmp_path: Path):
 
 
 def test_a_json_file_too_large_to_be_one_is_not_read(tmp_path: Path):
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(LARGEST_JSON + 1)
+    for name in ("config.json", "dataset.json", "tokenizer.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(LARGEST_JSON + 1)
     with pytest.raises(ModelLoadFailed, match=r"config\.json is too large"):
         read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelLoadFailed, match=r"tokenizer\.json is too large"):
+        check_regular(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    check_regular(tmp_path)
 
 
 def tensor(start: int, end: int, shape: Sequence[int] | None = None, dtype: str = "U8") -> dict:
