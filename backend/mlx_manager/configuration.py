@@ -54,13 +54,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Time": (
         *("keepalive_seconds", "timeout_seconds", "first_token_timeout_seconds"),
-        *(
-            "queue_timeout_seconds",
-            "client_timeout_seconds",
-            "drain_seconds",
-            "watchdog_seconds",
-            "keep_awake",
-        ),
+        *("queue_timeout_seconds", "client_timeout_seconds", "load_timeout_seconds"),
+        *("drain_seconds", "watchdog_seconds", "keep_awake"),
     ),
     "Logs, metrics and traces": (
         *("log_level", "log_format", "log_prompts", "metrics_by_key", "audit_log", "audit_log_mb"),

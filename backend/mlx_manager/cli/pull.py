@@ -148,8 +148,7 @@ def describe(found: Repository, missing: int, free: int) -> None:
 
 
 def check_architecture(found: Repository, anyway: bool) -> None:
-    from mlx_manager.mlx_server.models.architectures import has_architecture
-    from mlx_manager.mlx_server.models.kinds import ENCODERS
+    from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architecture
 
     known = found.model_type in ENCODERS or has_architecture(found.model_type)
     if found.model_type and not known and not anyway:

@@ -141,6 +141,10 @@ ClientTimeoutSeconds = Annotated[
         "Seconds that a client may take to send its headers, or may neither send nor read", "60"
     ),
 ]
+LoadTimeoutSeconds = Annotated[
+    float | None,
+    number("Time a load may go without getting further before it fails; 0 is off", "300"),
+]
 DrainSeconds = Annotated[
     float | None,
     number("Seconds that running requests get to finish when the server stops", "25"),
@@ -302,6 +306,7 @@ def serve(
     first_token_timeout_seconds: FirstTokenTimeoutSeconds = None,
     queue_timeout_seconds: QueueTimeoutSeconds = None,
     client_timeout_seconds: ClientTimeoutSeconds = None,
+    load_timeout_seconds: LoadTimeoutSeconds = None,
     drain_seconds: DrainSeconds = None,
     watchdog_seconds: WatchdogSeconds = None,
     keep_awake: KeepAwake = None,

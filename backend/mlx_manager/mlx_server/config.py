@@ -60,6 +60,7 @@ class PoolLimits:
 
     ttl: seconds without use after which a model is unloaded, unless its own settings say otherwise.
     wire_weights: whether macOS is to keep as many bytes in memory as the weights have.
+    load_timeout: seconds that a load may go without getting further; None: as long as it likes.
     """
 
     max_models: int = 4
@@ -68,6 +69,7 @@ class PoolLimits:
     weights: Literal["auto", "keep", "dequantize"] = "auto"
     trust_remote_code: bool = False
     wire_weights: bool = False
+    load_timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +351,11 @@ class MLXServerSettings(BaseSettings):
         description="Seconds that a client may take to send its headers, or may neither "
         "send nor read",
     )
+    load_timeout_seconds: float = Field(
+        300,
+        ge=0,
+        description="Time a load may go without getting further before it fails; 0 is off",
+    )
     drain_seconds: float = Field(
         25,
         allow_inf_nan=False,
@@ -536,6 +543,7 @@ class MLXServerSettings(BaseSettings):
             self.weights,
             self.trust_remote_code,
             self.wire_weights,
+            self.load_timeout_seconds or None,
         )
 
     @cached_property

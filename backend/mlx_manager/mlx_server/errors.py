@@ -20,7 +20,9 @@
     ├── ItemNotFound                  404 item_not_found           of a response that was kept
     ├── RequestNotFound               404 request_not_found        it has ended, or never was
     ├── RequestCancelled              403 request_cancelled        by the server's owner
-    ├── ModelLoadFailed               503 model_load_failed        broken files, say
+    ├── ModelLoadFailed               400 model_load_failed        broken files, say
+    │   ├── DownloadFailed            503 download_failed          the hub can't be reached, say
+    │   ├── ModelLoadStalled          504 model_load_stalled       it got no further for too long
     │   ├── ModelNotSupported         400 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
     │   ├── ModelTooLarge             507 model_too_large          does not fit this machine
@@ -202,14 +204,28 @@ class RequestCancelled(MLXManagerError):
 
 
 class ModelLoadFailed(MLXManagerError):
-    status = 503
+    """For good: whoever asks again is told the same, until the model's owner has mended it."""
+
+    status = 400
     code = "model_load_failed"
+    type = "invalid_request_error"
+
+
+class DownloadFailed(ModelLoadFailed):
+    status = 503
+    code = "download_failed"
+    type = "server_error"
+
+
+class ModelLoadStalled(ModelLoadFailed):
+    status = 504
+    code = "model_load_stalled"
+    type = "timeout_error"
 
 
 class ModelNotSupported(ModelLoadFailed):
     status = 400
     code = "model_not_supported"
-    type = "invalid_request_error"
 
 
 class ModelGated(ModelLoadFailed):
@@ -221,11 +237,13 @@ class ModelGated(ModelLoadFailed):
 class ModelTooLarge(ModelLoadFailed):
     status = 507
     code = "model_too_large"
+    type = "server_error"
 
 
 class DiskFull(ModelLoadFailed):
     status = 507
     code = "disk_full"
+    type = "server_error"
 
 
 class Overloaded(MLXManagerError):

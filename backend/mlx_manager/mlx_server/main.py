@@ -138,9 +138,13 @@ TO_PASTE: dict[Kind, tuple[str, str]] = {
 
 MOST_NAMED = 5
 
+CLOSING = 5.0
+"""Seconds that the MLX thread gets to end what it is doing, and as many once it is interrupted."""
+
 BEARING_ON_LOADS = {
     "available_models",
     "hf_cache",
+    "load_timeout_seconds",
     "max_rows",
     "max_waiting",
     "model",
@@ -320,10 +324,23 @@ async def open_models(
             tending.cancel()
             await asyncio.wait([tending])
             if thread.alive:
-                await pool.close()
+                await close(pool, thread)
     finally:
         sandbox.close()
-        await asyncio.to_thread(thread.close)
+        await asyncio.to_thread(thread.close, CLOSING)
+
+
+async def close(pool: ModelPoolManager, thread: MLXThread) -> None:
+    """Close the pool, or leave its models to the end of the process where the MLX thread does not
+    come back: what it is doing must not keep the process from that."""
+    closing = asyncio.create_task(pool.close(), name="close the pool")
+    done, _ = await asyncio.wait([closing], timeout=CLOSING)
+    if not done:
+        thread.interrupt()
+        done, _ = await asyncio.wait([closing], timeout=CLOSING)
+    if not done:
+        log.error("the MLX thread does not come back; its models end with the process")
+        closing.cancel()
 
 
 def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:

@@ -138,6 +138,50 @@ def test_of_a_new_commit_only_what_has_changed_is_to_come(program, tmp_path: Pat
     assert done.stdout.count(hub.commit) == 2
 
 
+def sharded(folder: Path, *others: str) -> Path:
+    """The demo with an index to two shards of it and a sidecar, and `others` that it names not."""
+    shutil.copytree(demo_model_path(), folder)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (folder / "model.safetensors").rename(folder / shards[0])
+    placed = {"a": shards[0], "b": shards[1], "mtp.fc.weight": "mtp.safetensors"}
+    for name in (*shards[1:], "mtp.safetensors", *others):
+        (folder / name).write_bytes(name.encode() * 100)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": placed}))
+    return folder
+
+
+def test_what_the_index_names_is_fetched_and_no_other_weights(
+    program, tmp_path: Path, environment
+) -> None:
+    others = ["model.safetensors", "model-00003-of-00003.safetensors", "consolidated.safetensors"]
+    folder = sharded(tmp_path / "sharded", *others)
+    with fake_hub(folder) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        told = json.loads(program("pull", "own/demo", "--json").stdout)
+        assert {*hub.fetched} == {file.name for file in folder.iterdir()} - {*others, "README.md"}
+        wanted = [file for file in folder.iterdir() if file.name in hub.fetched]
+        assert told["bytes_to_download"] == sum(file.stat().st_size for file in wanted)
+        assert (folder_of(tmp_path) / "mtp.safetensors").is_file()
+        hub.fetched.clear()
+        again = program("pull", "own/demo", "--json")
+        assert json.loads(again.stdout)["bytes_to_download"] == 0
+        assert hub.fetched == []
+
+
+def test_an_index_that_names_what_the_hub_has_not_is_refused(
+    program, tmp_path: Path, environment
+) -> None:
+    folder = sharded(tmp_path / "sharded")
+    (folder / "mtp.safetensors").unlink()
+    with fake_hub(folder) as hub:
+        done = program("pull", "own/demo", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+    assert done.returncode != 0
+    assert "own/demo has no mtp.safetensors, which its model.safetensors.index.json names" in (
+        done.stderr
+    )
+
+
 def test_a_cut_connection_is_taken_up_where_it_broke(program, tmp_path: Path, environment) -> None:
     folder = tmp_path / "large"
     folder.mkdir()

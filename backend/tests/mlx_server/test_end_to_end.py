@@ -483,9 +483,9 @@ async def test_beyond_the_limit_of_waiting_requests_there_is_429(small_http: htt
 @pytest.mark.parametrize(
     ("model", "status", "code"),
     [
-        ("truncated", 503, "model_load_failed"),
+        ("truncated", 400, "model_load_failed"),
         ("unknown-kind", 400, "model_not_supported"),
-        ("empty", 503, "model_load_failed"),
+        ("empty", 400, "model_load_failed"),
         ("nowhere", 404, "model_not_found"),
     ],
 )

@@ -26,9 +26,11 @@ from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
+    DownloadFailed,
     InvalidParameter,
     InvalidRequest,
     MLXManagerError,
+    ModelLoadFailed,
     OutOfRange,
     RequestNotReceived,
     RequestTimedOut,
@@ -84,7 +86,7 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestNotReceived | ServerNotReady):
         # Nothing good comes of this connection: the next may meet another server, or a ready one.
         headers["connection"] = "close"
-    if isinstance(error, RequestTimedOut):
+    if isinstance(error, RequestTimedOut) or _is_for_good(error):
         # Or else OpenAI's and Anthropic's SDKs ask twice more, for three times the limit in all.
         headers["x-should-retry"] = "false"
     limits = server_of(request).settings.api
@@ -102,6 +104,10 @@ def status_of(kind: type[MLXManagerError], path: str, out_of_range: int) -> int:
     if not issubclass(kind, OutOfRange):
         return kind.status
     return out_of_range if path in RANGE_PATHS else InvalidParameter.status
+
+
+def _is_for_good(error: MLXManagerError) -> bool:
+    return isinstance(error, ModelLoadFailed) and not isinstance(error, DownloadFailed)
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:

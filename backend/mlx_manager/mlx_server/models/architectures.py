@@ -1,16 +1,71 @@
-"""Which kinds of model mlx-lm can build."""
+"""Which kinds of model the libraries can build, and how they spell them."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+ENCODERS = {
+    "bert": "bert",
+    "roberta": "xlm_roberta",
+    "xlm-roberta": "xlm_roberta",
+    "modernbert": "modernbert",
+    "qwen3": "qwen3",
+}
+"""mlx-embeddings' module for each `model_type` that is served. XLM-RoBERTa's is RoBERTa's, too."""
+OTHER_ENCODERS = frozenset(
+    {"camembert", "deberta-v2", "distilbert", "electra", "mpnet", "new", "nomic_bert"}
+)
+"""Encoders that are not served, known so that the refusal says what they are."""
+
+
+def has_architecture(model_type: str) -> bool:
+    """Whether mlx-lm can build a `model_type`."""
+    return architecture(model_type) is not None
 
 
 @cache
-def has_architecture(model_type: str) -> bool:
-    """Whether mlx-lm can build a `model_type`."""
-    return model_type in architecture_modules() or model_type in renamed_architectures()
+def architecture(model_type: str) -> str | None:
+    """A `model_type` as mlx-lm spells it; None if it can't build one."""
+    if (known := known_name(model_type)) in architecture_modules():
+        return known
+    return _spelled(model_type, renamed_architectures())
+
+
+@cache
+def known_name(model_type: str) -> str:
+    """A `model_type` as a module's or an encoder's name spells it, or as it stands if none does.
+
+    Imports nothing of mlx-lm.
+    """
+    names = architecture_modules() | ENCODERS.keys() | OTHER_ENCODERS
+    return _spelled(model_type, names) or model_type
+
+
+def with_known_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with its `model_type`, and its text model's, as the libraries spell them."""
+    changed = dict(config)
+    if isinstance(kind := config.get("model_type"), str):
+        changed["model_type"] = known_name(kind)
+    if isinstance(text := config.get("text_config"), Mapping):
+        changed["text_config"] = with_known_names(text)
+    return changed
+
+
+def _spelled(model_type: str, names: Collection[str]) -> str | None:
+    if model_type in names:
+        return model_type
+    meant = _letters(model_type)
+    return next((name for name in sorted(names) if _letters(name) == meant), None)
+
+
+def _letters(name: str) -> str:
+    """A name without what people spell in more than one way: case, dashes, dots, blanks."""
+    return re.sub(r"[-_.\s]+", "_", name.strip().lower())
 
 
 @cache

@@ -19,13 +19,14 @@ from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, expanded, 
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
-from mlx_manager.mlx_server.models.architectures import has_architecture
+from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architecture
 from mlx_manager.mlx_server.models.family import detect_model_family
 from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.kinds import ENCODERS, kind_of
+from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.removal import Removal, plan_removal
 from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
+from mlx_manager.mlx_server.models.weight_files import INDEX
 from mlx_manager.mlx_server.utils.steps import BROKEN
 from mlx_manager.mlx_server.utils.text import encodable
 
@@ -34,10 +35,11 @@ log = logging.getLogger(__name__)
 Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
 RESCAN_SECONDS = 5.0
 MOST_NAMED = 20
-DESCRIBING = ("config.json", "tokenizer_config.json", BERT_LIMITS)
+MOST_DOUBTED = 3
+DESCRIBING = ("config.json", "tokenizer_config.json", BERT_LIMITS, INDEX)
 """The files that a source is described by, beside its weights."""
-CONFIGS = ("*/config.json", "*/*/config.json")
-"""Where models are in a folder of models."""
+CONFIGS = ("*/config.json", "*/*/config.json", "*/*/*/config.json")
+"""Where models are in a folder of models, which may be a cache of the hub as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._found: Mapping[str, ModelSource] = {}
         self._fresh_until = float("-inf")
+        self._told_empty = False
         if sources.hf_cache and (reason := hub.why_closed(self._cache_folder)):
             log.warning("models in %s are not offered: %s", self._cache_folder, reason)
 
@@ -145,8 +148,16 @@ class Catalog:
         return model_id == self._sources.default_model or self._models.allows(model_id)
 
     def _look(self) -> None:
-        self._found = {id: source for id, source in self._all().items() if self.allows(id)}
+        everything = self._all()
+        self._found = {id: source for id, source in everything.items() if self.allows(id)}
         self._fresh_until = self._clock() + RESCAN_SECONDS
+        folder = self._sources.models_dir
+        if folder is not None and os.path.isdir(folder):
+            within = (source.path for source in everything.values() if source.path is not None)
+            empty = not any(path.is_relative_to(folder) for path in within)
+            if empty and not self._told_empty:
+                log.warning("%s", why_empty(folder))
+            self._told_empty = empty
 
     def _all(self) -> dict[str, ModelSource]:
         """Everything by its id: what the owner's file makes of others, too, and above them."""
@@ -174,11 +185,7 @@ class Catalog:
         if self._sources.models_dir is not None:
             yield from folders_in(self._sources.models_dir)
         if self._sources.hf_cache:
-            for repository, snapshot in hub.cached_models(self._cache_folder):
-                source = described(repository, snapshot, "hf_cache")
-                text = source.kind == "text"
-                if has_architecture(source.model_type) if text else source.model_type in ENCODERS:
-                    yield source
+            yield from cached_in(self._cache_folder, "hf_cache")
 
     def _named(self, name: str, *, downloadable: bool) -> ModelSource:
         """The owner's `name`: the embedded model, a folder, one in the folder of models, or a
@@ -191,6 +198,8 @@ class Catalog:
             inside = models_dir / name
             if os.path.isfile(inside / "config.json"):
                 return described(name, inside, "models_dir")
+            if (snapshot := hub.cached_model(models_dir, name)) is not None:
+                return described(name, snapshot, "models_dir")
         if (snapshot := hub.cached_model(self._cache_folder, name)) is not None:
             return described(name, snapshot, "configured")
         return ModelSource(name, None, "configured", repository=name, downloadable=downloadable)
@@ -220,8 +229,18 @@ def check_models_dir(models_dir: Path | None) -> None:
         ) from None
 
 
+def cached_in(cache: Path, origin: Origin) -> Iterator[ModelSource]:
+    """The models of a cache of the hub that can be run; it holds others' files, too."""
+    for repository, snapshot in hub.cached_models(cache):
+        source = described(repository, snapshot, origin)
+        text = source.kind == "text"
+        if has_architecture(source.model_type) if text else source.model_type in ENCODERS:
+            yield source
+
+
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:
-    """The models in `<models_dir>/<name>` and `<models_dir>/<owner>/<name>`."""
+    """The models in `<models_dir>/<name>`, `<owner>/<name>` and `<owner>/<name>/<variant>`, and
+    those of the hub's cache that `models_dir` is, or has in it as `hub`."""
     if not os.path.isdir(models_dir):  # Unlike Path's, it says no of a name that is too long.
         return
     # Not Path's glob: a folder that goes meanwhile, or can't be looked into, would end its search.
@@ -229,9 +248,37 @@ def folders_in(models_dir: Path) -> Iterator[ModelSource]:
     configs = (models_dir / config for config in chain.from_iterable(found))
     folders = {config.parent for config in configs if os.path.exists(config)}
     for folder in sorted(folders):
-        if folder.parent in folders:
+        within = folder.relative_to(models_dir)
+        if any(hub.is_repository(part) for part in within.parts):
+            continue
+        if not folders.isdisjoint(folder.parents):
             continue  # A part of that model, as sentence-transformers' 1_Pooling is.
-        yield described(folder.relative_to(models_dir).as_posix(), folder, "models_dir")
+        yield described(within.as_posix(), folder, "models_dir")
+    for cache in (models_dir, models_dir / "hub"):
+        yield from cached_in(cache, "models_dir")
+
+
+def why_empty(models_dir: Path) -> str:
+    """Why there is no model in a folder of models, as a person would want to know it."""
+    if reason := hub.why_closed(models_dir):
+        return f"{models_dir} can't be looked into: {reason}"
+    if os.path.isfile(models_dir / "config.json"):
+        return (
+            f"{models_dir} is a model and no folder of models: name it with --model or "
+            "MLX_SERVER_AVAILABLE_MODELS, or give the folder that it is in"
+        )
+    if repositories := hub.repositories_in(models_dir):
+        named = ", ".join(repositories[:MOST_DOUBTED])
+        return (
+            f"none of the models in {models_dir} can be served: {named}"
+            f"{', ...' if len(repositories) > MOST_DOUBTED else ''}. A model is complete if a "
+            "snapshot has config.json and every file of its weights, in safetensors"
+        )
+    return (
+        f"no model was found in {models_dir}. Looked for were NAME/config.json, "
+        "OWNER/NAME/config.json and OWNER/NAME/VARIANT/config.json in it, and a Hugging Face "
+        "cache's models--OWNER--NAME/snapshots"
+    )
 
 
 def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.models.kinds import ENCODERS
+from mlx_manager.mlx_server.models.architectures import ENCODERS
 from mlx_manager.mlx_server.models.sentence import Activation, Pooling
 from mlx_manager.mlx_server.models.weights import default_device
 

@@ -16,22 +16,30 @@ from transformers import PreTrainedTokenizerBase
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.building import arrays_in
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
-from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
+from mlx_manager.mlx_server.models.files import read_json
+from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
     NONE,
     Checked,
+    Doing,
     Foresight,
     allowed_context,
     check_room,
+    check_size,
     check_steps,
     explained,
     granted,
     settled,
+    unheard,
 )
 from mlx_manager.mlx_server.models.reading import read
+from mlx_manager.mlx_server.models.renamed import with_old_names
+from mlx_manager.mlx_server.models.rope import in_all_forms
+from mlx_manager.mlx_server.models.rotations import check_rotations
 from mlx_manager.mlx_server.models.sentence import (
     Activation,
     Dense,
@@ -42,6 +50,11 @@ from mlx_manager.mlx_server.models.sentence import (
 )
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.models.tokenizers import Tokenizers
+from mlx_manager.mlx_server.models.weight_files import (
+    SINGLE,
+    WeightFiles,
+    check_safetensors,
+)
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
@@ -87,9 +100,9 @@ def loading_encoder(
     limits: PoolLimits,
     ledger: Ledger,
     recipe: Recipe = AS_IT_IS,
-    tokenizers: Tokenizers | None = None,
     *,
     foresight: Foresight = NONE,
+    prepared: PreparedEncoder | None = None,
 ) -> Steps[LoadedEncoder]:
     """Load an encoder a piece at a time; see `loading.loading`.
 
@@ -102,20 +115,21 @@ def loading_encoder(
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
-        checked = checked_encoder(source, recipe)
+        ready = prepared or (
+            yield from beside(partial(prepared_encoder, source, limits, recipe, ledger.limit))
+        )
+        checked, tokenizer = ready.checked, ready.tokenizer
         folder, kind, sentence = checked.folder, checked.kind, checked.sentence
         check_room(source.id, checked.nbytes, ledger)
-        found = dict(stored(folder))
+        found = arrays_in(folder.weights)
         model = build(folder, kind, sentence, source.id, found)
     yield None
     check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
-        tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
-        tokenizer = yield from beside(partial(tokenizers.encoder, folder.path))
         single = Wrapping.single(tokenizer)
         pair = Wrapping.pair(tokenizer) if kind == "reranker" else single
         check_wrapping(pair, model, source.id)
-        yield from read(model, found, folder.weight_files)
+        yield from read(model, found, folder.weights)
         found.clear()
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
@@ -148,6 +162,38 @@ class CheckedEncoder(Checked):
     activation: Activation
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedEncoder:
+    """What a load needs that comes of the small files alone."""
+
+    checked: CheckedEncoder
+    tokenizer: PreTrainedTokenizerBase
+
+
+def prepared_encoder(
+    source: ModelSource,
+    limits: PoolLimits,
+    recipe: Recipe,
+    most: int,
+    *,
+    tokenizers: Tokenizers | None = None,
+    doing: Doing = unheard,
+) -> PreparedEncoder:
+    """Read all but the weights; see `loading.prepared_text`.
+
+    Raises:
+        ModelNotSupported, ModelLoadFailed: as `checked_encoder` does.
+        ModelTooLarge: the weights exceed `most`.
+        ValueError, OSError, ...: what the libraries raise over a tokenizer.
+    """
+    doing("its files are looked at")
+    checked = checked_encoder(source, recipe)
+    check_size(source.id, checked.nbytes, most)
+    doing("its tokenizer is read")
+    tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
+    return PreparedEncoder(checked, tokenizers.encoder(checked.folder.path))
+
+
 def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     """
     Raises:
@@ -157,7 +203,7 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     assert source.path is not None, "it is downloaded before it is loaded"
     folder = ModelFolder.read(source.path)
     check_supported(folder, source.id)
-    folder.check_weights()
+    folder.check()
     if recipe.adapter is not None:
         raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
     kind = kind_of(folder)
@@ -170,7 +216,7 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
         activation = rank_activation(folder)
     sentence = Sentence.read(folder)
     for layer in sentence.dense:
-        check_safetensors(layer.path / "model.safetensors")
+        check_safetensors(layer.path / SINGLE)
     context = allowed_context(source.id, sentence.max_length, recipe)
     return CheckedEncoder(folder, context, folder.nbytes, kind, sentence, activation)
 
@@ -186,14 +232,16 @@ def build(
     head = None
     if kind == "reranker":
         head = head_of(folder.config, labels_of(folder.config), model_id)
-    model = Encoder(folder.config, sentence.pooling, head)
+    config = with_old_names(in_all_forms(folder.config))
+    model = Encoder(config, sentence.pooling, head)
+    check_rotations(model, config, folder.path / "config.json")
     check_padding(model, model_id)
     model.dense = [dense_layer(layer) for layer in sentence.dense]
     weights = dict(body_weights(found, model))
     if head is not None:
         weights |= head_weights(found)
     for index, layer in enumerate(sentence.dense):
-        own = arrays_in(layer.path / "model.safetensors")
+        own = arrays_in(WeightFiles((layer.path / SINGLE,)))
         weights |= {f"dense.{index}.{name}": array for name, array in own.items()}
     quantize(model, folder.config, weights)
     fill(model, weights, model_id)
@@ -231,15 +279,6 @@ def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
             f"{model_id} can't be loaded: its tokenizer gives texts the segments below {needed}, "
             f"and the type_vocab_size of its config.json is {model.segments}."
         )
-
-
-def arrays_in(file: Path) -> dict[str, mx.array]:
-    return mx.load(str(file))  # type: ignore[return-value]
-
-
-def stored(folder: ModelFolder) -> Iterator[tuple[str, mx.array]]:
-    for file in folder.weight_files:
-        yield from arrays_in(file).items()
 
 
 def body_weights(found: Mapping[str, mx.array], model: Encoder) -> Iterator[tuple[str, mx.array]]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.models.architectures import with_known_names
+from mlx_manager.mlx_server.models.files import oversized, read_json, unreadable
+from mlx_manager.mlx_server.models.sizes import check_sizes
+from mlx_manager.mlx_server.models.weight_files import (
+    StoredTensor,
+    WeightFiles,
+    headers_of,
+    weight_files,
+)
 from mlx_manager.mlx_server.utils.text import encodable
 
-WEIGHTS = "model*.safetensors"
-INDEX = "model.safetensors.index.json"
-LARGEST_HEADER = 100_000_000
+READ_BY_NAME = ("*.json", "*.jsonl", "*.py", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model")
+"""What mlx-lm and transformers read of a model's folder, and of folders in it, beside weights."""
+
+ALWAYS_READ = frozenset(
+    {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+)
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -29,28 +41,26 @@ UNKNOWN_CONTEXT = 8192
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a model's folder says of itself. `nbytes` is the size of the weights' files."""
+    """What a model's folder says of itself.
+
+    config: its config.json, with the `model_type` as the libraries spell it.
+    """
 
     path: Path
     config: Mapping[str, Any]
-    weight_files: tuple[Path, ...]
-    nbytes: int
+    weights: WeightFiles
 
     @staticmethod
     def read(path: Path) -> ModelFolder:
-        """Read config.json and find the weights.
+        """Read config.json and find the weights; `check` tells whether they can be read.
 
         Raises:
             ModelLoadFailed: a file is missing or unreadable; the message names it.
         """
         if not path.is_dir():
             raise ModelLoadFailed(f"{path} is not a folder.")
-        files = tuple(sorted(path.glob(WEIGHTS)))
-        try:
-            nbytes = sum(file.stat().st_size for file in files)
-        except OSError as error:
-            raise ModelLoadFailed(f"The weights in {path} can't be read: {error}.") from error
-        return ModelFolder(path, read_json(path / "config.json"), files, nbytes)
+        config = with_known_names(read_json(path / "config.json"))
+        return ModelFolder(path, config, weight_files(path))
 
     @property
     def model_type(self) -> str:
@@ -60,26 +70,30 @@ class ModelFolder:
     def context_length(self) -> int:
         return context_length(self.config, self._tokenizer_length())
 
-    def check_weights(self) -> None:
-        """Look at every weights file's header, which costs a read of some kilobytes each.
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return self.weights.files
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def check(self) -> None:
+        """Look at every file that a load reads, without reading the weights.
+
+        Costs a read of some kilobytes for each file of the weights.
 
         Raises:
-            ModelLoadFailed: a file is missing, truncated, or not safetensors; the message names it.
+            ModelLoadFailed: a file is missing, truncated, no regular one or not what its name says,
+                or config.json tells of more than the weights hold; the message names the file.
         """
-        index = self.path / INDEX
-        if index.exists():
-            named = read_json(index).get("weight_map")
-            if not isinstance(named, dict):
-                raise ModelLoadFailed(f"{index} has no weight_map.")
-            if not all(isinstance(name, str) for name in named.values()):
-                raise ModelLoadFailed(f"{index} has a weight_map to other things than file names.")
-            missing = sorted({*named.values()} - {file.name for file in self.weight_files})
-            if missing:
-                raise ModelLoadFailed(f"Weights are missing from {self.path}: {missing[0]}.")
-        if not self.weight_files:
-            raise ModelLoadFailed(f"There are no weights ({WEIGHTS}) in {self.path}.")
-        for file in self.weight_files:
-            check_safetensors(file)
+        check_regular(self.path)
+        if self.weights.problem:
+            raise ModelLoadFailed(self.weights.problem)
+        tensors: dict[str, StoredTensor] = {}
+        for found in headers_of(self.weights).values():
+            tensors |= found
+        check_sizes(self.path / "config.json", self.config, tensors)
 
     def _tokenizer_length(self) -> int | None:
         settings = self.path / "tokenizer_config.json"
@@ -88,78 +102,32 @@ class ModelFolder:
         return int(length) if isinstance(length, int | float) and 1 <= length < 1e8 else None
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def check_regular(folder: Path) -> None:
     """
     Raises:
-        ModelLoadFailed: the file is missing, unreadable, or no JSON object.
+        ModelLoadFailed: what libraries would open by its name is no regular file, or far too large
+            for one; it is named.
     """
-    content = _read(file)
-    if not isinstance(content, dict):
-        raise ModelLoadFailed(f"{file} is not a JSON object.")
-    return content
+    for file in read_by_name(folder):
+        if odd := unreadable(file) or (file.name in ALWAYS_READ and oversized(file)):
+            raise ModelLoadFailed(odd)
 
 
-def read_json_list(file: Path) -> list[dict[str, Any]]:
-    """
-    Raises:
-        ModelLoadFailed: the file is missing, unreadable, or no list of JSON objects.
-    """
-    content = _read(file)
-    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
-        raise ModelLoadFailed(f"{file} is not a list of JSON objects.")
-    return content
-
-
-def _read(file: Path) -> Any:
+def read_by_name(folder: Path) -> Iterator[Path]:
+    """The files of a model's folder that libraries may open by their names, and those of the
+    folders in it."""
     try:
-        return json.loads(file.read_bytes())
+        entries = [entry for place in (folder, *subfolders(folder)) for entry in place.iterdir()]
     except OSError as error:
-        raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}.") from error
+        raise ModelLoadFailed(f"{folder} can't be read: {error}.") from error
+    for entry in entries:
+        named = any(fnmatch(entry.name, pattern) for pattern in READ_BY_NAME)
+        if named and entry.exists() and not entry.is_dir():
+            yield entry
 
 
-def check_safetensors(file: Path) -> None:
-    """The header must be sound and its tensors must fill the file.
-
-    Raises:
-        ModelLoadFailed: they don't; the message names the file.
-    """
-    tensors_in(file)
-
-
-def tensors_in(file: Path) -> dict[str, tuple[int, int]]:
-    """The first byte of each tensor in a safetensors file, and the one after its last.
-
-    The file is 8 bytes of length, so much JSON, and data. Source: the format's description at
-    https://github.com/huggingface/safetensors.
-
-    Raises:
-        ModelLoadFailed: the header is broken, or its tensors don't fill the file, which is named.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(size - 8, LARGEST_HEADER):
-                raise ModelLoadFailed(f"{file} is not a safetensors file, or is truncated.")
-            header = json.loads(stream.read(length))
-        begin = 8 + length
-        tensors = {
-            name: (begin + tensor["data_offsets"][0], begin + tensor["data_offsets"][1])
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        }
-        expected = max((end for _, end in tensors.values()), default=begin)
-    except OSError as error:
-        raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
-    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} has a broken safetensors header.") from error
-    if size != expected:
-        raise ModelLoadFailed(
-            f"{file} is truncated or damaged: {size:,} bytes, and its header says {expected:,}."
-        )
-    return tensors
+def subfolders(folder: Path) -> list[Path]:
+    return [entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."]
 
 
 def context_length(config: Mapping[str, Any], tokenizer_length: int | None = None) -> int:

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from mlx_manager.mlx_server.errors import (
     DiskFull,
+    DownloadFailed,
     ModelGated,
     ModelLoadFailed,
     ModelNotFound,
     ModelNotSupported,
 )
-from mlx_manager.mlx_server.models.folder import INDEX, WEIGHTS
+from mlx_manager.mlx_server.models.weight_files import (
+    INDEX,
+    WEIGHTS,
+    chosen,
+    weight_files,
+    weight_map,
+)
 from mlx_manager.mlx_server.utils.text import sized
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-# What mlx-lm reads; a repository may hold the same weights in several other formats.
+# What mlx-lm reads beside the weights, which the index names: a repository may hold the same ones
+# in several other formats.
 FILES = (
     "*.json",
-    WEIGHTS,
     # A sentence-transformers model's layers after the pooling.
     "*_Dense/model.safetensors",
     "*.py",
@@ -40,6 +48,9 @@ FILES = (
     "*.jsonl",
     "*.jinja",
 )
+
+
+PREFIX = "models--"
 
 
 def cache_folder() -> Path:
@@ -61,53 +72,59 @@ def why_closed(folder: Path) -> str:
 
 
 def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
-    """(repository, folder) of every complete model in a cache, at its main revision.
+    """(repository, folder) of every model that a cache has all of, at its main revision if that is
+    complete, or else at the latest that is.
 
     Layout: `models--<owner>--<name>/{refs/main, snapshots/<commit>/}`; a snapshot's files are
     links that are made once their content is there.
     """
-    try:
-        names = sorted(os.listdir(cache))
-    except OSError:
-        return
-    for name in fnmatch.filter(names, "models--*"):
-        repository = name.removeprefix("models--").replace("--", "/")
+    for repository in repositories_in(cache):
         snapshot = cached_model(cache, repository)
         if snapshot is not None:
             yield repository, snapshot
 
 
-def cached_model(cache: Path, repository: str) -> Path | None:
-    """The folder of a model that a cache has all of, at its main revision."""
+def repositories_in(cache: Path) -> list[str]:
+    """Those that a cache has something of."""
     try:
-        snapshot = main_snapshot(repository_folder(cache, repository))
-        complete = snapshot is not None and is_complete(snapshot)
+        names = sorted(os.listdir(cache))
+    except OSError:
+        return []
+    return [name.removeprefix(PREFIX).replace("--", "/") for name in names if is_repository(name)]
+
+
+def is_repository(name: str) -> bool:
+    """Whether a folder of that name in a cache holds a model."""
+    return name.startswith(PREFIX)
+
+
+def cached_model(cache: Path, repository: str) -> Path | None:
+    """The folder of a model that a cache has all of: see `cached_models`."""
+    try:
+        return next(filter(is_complete, snapshots(repository_folder(cache, repository))), None)
     except (OSError, ValueError):
         return None  # Not for this user, or not text: the others must be found all the same.
-    return snapshot if complete else None
 
 
-def main_snapshot(folder: Path) -> Path | None:
-    """The snapshot that `main` names, else the latest."""
+def snapshots(folder: Path) -> list[Path]:
+    """Those of a repository: the one that `main` names, if it is there, then the latest first."""
+    found = [path for path in folder.glob("snapshots/*") if path.is_dir()]
+    main = main_commit(folder)
+    return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+
+
+def main_commit(folder: Path) -> str:
+    """What `main` refers to; "" where that can't be read, as after a download that broke off."""
     reference = folder / "refs" / "main"
-    if reference.is_file():
-        return folder / "snapshots" / reference.read_text().strip()
-    snapshots = [path for path in folder.glob("snapshots/*") if path.is_dir()]
-    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    try:
+        return reference.read_text().strip() if reference.is_file() else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def is_complete(snapshot: Path) -> bool:
     """Whether config.json and every weights file are there."""
-    if not (snapshot / "config.json").is_file():
-        return False
-    files = {file.name for file in snapshot.glob(WEIGHTS) if file.is_file()}
-    index = snapshot / INDEX
-    if not index.is_file():
-        return bool(files)
-    try:
-        return files >= set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False
+    return (snapshot / "config.json").is_file() and not weight_files(snapshot).problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,7 @@ class Repository:
 
 
 def repository_folder(cache: Path, repository: str) -> Path:
-    return cache / f"models--{repository.replace('/', '--')}"
+    return cache / f"{PREFIX}{repository.replace('/', '--')}"
 
 
 def look_up(repository: str) -> Repository:
@@ -158,18 +175,66 @@ def look_up(repository: str) -> Repository:
     Raises:
         ModelNotFound: there is no such repository, or it is private.
         ModelNotSupported: it has no weights in safetensors.
-        ModelLoadFailed: the hub can't be reached.
+        DownloadFailed: the hub can't be reached.
     """
     from huggingface_hub import HfApi
 
     with told_apart(repository):
-        return described(HfApi().model_info(repository, files_metadata=True))
+        info = HfApi().model_info(repository, files_metadata=True)
+        return described(info, weights_of(info))
 
 
-def described(info: ModelInfo) -> Repository:
+def weights_of(info: ModelInfo) -> Sequence[str]:
+    """The names of the files that hold a repository's weights: what its index names, which is
+    fetched for that, or else what a folder would be taken to have them in.
+
+    Raises:
+        ModelNotSupported: there are none in safetensors.
+        ModelLoadFailed: the index can't be read, or names what is not there.
+        OSError: the hub can't be reached.
+    """
+    from huggingface_hub.errors import GatedRepoError
+
+    names = [file.rfilename for file in info.siblings or ()]
+    own = [name for name in names if fnmatch.fnmatch(name, WEIGHTS) and "/" not in name]
+    if INDEX in names:
+        try:
+            named = sorted({*index_of(info).values()})
+        except GatedRepoError:
+            # What it takes is told all the same, and the download says what to do.
+            return own
+        if missing := [name for name in named if name not in names]:
+            raise ModelLoadFailed(f"{info.id} has no {missing[0]}, which its {INDEX} names.")
+        return named
+    files, problem = chosen(names, info.id)
+    if not own:
+        raise ModelNotSupported(
+            f"{info.id} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
+            "under mlx-community for instance.",
+            param="model",
+        )
+    if problem:
+        raise ModelLoadFailed(problem)
+    return files
+
+
+def index_of(info: ModelInfo) -> Mapping[str, str]:
+    """The file of each tensor in a repository, by its index: the one that is here, or else the
+    hub's, which is not kept."""
+    from huggingface_hub import hf_hub_download
+
+    commit = info.sha or "main"
+    here = repository_folder(cache_folder(), info.id) / "snapshots" / commit / INDEX
+    if here.is_file():
+        return weight_map(here)
+    with TemporaryDirectory() as place:
+        index = hf_hub_download(info.id, INDEX, revision=commit, local_dir=place)  # nosec B615
+        return weight_map(Path(index))
+
+
+def described(info: ModelInfo, weights: Sequence[str]) -> Repository:
     """
     Raises:
-        ModelNotSupported: it has no weights in safetensors.
         LookupError, TypeError, ValueError: the hub says something else than it used to.
     """
     files = {
@@ -177,14 +242,9 @@ def described(info: ModelInfo) -> Repository:
             file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
         )
         for file in info.siblings or ()
-        if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
+        if file.rfilename in weights
+        or any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
     }
-    if not any(fnmatch.fnmatch(name, WEIGHTS) for name in files):
-        raise ModelNotSupported(
-            f"{info.id} has no weights that MLX can load ({WEIGHTS}). Look for a converted one, "
-            "under mlx-community for instance.",
-            param="model",
-        )
     named = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
     return Repository(
         id=info.id,
@@ -211,7 +271,7 @@ def fetch(repository: str, report: Report | None = None) -> Path:
         ModelNotSupported: it has no weights in safetensors.
         ModelGated: its owner asks for a licence to be accepted, or for a token.
         DiskFull: there is no room for it; nothing was downloaded if that was clear before.
-        ModelLoadFailed: the download failed.
+        DownloadFailed: it can't be reached, or broke off.
     """
     return fetch_files(look_up(repository), report)
 
@@ -227,7 +287,9 @@ def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
     check_room(wanted.id, missing, cache)
     bars = None if report is None else progress_bars(report, wanted.nbytes - missing, wanted.nbytes)
     with told_apart(wanted.id):
-        folder = snapshot_download(wanted.id, allow_patterns=list(FILES), tqdm_class=bars)  # nosec B615
+        folder = snapshot_download(  # nosec B615
+            wanted.id, allow_patterns=[*map(escape, wanted.files)], tqdm_class=bars
+        )
     return Path(folder)
 
 
@@ -289,24 +351,24 @@ def told_apart(repository: str) -> Iterator[None]:
             param="model",
         ) from error
     except (AttributeError, LookupError, TypeError) as error:
-        raise ModelLoadFailed(
+        raise DownloadFailed(
             f"{repository} could not be downloaded: {hub_address()} does not answer as the Hugging "
             "Face hub does. Check HF_ENDPOINT."
         ) from error
     except (ImportError, ValueError) as error:
         # What the client makes of its environment: a proxy's kind, a token for a header.
-        raise ModelLoadFailed(
+        raise DownloadFailed(
             f"{repository} could not be downloaded: {reason(error)}. Check HF_TOKEN and the "
             "proxy's variables."
         ) from error
     except OfflineModeIsEnabled as error:
-        raise ModelLoadFailed(
+        raise DownloadFailed(
             f"{repository} could not be downloaded: HF_HUB_OFFLINE is set, which forbids it."
         ) from error
     except HfHubHTTPError as error:
-        raise ModelLoadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
+        raise DownloadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
     except HTTPError as error:
-        raise ModelLoadFailed(
+        raise DownloadFailed(
             f"{repository} could not be downloaded: {reason(error)}, at {hub_address()}. Check the "
             "network, and HF_ENDPOINT and the proxy's variables if they are set."
         ) from error
@@ -316,7 +378,7 @@ def told_apart(repository: str) -> Iterator[None]:
                 f"The disk filled up while {repository} was downloaded. Make room and try again: "
                 "the files that are whole stay."
             ) from error
-        raise ModelLoadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
+        raise DownloadFailed(f"{repository} could not be downloaded: {reason(error)}") from error
 
 
 def hub_address() -> str:

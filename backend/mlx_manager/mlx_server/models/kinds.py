@@ -7,20 +7,10 @@ from itertools import islice
 
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import WrongModelKind
+from mlx_manager.mlx_server.models.architectures import ENCODERS, OTHER_ENCODERS
 from mlx_manager.mlx_server.models.folder import ModelFolder
 
-ENCODERS = {
-    "bert": "bert",
-    "roberta": "xlm_roberta",
-    "xlm-roberta": "xlm_roberta",
-    "modernbert": "modernbert",
-    "qwen3": "qwen3",
-}
-"""mlx-embeddings' module for each `model_type` that is served. XLM-RoBERTa's is RoBERTa's, too."""
-
-NEVER_GENERATES = frozenset(
-    {*ENCODERS, "camembert", "deberta-v2", "distilbert", "electra", "mpnet", "new", "nomic_bert"}
-) - {"qwen3"}
+NEVER_GENERATES = frozenset({*ENCODERS, *OTHER_ENCODERS}) - {"qwen3"}
 SENTENCE_TRANSFORMERS = "modules.json"
 
 MOST_NAMED = 5

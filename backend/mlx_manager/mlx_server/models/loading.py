@@ -6,7 +6,6 @@ unknown architecture, a truncated file, or a model that does not fit is refused 
 
 from __future__ import annotations
 
-import glob
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.utils import load_adapters, load_model
+from mlx_lm.utils import load_adapters
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
@@ -34,13 +33,16 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
+from mlx_manager.mlx_server.models.building import Plan, build, planned
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.folder import ModelFolder, check_safetensors, read_json
+from mlx_manager.mlx_server.models.files import read_json
+from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.layout import lay_out
-from mlx_manager.mlx_server.models.reading import noting, read
+from mlx_manager.mlx_server.models.reading import read
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
 from mlx_manager.mlx_server.models.timing import fastest
 from mlx_manager.mlx_server.models.tokenizers import Tokenizers
+from mlx_manager.mlx_server.models.weight_files import check_safetensors
 from mlx_manager.mlx_server.models.weights import (
     WeightsForm,
     activation_dtype,
@@ -105,6 +107,12 @@ class Foresight:
 
 
 NONE = Foresight()
+Doing = Callable[[str], object]
+"""Told what a load has begun to do, in the words of a person."""
+
+
+def unheard(doing: str) -> None:
+    """Nobody asks."""
 
 
 def load(
@@ -119,13 +127,13 @@ def loading(
     limits: PoolLimits,
     ledger: Ledger,
     recipe: Recipe = AS_IT_IS,
-    tokenizers: Tokenizers | None = None,
     *,
     foresight: Foresight = NONE,
+    prepared: PreparedText | None = None,
 ) -> Steps[LoadedModel]:
     """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
 
-    tokenizers: where its own may have been made before.
+    prepared: what `prepared_text` made of the same source and recipe.
 
     The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
 
@@ -139,22 +147,17 @@ def loading(
     limits = replace(limits, weights=recipe.weights or limits.weights)
     found: dict[str, mx.array] = {}
     with explained(source.id):
-        checked = checked_text(source, limits, recipe)
+        ready = prepared or (
+            yield from beside(partial(prepared_text, source, limits, recipe, ledger.limit))
+        )
+        checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
         check_room(source.id, checked.nbytes, ledger)
         folder = checked.folder
-        model, config = load_model(
-            folder.path,
-            lazy=True,
-            get_model_classes=noting(found),
-            trust_remote_code=limits.trust_remote_code,
-        )
+        model, config = build(checked.plan, found)
     yield None
     check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
-        tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
-        tokenizer = yield from beside(partial(tokenizers.text, folder.path))
-        adapter = yield from beside(partial(get_adapter, config, source.id, tokenizer))
-        yield from read(model, found, folder.weight_files)
+        yield from read(model, found, folder.weights)
         found.clear()
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
@@ -209,7 +212,53 @@ class Checked:
     nbytes: int
 
 
-def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> Checked:
+@dataclass(frozen=True, slots=True)
+class CheckedText(Checked):
+    """`plan`: how it is built."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText:
+    """What a load needs that comes of the small files alone."""
+
+    checked: CheckedText
+    tokenizer: TokenizerWrapper
+    adapter: ModelAdapter
+
+
+def prepared_text(
+    source: ModelSource,
+    limits: PoolLimits,
+    recipe: Recipe,
+    most: int,
+    *,
+    tokenizers: Tokenizers | None = None,
+    doing: Doing = unheard,
+) -> PreparedText:
+    """Read all but the weights: any thread may, for as long as a template or a disk takes.
+
+    most: bytes that its weights may take. tokenizers: where its own may have been made before.
+    doing: told what is begun.
+
+    Raises:
+        ModelNotSupported, ModelLoadFailed: as `checked_text` does.
+        ModelTooLarge: the weights exceed `most`.
+        ValueError, OSError, ...: what the libraries raise over a tokenizer or template.
+    """
+    doing("its files are looked at")
+    checked = checked_text(source, limits, recipe)
+    check_size(source.id, checked.nbytes, most)
+    doing("its tokenizer is read")
+    tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
+    tokenizer = tokenizers.text(checked.folder.path)
+    doing("its chat template is tried out")
+    adapter = get_adapter(checked.plan.config, source.id, tokenizer)
+    return PreparedText(checked, tokenizer, adapter)
+
+
+def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> CheckedText:
     """
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
@@ -217,7 +266,8 @@ def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> Che
     """
     folder = checked_folder(source, limits)
     context = allowed_context(source.id, folder.context_length, recipe)
-    return Checked(folder, context, folder.nbytes + adapter_bytes(recipe.adapter))
+    nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
+    return CheckedText(folder, context, nbytes, planned(folder))
 
 
 def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
@@ -235,13 +285,7 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
             f"{source.id} is a {folder.model_type!r} model, an architecture that "
             f"mlx-lm {version('mlx-lm')} does not have."
         )
-    if glob.escape(str(folder.path)) != str(folder.path):
-        # mlx-lm looks for weights by a pattern that begins with the path.
-        raise ModelLoadFailed(
-            f"{folder.path} can't be loaded because of a *, ? or [ in its path. Rename it, or give "
-            "the server a link to it of another name."
-        )
-    folder.check_weights()
+    folder.check()
     return folder
 
 
@@ -357,13 +401,21 @@ def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
         ModelTooLarge: there is less memory than that.
         OutOfMemory: there will be less left, even after relief.
     """
-    if nbytes > ledger.limit:
-        raise ModelTooLarge(
-            f"The weights of {model_id} take {sized(nbytes)}, and the memory limit is "
-            f"{sized(ledger.limit)} (MLX_SERVER_MEMORY_LIMIT_GB)."
-        )
+    check_size(model_id, nbytes, ledger.limit)
     if nbytes > (attainable := ledger.attainable()):
         raise crowded(model_id, nbytes, attainable, ledger.limit)
+
+
+def check_size(model_id: str, nbytes: int, most: int) -> None:
+    """
+    Raises:
+        ModelTooLarge: the weights' bytes are more than models may take.
+    """
+    if nbytes > most:
+        raise ModelTooLarge(
+            f"The weights of {model_id} take {sized(nbytes)}, and the memory limit is "
+            f"{sized(most)} (MLX_SERVER_MEMORY_LIMIT_GB)."
+        )
 
 
 def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -> None:

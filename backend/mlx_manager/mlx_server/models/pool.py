@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import mlx.core as mx
 
@@ -32,6 +32,7 @@ from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
     ModelLoadFailed,
+    ModelLoadStalled,
     ModelNotFound,
     OutOfMemory,
     StorageFailed,
@@ -40,8 +41,10 @@ from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.encoder_loading import (
     LoadedEncoder,
+    PreparedEncoder,
     checked_encoder,
     loading_encoder,
+    prepared_encoder,
 )
 from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loading import (
@@ -49,10 +52,12 @@ from mlx_manager.mlx_server.models.loading import (
     Checked,
     Foresight,
     LoadedModel,
+    PreparedText,
     check_room,
     checked_text,
     explained,
     loading,
+    prepared_text,
     weights_line,
 )
 from mlx_manager.mlx_server.models.policy import Policy
@@ -62,7 +67,7 @@ from mlx_manager.mlx_server.models.settings import NEVER, Recipe, Wishes, read_m
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.models.streams import on_stream, side_stream
 from mlx_manager.mlx_server.models.tokenizers import Tokenizers
-from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Job
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
@@ -89,10 +94,14 @@ from mlx_manager.mlx_server.utils.steps import (
 from mlx_manager.mlx_server.utils.text import sized
 
 T = TypeVar("T")
+P = ParamSpec("P")
 PATIENCE = 60.0
 """Seconds that a load waits for models in use to be given back."""
 LOOK_AT_MEMORY = 10.0
 """Seconds between two looks at how short of memory a Mac is, while nobody is answered."""
+DISK_AT_ONCE = 8
+"""Threads that look at the disk for the catalog: one that hangs must not keep the others from it,
+nor the program from its end."""
 QUIET = 2.0
 """Seconds without a request after which something is made ahead; most of it takes less than one."""
 SLOW_PIECE = 0.02
@@ -107,17 +116,22 @@ log = logging.getLogger(__name__)
 class Way:
     """How models of a kind are loaded.
 
-    check: raises what is wrong with a model's files. tokenizer: reads it, or has it.
+    check: raises what is wrong with a model's files. prepare: reads all but the weights, or raises
+    that. tokenizer: reads it, or has it.
     """
 
     check: Callable[[ModelSource, PoolLimits, Recipe], Checked]
+    prepare: Callable[..., PreparedText | PreparedEncoder]
     loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
     tokenizer: Callable[[Tokenizers, Path], object]
 
 
-TEXT = Way(checked_text, loading, Tokenizers.text)
+TEXT = Way(checked_text, prepared_text, loading, Tokenizers.text)
 ENCODER = Way(
-    lambda source, _, recipe: checked_encoder(source, recipe), loading_encoder, Tokenizers.encoder
+    lambda source, _, recipe: checked_encoder(source, recipe),
+    prepared_encoder,
+    loading_encoder,
+    Tokenizers.encoder,
 )
 
 
@@ -182,6 +196,8 @@ class ModelPoolManager:
         self._loads_done: Counter[str] = Counter()
         self._unloads_done: Counter[str] = Counter()
         self._loads: dict[str, asyncio.Task[None]] = {}
+        self._stuck: dict[str, Job[None]] = {}
+        self._disk = DaemonThreads(DISK_AT_ONCE)
         self._loading = asyncio.Lock()
         self._returns = Returns()
         self._tokenizers = Tokenizers(limits.max_models, trust_remote_code=limits.trust_remote_code)
@@ -220,7 +236,7 @@ class ModelPoolManager:
         """
         name = self.resolve(model_id)
         if not self.catalog.allows(name):
-            await asyncio.to_thread(self.catalog.find, name)
+            await self._on_disk(self.catalog.find, name)
         engine = self._policy.engine_of(name)
         resident = self._residents.lease(engine) or await self._lease_loaded(engine, kind)
         try:
@@ -237,7 +253,7 @@ class ModelPoolManager:
             with self._residents.awaited(name):
                 while (resident := self._residents.lease(name)) is None:
                     if kind is not None:
-                        source = await asyncio.to_thread(self.catalog.find, name)
+                        source = await self._on_disk(self.catalog.find, name)
                         self._check_kind(name, source.kind, kind)
                     await self._load_once(name)
             return resident
@@ -276,7 +292,7 @@ class ModelPoolManager:
     def _look_again(self) -> None:
         """A name that is an alias now may be on offer when it is asked for next."""
         if self.catalog.stale and not self._looks:
-            look = asyncio.create_task(asyncio.to_thread(self.catalog.models), name="look again")
+            look = asyncio.create_task(self._on_disk(self.catalog.models), name="look again")
             self._looks.add(look)
             look.add_done_callback(self._looks.discard)
 
@@ -309,7 +325,7 @@ class ModelPoolManager:
 
     async def models(self) -> tuple[ModelStatus, ...]:
         """Every model that a request may name, and those that are loaded, also while one loads."""
-        sources = {source.id: source for source in await asyncio.to_thread(self.catalog.models)}
+        sources = {source.id: source for source in await self._on_disk(self.catalog.models)}
         residents = {resident.id: resident for resident in self._residents.all()}
         sources |= {r.id: r.source for r in residents.values() if r.id not in sources}
         return tuple(
@@ -325,9 +341,7 @@ class ModelPoolManager:
         """
         name = self.resolve(model_id)
         found = (status for status in await self.models() if status.id == name)
-        return next(found, None) or self._status(
-            await asyncio.to_thread(self.catalog.find, name), None
-        )
+        return next(found, None) or self._status(await self._on_disk(self.catalog.find, name), None)
 
     def rows(self) -> list[RowStatus]:
         """Every row of every model that has not ended."""
@@ -391,6 +405,10 @@ class ModelPoolManager:
         lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
         return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
+    async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """`asyncio.to_thread`, on threads that the program does not wait for."""
+        return await self._disk.run(partial(look, *arguments, **named))
+
     # -- letting go ----------------------------------------------------------------------------
 
     async def unload(self, model_id: str) -> Unloaded | None:
@@ -412,7 +430,7 @@ class ModelPoolManager:
                     f"{name} is answering {resident.leases} requests. Cancel them, or wait.",
                     param="model",
                 )
-        await asyncio.to_thread(self.catalog.find, name)
+        await self._on_disk(self.catalog.find, name)
         return None
 
     async def pin(self, model_id: str, pinned: bool) -> None:
@@ -436,7 +454,7 @@ class ModelPoolManager:
             ModelNotFound: nothing of that name is offered.
         """
         name = self.resolve(model_id)
-        await asyncio.to_thread(self.catalog.find, name)
+        await self._on_disk(self.catalog.find, name)
         self._policy.keep(self._policy.engine_of(name), seconds)
         self._returns.announce()
 
@@ -447,7 +465,7 @@ class ModelPoolManager:
             MLXManagerError: see `hub.fetch`.
         """
         await asyncio.to_thread(hub.fetch, repository, report)
-        await asyncio.to_thread(self.catalog.rescan)
+        await self._on_disk(self.catalog.rescan)
 
     async def delete(self, model_id: str) -> None:
         """Unload a model and delete its files.
@@ -459,7 +477,7 @@ class ModelPoolManager:
             StorageFailed: a file can't be deleted; others may be gone.
         """
         name = self.resolve(model_id)
-        plan = await asyncio.to_thread(self.catalog.removal, name)
+        plan = await self._on_disk(self.catalog.removal, name)
         for resident in self._residents.all():
             # An adapter's engine reads its base's files.
             if name in (resident.id, resident.recipe.base):
@@ -468,7 +486,7 @@ class ModelPoolManager:
             await asyncio.to_thread(plan.carry_out)
         except OSError as error:
             raise StorageFailed(f"{error.filename} can't be deleted: {error.strerror}.") from error
-        await asyncio.to_thread(self.catalog.rescan)
+        await self._on_disk(self.catalog.rescan)
 
     async def clear_prefixes(self, model_id: str | None = None) -> dict[str, int]:
         """Forget the prompts kept for reuse, of one model or of all; bytes given back, by model.
@@ -551,7 +569,7 @@ class ModelPoolManager:
         # Their own code is run for who asks for them.
         if self._limits.trust_remote_code or self._tokenizers.full:
             return False
-        for source in await asyncio.to_thread(self.catalog.models):
+        for source in await self._on_disk(self.catalog.models):
             new = source.id not in self._looked_at and source.id not in self._residents
             useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
             if new and useful and source.path is not None:
@@ -572,9 +590,10 @@ class ModelPoolManager:
     async def _tried(self, model_id: str, make: Callable[[], object]) -> None:
         """Who asks for it hears what is wrong."""
         try:
-            await asyncio.to_thread(make)
+            await Job(make).result(self._limits.load_timeout)
         except (MLXManagerError, *BROKEN) as error:
-            log.debug("%s: not made ahead: %s", model_id, error)
+            # A TimeoutError among them.
+            log.debug("%s: not made ahead: %s", model_id, error or type(error).__name__)
 
     def _is_quiet(self) -> bool:
         return not self._loads and len(self._idle()) == len(self._residents.all())
@@ -590,10 +609,10 @@ class ModelPoolManager:
             InvalidSettings: those in force stay; the message names file, key and what is allowed.
         """
         async with self._reading:
-            new = await asyncio.to_thread(read_models_file, self._models_file)
+            new = await self._on_disk(read_models_file, self._models_file)
             old = self._policy.models
             # What it names is known before its patterns of names count.
-            await asyncio.to_thread(self.catalog.configure, new)
+            await self._on_disk(self.catalog.configure, new)
             self._policy.follow(new)
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
@@ -618,7 +637,7 @@ class ModelPoolManager:
     async def _tell_unknown(self) -> tuple[str, ...]:
         """Names in the models' settings that nothing on offer has; the log has them, too, and the
         aliases that are names of what is on offer."""
-        offered = {source.id for source in await asyncio.to_thread(self.catalog.models)}
+        offered = {source.id for source in await self._on_disk(self.catalog.models)}
         unknown = tuple(name for name in self._policy.models.models if name not in offered)
         for name in unknown:
             log.warning("%s has settings of %r, which is not on offer", self._models_file, name)
@@ -679,10 +698,7 @@ class ModelPoolManager:
 
     async def _load(self, model_id: str) -> None:
         # A download takes its time: patience begins when it is done.
-        source = await self._source(model_id)
-        if self._residents.all() and not self._idle():
-            # Nobody waits for room for what can't be loaded.
-            await asyncio.to_thread(self._check, source, self._policy.of(model_id).recipe)
+        await self._source(model_id)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
         while True:
@@ -702,11 +718,11 @@ class ModelPoolManager:
 
     async def _source(self, model_id: str) -> ModelSource:
         """Where the model is on disk, now if it was not."""
-        source = await asyncio.to_thread(self.catalog.find, model_id)
+        source = await self._on_disk(self.catalog.find, model_id)
         if source.path is not None:
             return source
         folder = await self._fetch(source)
-        here = await asyncio.to_thread(described, source.id, folder, source.origin)
+        here = await self._on_disk(described, source.id, folder, source.origin)
         return replace(source, path=folder, kind=here.kind)
 
     async def _fetch(self, source: ModelSource) -> Path:
@@ -723,9 +739,14 @@ class ModelPoolManager:
         return path
 
     async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
-        """Load between other models' steps and beside them, one model at a time."""
+        """Load between other models' steps and beside them, one model at a time.
+
+        All but the weights is read before: nobody waits for room for what can't be loaded, nor for
+        a file or a template that never ends.
+        """
+        prepared = await self._prepared(source, recipe)
         async with self._loading:
-            load = self._bring_on_mlx(source, recipe)
+            load = self._bring_on_mlx(source, recipe, prepared)
             steps = self._beside_on_mlx(load)
             try:
                 while True:
@@ -733,16 +754,58 @@ class ModelPoolManager:
                         case Done():
                             return
                         case Aside() as aside:
-                            await asyncio.to_thread(aside.run, self._thread.after_step)
+                            await self._done_aside(source.id, aside, lambda: whereabouts(load))
                         case None:
                             pass
             finally:
                 await self._thread.call(partial(_end_load, steps))
 
-    def _check(self, source: ModelSource, recipe: Recipe) -> Checked:
-        """Raises what is wrong with a model's files. Takes a while, on any thread."""
-        with explained(source.id):
-            return way_of(source).check(source, self._limits, recipe)
+    async def _prepared(
+        self, source: ModelSource, recipe: Recipe
+    ) -> PreparedText | PreparedEncoder:
+        """What comes of a model's small files, or what is wrong with them."""
+        doing = ["it is begun"]
+
+        def prepare() -> PreparedText | PreparedEncoder:
+            with explained(source.id):
+                return way_of(source).prepare(
+                    source,
+                    self._limits,
+                    recipe,
+                    self.ledger.limit,
+                    tokenizers=self._tokenizers,
+                    doing=doing.append,
+                )
+
+        aside = Aside(prepare)
+        await self._done_aside(source.id, aside, lambda: doing[-1])
+        return aside.result()
+
+    async def _done_aside(
+        self, model_id: str, aside: Aside[Any], whereabouts: Callable[[], str]
+    ) -> None:
+        """Have it done beside other models' steps.
+
+        Raises:
+            ModelLoadStalled: it takes longer than a load may go without getting further.
+        """
+        stuck = self._stuck.pop(model_id, None)
+        if stuck is not None and stuck.alive:
+            self._stuck[model_id] = stuck
+            raise ModelLoadStalled(
+                f"The last attempt to load {model_id} still hangs, on a disk that does not answer "
+                "it seems. Mend that, or start the server again."
+            )
+        job = Job(partial(aside.run, self._thread.after_step))
+        try:
+            await job.result(self._limits.load_timeout)
+        except TimeoutError:
+            self._stuck[model_id] = job
+            limit = self._limits.load_timeout
+            raise ModelLoadStalled(
+                f"The load of {model_id} got no further for {limit:g} s "
+                f"(MLX_SERVER_LOAD_TIMEOUT_SECONDS), after this had begun: {whereabouts()}."
+            ) from None
 
     def _make_place_on_mlx(self) -> None:
         """Evict until one more model may be loaded."""
@@ -760,36 +823,31 @@ class ModelPoolManager:
         )
 
     def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
-        if self._beside is None:
+        if self._beside is None or any(job.alive for job in self._stuck.values()):
+            # What still hangs may be computing on the one before.
             self._beside = side_stream()
         return (yield from on_stream(self._beside, load))
 
-    def _check_on_mlx(self, way: Way, source: ModelSource, recipe: Recipe) -> Steps[None]:
-        """No model goes for one that can't be loaded."""
-        checked = yield from beside(partial(self._check, source, recipe))
-        with explained(source.id):
-            check_room(source.id, checked.nbytes, self.ledger)
-            # It is kept for the load.
-            yield from beside(partial(way.tokenizer, self._tokenizers, checked.folder.path))
-
-    def _bring_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+    def _bring_on_mlx(
+        self, source: ModelSource, recipe: Recipe, prepared: PreparedText | PreparedEncoder
+    ) -> Steps[None]:
         """Make place, load a model, make its backend, and take it among the residents."""
         begun = time.perf_counter()
         if self.ledger.pressure() is Pressure.CRITICAL:
             raise out_of_reach(f"{source.id} is not loaded")
         way = way_of(source)
-        if self._idle():
-            yield from self._check_on_mlx(way, source, recipe)
+        # No model goes for one that can't be loaded.
+        check_room(source.id, prepared.checked.nbytes, self.ledger)
         self._make_place_on_mlx()
-        yield from self._rehearse_on_mlx(source, recipe)
+        yield from self._rehearse_on_mlx(source, recipe, prepared.checked.nbytes)
         with self._blaming_the_device(source.id):
             loaded = yield from way.loading(
                 source,
                 self._limits,
                 self.ledger,
                 recipe,
-                self._tokenizers,
                 foresight=self._foresight,
+                prepared=prepared,
             )
             backend: ModelBackend | None = None
             try:
@@ -835,14 +893,13 @@ class ModelPoolManager:
                 retry_after=10,
             ) from error
 
-    def _rehearse_on_mlx(self, source: ModelSource, recipe: Recipe) -> Steps[None]:
+    def _rehearse_on_mlx(self, source: ModelSource, recipe: Recipe, nbytes: int) -> Steps[None]:
         """Have a process of its own load a model that is new to this machine, if somebody is being
         answered who would wait for what it compiles."""
         if self._rehearsals is None or not self.rows():
             return
         if (yield from beside(partial(self._rehearsals.is_due, source, recipe))):
-            checked = yield from beside(partial(self._check, source, recipe))
-            least = checked.nbytes + checked.nbytes // 8 + REHEARSED_BESIDES
+            least = nbytes + nbytes // 8 + REHEARSED_BESIDES
             with self.ledger.lending(f"rehearsal:{source.id}", least) as lent:
                 if lent:
                     yield from self._rehearsals.running(source.id, lent)

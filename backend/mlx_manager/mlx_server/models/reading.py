@@ -5,28 +5,24 @@ Elsewhere MLX reads files on a thread of its own.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import load_model
 
-from mlx_manager.mlx_server.models.folder import tensors_in
+from mlx_manager.mlx_server.models.weight_files import StoredTensor, WeightFiles, headers_of
 from mlx_manager.mlx_server.models.weights import default_device, in_groups
 from mlx_manager.mlx_server.utils.steps import Steps, beside, in_turns
 from mlx_manager.mlx_server.utils.transfer import Stretch, Transfer
 
 log = logging.getLogger(__name__)
-Classes = Callable[..., tuple[Callable[[Any], nn.Module], type]]
-Headers = Mapping[Path, Mapping[str, tuple[int, int]]]
+Headers = Mapping[Path, Mapping[str, StoredTensor]]
 
 AT_ONCE = 2**29
 """Bytes that are brought in one go: what the end of the program waits for."""
@@ -42,33 +38,7 @@ class Stored:
     paths: tuple[str, ...]
 
 
-def noting(found: dict[str, mx.array]) -> Classes:
-    """What `load_model` finds an architecture's classes by. Notes the files' arrays in `found`,
-    before the architecture makes its parameters of them."""
-    classes = inspect.signature(load_model).parameters["get_model_classes"].default
-
-    def noting_classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], type]:
-        model_class, arguments_class = classes(config=config)
-
-        def build(arguments: object) -> nn.Module:
-            model: nn.Module = model_class(arguments)
-            sanitize = getattr(model, "sanitize", None)
-
-            def noted(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                del model.sanitize
-                found.update(weights)
-                sanitized: dict[str, mx.array] = sanitize(weights) if sanitize else weights
-                return sanitized
-
-            model.sanitize = noted
-            return model
-
-        return build, arguments_class
-
-    return noting_classes
-
-
-def read(model: nn.Module, found: Mapping[str, mx.array], files: Iterable[Path]) -> Steps[None]:
+def read(model: nn.Module, found: Mapping[str, mx.array], weights: WeightFiles) -> Steps[None]:
     """Give `model` those of its parameters that are as in the files, past MLX; it reads the others.
 
     found: the files' arrays by name, not evaluated.
@@ -82,7 +52,7 @@ def read(model: nn.Module, found: Mapping[str, mx.array], files: Iterable[Path])
     if transfer is None:
         return
     try:
-        headers = yield from beside(partial(headers_of, files))
+        headers = yield from beside(partial(headers_of, weights))
         stored = as_stored(model, found, headers)
         rooms = [room(one.array.nbytes) for one in stored]
         yield from in_turns(map(_queue, rooms))
@@ -122,11 +92,11 @@ def as_stored(model: nn.Module, found: Mapping[str, mx.array], headers: Headers)
     names = Counter(name for tensors in headers.values() for name in tensors)
     places: dict[int, tuple[Path, int]] = {}
     for file, tensors in headers.items():
-        for name, (start, end) in tensors.items():
-            array = found.get(name)
+        for name, tensor in tensors.items():
+            array, nbytes = found.get(name), tensor.end - tensor.start
             # Of two files' tensors of one name, one has been taken.
-            if array is not None and array.nbytes == end - start > 0 and names[name] == 1:
-                places[id(array)] = (file, start)
+            if array is not None and array.nbytes == nbytes > 0 and names[name] == 1:
+                places[id(array)] = (file, tensor.start)
     paths: dict[int, list[str]] = {}
     for path, array in tree_flatten(model.parameters()):
         paths.setdefault(id(array), []).append(path)
@@ -136,10 +106,6 @@ def as_stored(model: nn.Module, found: Mapping[str, mx.array], headers: Headers)
         if id(array) in places and id(array) in paths
     ]
     return sorted(stored, key=lambda one: (one.file, one.start))
-
-
-def headers_of(files: Iterable[Path]) -> Headers:
-    return {file: tensors_in(file) for file in files}
 
 
 def room(nbytes: int) -> tuple[mx.array, mx.array]:

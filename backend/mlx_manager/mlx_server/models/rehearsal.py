@@ -36,6 +36,8 @@ PACKAGES = ("mlx", "mlx-lm")
 """Whose other releases launch other kernels, as ours do."""
 COMPILED_BY = ("weights", "max_rows", "page_size", "prefill_chunk")
 """The settings that decide what is launched."""
+MOST = 1200
+"""Seconds, after which it is given up: it takes a minute or two, and the load waits for it."""
 LOOK = 0.2
 """Seconds between two looks whether the process has ended."""
 LAST_LINES = 3
@@ -111,7 +113,7 @@ class Rehearsals:
                 log.info("that can't be: %s", error)
                 return
             try:
-                while process.poll() is None:
+                while process.poll() is None and time.monotonic() - begun < MOST:
                     yield from beside(partial(time.sleep, LOOK))
             finally:
                 process.kill()

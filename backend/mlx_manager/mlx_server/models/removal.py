@@ -12,8 +12,11 @@ from mlx_manager.mlx_server.config import DEMO_MODEL
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
 from mlx_manager.mlx_server.models.hub import repository_folder
 
-NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]+(/(?!\.)[^/\\\0-\x1f]+)?")
-"""A folder's name, or two: what `models_dir` is looked through for."""
+NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]+(/(?!\.)[^/\\\0-\x1f]+){0,2}")
+"""A folder's name, or up to three: what `models_dir` is looked through for."""
+
+
+Origin = Literal["models_dir", "hf_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Removal:
     """A model's own folders, which hold nothing of another. `nbytes`: what deleting them frees."""
 
     id: str
-    origin: Literal["models_dir", "hf_cache"]
+    origin: Origin
     folders: tuple[Path, ...]
     nbytes: int
 
@@ -53,14 +56,23 @@ def plan_removal(name: str, models_dir: Path | None, cache: Path) -> Removal:
         if (folder / "config.json").is_file():
             check_inside(folder, models_dir)
             return Removal(name, "models_dir", (folder,), size_of(folder))
-    folder = repository_folder(cache, name)
-    if folder.is_dir():
-        check_inside(folder, cache)
-        locks = repository_folder(cache / ".locks", name)
-        folders = (folder, locks) if locks.is_dir() else (folder,)
-        return Removal(name, "hf_cache", folders, size_of(folder))
+        for place in (models_dir, models_dir / "hub"):
+            if (found := _cached(name, "models_dir", place)) is not None:
+                return found
+    if (found := _cached(name, "hf_cache", cache)) is not None:
+        return found
     places = f"{cache} nor {models_dir}" if models_dir else str(cache)
     raise ModelNotFound(f"There is no model {name!r} in {places}.", param="model")
+
+
+def _cached(name: str, origin: Origin, cache: Path) -> Removal | None:
+    folder = repository_folder(cache, name)
+    if not folder.is_dir():
+        return None
+    check_inside(folder, cache)
+    locks = repository_folder(cache / ".locks", name)
+    folders = (folder, locks) if locks.is_dir() else (folder,)
+    return Removal(name, origin, folders, size_of(folder))
 
 
 def check_inside(folder: Path, place: Path) -> None:

@@ -23,7 +23,9 @@ from mlx_lm.utils import _tokenizer_defaults, load_config, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mlx_manager.mlx_server.models.bpe import Made, in_pieces
-from mlx_manager.mlx_server.models.folder import WEIGHTS, read_json
+from mlx_manager.mlx_server.models.files import read_json
+from mlx_manager.mlx_server.models.folder import check_regular
+from mlx_manager.mlx_server.models.weight_files import WEIGHTS
 from mlx_manager.mlx_server.utils.bare import BareErrors
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class Tokenizers:
         self._most = most
         self._trust = trust_remote_code
         self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._reading: dict[tuple[Any, ...], Lock] = {}
         self._lock = Lock()
 
     @property
@@ -64,14 +67,21 @@ class Tokenizers:
         return self._of(folder, partial(read_encoders, folder, self._trust))
 
     def _of(self, folder: Path, read: partial[T]) -> T:
+        check_regular(folder)
         key = (read.func, folder, stamp(folder))
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = read()
-            self._kept.move_to_end(key)
-            made: T = self._kept[key]
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            reading = self._reading.setdefault(key, Lock())
+        # Of this key alone: a file that is never read must hold up nobody else.
+        with reading:
+            with self._lock:
+                made: T | None = self._kept.get(key)
+            made = read() if made is None else made
+            with self._lock:
+                self._kept[key] = made
+                self._kept.move_to_end(key)
+                self._reading.pop(key, None)
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
         return made
 
 

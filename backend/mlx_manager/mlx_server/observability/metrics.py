@@ -25,9 +25,11 @@ from prometheus_client.registry import Collector
 from mlx_manager.mlx_server.core import FinishReason
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
+    DownloadFailed,
     GenerationFailed,
     ModelGated,
     ModelLoadFailed,
+    ModelLoadStalled,
     ModelNotFound,
     ModelNotSupported,
     ModelTooLarge,
@@ -63,7 +65,15 @@ HTTP_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 30
 
 LOAD_FAILURES = frozenset(
     error.code
-    for error in (ModelLoadFailed, ModelNotSupported, ModelGated, ModelTooLarge, OutOfMemory)
+    for error in (
+        ModelLoadFailed,
+        DownloadFailed,
+        ModelLoadStalled,
+        ModelNotSupported,
+        ModelGated,
+        ModelTooLarge,
+        OutOfMemory,
+    )
 )
 """These are raised of models that exist."""
 

@@ -24,6 +24,10 @@ PATIENCE = 0.5
 """Seconds that work done aside waits for a step, which may itself wait for a lock that the work
 holds: that of a log's handler, or of a module that is being imported."""
 
+LAST_WAIT = 5.0
+"""Seconds that work which nobody needs any more gets to end: what holds it up then, such as a disk
+that does not answer, is left to itself."""
+
 # What mlx-lm, transformers, MLX and a repository's own code raise over files that are not as they
 # expect.
 BROKEN = (
@@ -86,6 +90,10 @@ class Aside(Generic[T]):
             after_step(self._go_on.set)
             self._go_on.wait(PATIENCE)
 
+    @property
+    def running(self) -> bool:
+        return self._working.locked()
+
     def result(self) -> T:
         self.run()
         match self._outcome:
@@ -96,11 +104,13 @@ class Aside(Generic[T]):
                 raise error
 
     def abandon(self) -> None:
-        """Wait for it if it is under way, and otherwise see to it that it never is."""
+        """Wait for it if it is under way, though not for ever, and otherwise see to it that it
+        never is."""
         self._abandoned = True
         self._go_on.set()
-        with self._working:
+        if self._working.acquire(timeout=LAST_WAIT):
             self._outcome = self._outcome or RuntimeError("nobody waits for it any more")
+            self._working.release()
 
 
 Steps = Generator[Aside[Any] | None, None, T]

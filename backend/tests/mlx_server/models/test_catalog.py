@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,91 @@ def test_a_folder_within_a_models_is_a_part_of_it(tmp_path: Path):
     assert (tmp_path / "models" / "flat" / "1_Pooling" / "config.json").is_file()
     offered = catalog(tmp_path, models_dir=tmp_path / "models").models()
     assert [source.id for source in offered] == [DEMO_MODEL, "flat", "owner/deep"]
+
+
+def test_models_three_folders_deep_are_found(tmp_path: Path):
+    make_tiny_model(tmp_path / "models" / "owner" / "name" / "4bit")
+    make_tiny_model(tmp_path / "models" / "owner" / "name" / "8bit")
+    make_tiny_encoder(tmp_path / "models" / "owner" / "encoders" / "bge")
+    offered = catalog(tmp_path, models_dir=tmp_path / "models").models()
+    names = ["owner/encoders/bge", "owner/name/4bit", "owner/name/8bit"]
+    assert [source.id for source in offered] == [DEMO_MODEL, *names]
+    named = catalog(tmp_path, models_dir=tmp_path / "models", default_model=names[1])
+    assert named.find(names[1]).path == tmp_path / "models" / names[1]
+
+
+@pytest.mark.parametrize("within", ["", "hub"])
+def test_a_folder_of_models_may_be_a_cache_of_the_hub(
+    tmp_path: Path, within: str, caplog: pytest.LogCaptureFixture
+):
+    cached_model(tmp_path, "owner/text")
+    cached_model(tmp_path, "owner/speech", "whisper")
+    make_tiny_model(tmp_path / "hub" / "beside")
+    models_dir = tmp_path / "hub" if not within else tmp_path
+    found = catalog(tmp_path, models_dir=models_dir, hf_cache=False)
+    beside = f"{within}/beside".strip("/")
+    assert [source.id for source in found.models()] == [DEMO_MODEL, beside, "owner/text"]
+    assert found.find("owner/text").origin == "models_dir"
+    named = catalog(tmp_path, models_dir=tmp_path / "hub", default_model="owner/text")
+    assert named.find("owner/text").path is not None
+    assert caplog.text == ""
+
+
+def a_model(folder: Path) -> None:
+    make_tiny_model(folder)
+
+
+def weights_alone(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model.gguf").touch()
+
+
+def begun_downloads(folder: Path) -> None:
+    begun = folder / "models--owner--begun" / "snapshots" / "1"
+    begun.mkdir(parents=True)
+    (begun / "config.json").write_text('{"model_type": "llama"}')
+
+
+def too_deep(folder: Path) -> None:
+    make_tiny_model(folder / "a" / "b" / "c" / "d")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Path.mkdir, "no model was found in .*models. Looked for were NAME/config.json"),
+        (weights_alone, "no model was found in .*VARIANT/config.json in it, and a Hugging Face"),
+        (too_deep, "no model was found in .*models"),
+        (a_model, "models is a model and no folder of models: name it with --model"),
+        (begun_downloads, "none of the models in .*models can be served: owner/begun. A model is"),
+    ],
+)
+def test_a_folder_of_models_without_any_is_told_of_once(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    make(tmp_path / "models")
+    clock = Clock()
+    found = catalog(tmp_path, clock, models_dir=tmp_path / "models")
+    for _ in range(3):
+        assert [source.id for source in found.models()] == [DEMO_MODEL]
+        clock.now += RESCAN_SECONDS
+    assert re.search(said, caplog.text)
+    assert len(caplog.records) == 1
+    make_tiny_model(tmp_path / "models" / "fine")
+    assert len(found.models()) == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_file_that_is_never_read_hides_no_other_model(tmp_path: Path):
+    make_tiny_model(tmp_path / "models" / "fine")
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        folder = make_tiny_model(tmp_path / "models" / name.replace(".", "-"))
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    assert len(catalog(tmp_path, models_dir=tmp_path / "models").models()) == 5
 
 
 def test_only_what_the_owner_allows_is_downloadable(tmp_path: Path):

@@ -12,9 +12,9 @@ from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.folder import (
     UNKNOWN_CONTEXT,
     ModelFolder,
-    check_safetensors,
     context_length,
 )
+from mlx_manager.mlx_server.models.weight_files import check_safetensors
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_any_config_has_a_context_length(config: dict):
 
 def test_sound_weights_pass(tmp_path: Path):
     folder = ModelFolder.read(make_tiny_model(tmp_path / "m"))
-    folder.check_weights()
+    folder.check()
     assert folder.model_type == "llama"
     assert folder.nbytes == (tmp_path / "m" / "model.safetensors").stat().st_size
 
@@ -114,13 +114,13 @@ def test_problems_name_the_file(tmp_path: Path):
         ModelFolder.read(tmp_path)
     config.write_text("{}")
     with pytest.raises(ModelLoadFailed, match="There are no weights"):
-        ModelFolder.read(tmp_path).check_weights()
+        ModelFolder.read(tmp_path).check()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     with pytest.raises(
         ModelLoadFailed, match=r"missing from .*: model-00001-of-00002\.safetensors"
     ):
-        ModelFolder.read(tmp_path).check_weights()
+        ModelFolder.read(tmp_path).check()
     index.write_text("{}")
     with pytest.raises(ModelLoadFailed, match="has no weight_map"):
-        ModelFolder.read(tmp_path).check_weights()
+        ModelFolder.read(tmp_path).check()

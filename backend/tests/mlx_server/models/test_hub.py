@@ -59,7 +59,7 @@ def endpoint() -> Iterator[str]:
     [
         ("owner/gated", "ModelGated 403 owner/gated is gated: accept its terms at"),
         ("owner/missing", "ModelNotFound 404 owner/missing is no repository"),
-        ("owner/broken", "ModelLoadFailed 503 owner/broken could not be downloaded"),
+        ("owner/broken", "DownloadFailed 503 owner/broken could not be downloaded"),
         ("../etc/passwd", "ModelNotFound 404 ../etc/passwd is no repository"),
     ],
 )
@@ -117,13 +117,24 @@ def test_main_decides_between_snapshots(tmp_path: Path):
     assert [folder.name for _, folder in hub.cached_models(tmp_path)] == ["old"]
 
 
-def test_a_reference_of_nonsense_hides_no_other_model(tmp_path: Path):
-    for name in ("a", "z"):
-        (snapshot(tmp_path, f"owner/{name}", "1") / "model.safetensors").touch()
-    broken = snapshot(tmp_path, "owner/broken", "1")
-    (broken / "model.safetensors").touch()
-    (tmp_path / "models--owner--broken" / "refs" / "main").write_bytes(b"\xff\xfe\x00")
-    assert [name for name, _ in hub.cached_models(tmp_path)] == ["owner/a", "owner/z"]
+@pytest.mark.parametrize("said", [b"\xff\xfe\x00", b"", b"gone", b"../../../..", b"1\n2", None])
+def test_a_complete_snapshot_is_found_whatever_main_says(tmp_path: Path, said: bytes | None):
+    folder = snapshot(tmp_path, "owner/m", "1", main=False)
+    (folder / "model.safetensors").touch()
+    if said is not None:
+        references = tmp_path / "models--owner--m" / "refs"
+        references.mkdir()
+        (references / "main").write_bytes(said)
+    assert list(hub.cached_models(tmp_path)) == [("owner/m", folder)]
+
+
+def test_a_snapshot_that_broke_off_does_not_hide_a_whole_one(tmp_path: Path):
+    whole = snapshot(tmp_path, "owner/m", "old")
+    (whole / "model.safetensors").touch()
+    begun = snapshot(tmp_path, "owner/m", "new")
+    assert list(hub.cached_models(tmp_path)) == [("owner/m", whole)]
+    (begun / "model.safetensors").touch()
+    assert list(hub.cached_models(tmp_path)) == [("owner/m", begun)]
 
 
 def test_no_cache_no_models(tmp_path: Path):

@@ -9,8 +9,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, make_tiny_model
 
+from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.reading import as_stored, headers_of, noting, read
+from mlx_manager.mlx_server.models.reading import as_stored, read
+from mlx_manager.mlx_server.models.weight_files import headers_of
 from mlx_manager.mlx_server.utils.steps import advance, finish
 
 ON_CUDA = mx.cuda.is_available() and mx.default_device().type == mx.gpu
@@ -19,8 +21,8 @@ ON_CUDA = mx.cuda.is_available() and mx.default_device().type == mx.gpu
 def noted(folder: Path):
     """A model not yet read, what its files hold, and which of that its parameters are."""
     found: dict[str, mx.array] = {}
-    model, _ = load_model(folder, lazy=True, get_model_classes=noting(found))
-    stored = as_stored(model, found, headers_of(ModelFolder.read(folder).weight_files))
+    model, _ = build(planned(ModelFolder.read(folder)), found)
+    stored = as_stored(model, found, headers_of(ModelFolder.read(folder).weights))
     return model, found, stored
 
 
@@ -55,7 +57,7 @@ def test_what_the_architecture_makes_of_the_files_is_left_to_mlx(tmp_path):
     name = "model.layers.0.self_attn.q_proj.weight"
     model, found, _ = noted(folder)
     model.model.layers[0].self_attn.q_proj.weight = found[name] + 1
-    stored = as_stored(model, found, headers_of(ModelFolder.read(folder).weight_files))
+    stored = as_stored(model, found, headers_of(ModelFolder.read(folder).weights))
     paths = {path for one in stored for path in one.paths}
     assert name not in paths
     assert len(paths) == len(weights) - 1
@@ -63,12 +65,10 @@ def test_what_the_architecture_makes_of_the_files_is_left_to_mlx(tmp_path):
 
 def test_a_tensor_that_two_files_have_is_left_to_mlx(tmp_path):
     folder = make_tiny_model(tmp_path / "llama", "llama")
-    whole = folder / "model.safetensors"
+    whole = (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     weights = mx.load(str(whole))
-    (folder / "model-extra.safetensors").write_bytes(b"")
-    mx.save_safetensors(
-        str(folder / "model-extra.safetensors"), {"lm_head.weight": weights["lm_head.weight"]}
-    )
+    twice = {"lm_head.weight": weights["lm_head.weight"]}
+    mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), twice)
     _, _, stored = noted(folder)
     paths = {path for one in stored for path in one.paths}
     assert paths == weights.keys() - {"lm_head.weight"}
@@ -77,7 +77,7 @@ def test_a_tensor_that_two_files_have_is_left_to_mlx(tmp_path):
 def test_one_tensor_in_two_places_is_read_once(tmp_path):
     model, found, _ = noted(make_tiny_model(tmp_path / "llama", "llama"))
     model.lm_head.weight = model.model.embed_tokens.weight
-    headers = headers_of(ModelFolder.read(tmp_path / "llama").weight_files)
+    headers = headers_of(ModelFolder.read(tmp_path / "llama").weights)
     shared = [one for one in as_stored(model, found, headers) if len(one.paths) > 1]
     assert [sorted(one.paths) for one in shared] == [
         ["lm_head.weight", "model.embed_tokens.weight"]
@@ -98,7 +98,7 @@ def test_a_noted_model_is_as_mlx_lm_makes_it(tmp_path):
 def test_elsewhere_mlx_reads_everything(tmp_path):
     model, found, _ = noted(make_tiny_model(tmp_path / "llama", "llama"))
     before = [id(array) for _, array in tree_flatten(model.parameters())]
-    finish(read(model, found, ModelFolder.read(tmp_path / "llama").weight_files))
+    finish(read(model, found, ModelFolder.read(tmp_path / "llama").weights))
     assert [id(array) for _, array in tree_flatten(model.parameters())] == before
 
 
@@ -107,7 +107,7 @@ def test_elsewhere_mlx_reads_everything(tmp_path):
 def test_on_a_gpu_every_bit_arrives(family, tmp_path):
     folder = make_tiny_model(tmp_path / family, family, dtype=mx.bfloat16)
     model, found, stored = noted(folder)
-    finish(read(model, found, ModelFolder.read(folder).weight_files))
+    finish(read(model, found, ModelFolder.read(folder).weights))
     parameters = dict(tree_flatten(model.parameters()))
     for one in stored:
         data = one.file.read_bytes()[one.start : one.start + one.array.nbytes]
@@ -117,7 +117,7 @@ def test_on_a_gpu_every_bit_arrives(family, tmp_path):
 @pytest.mark.skipif(not ON_CUDA, reason="needs an NVIDIA GPU")
 def test_on_a_gpu_a_load_given_up_leaves_nothing(tmp_path):
     model, found, _ = noted(make_tiny_model(tmp_path / "llama", "llama"))
-    steps = read(model, found, ModelFolder.read(tmp_path / "llama").weight_files)
+    steps = read(model, found, ModelFolder.read(tmp_path / "llama").weights)
     advance(steps)
     before = mx.get_active_memory()
     steps.close()

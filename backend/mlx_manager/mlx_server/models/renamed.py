@@ -1,0 +1,71 @@
+"""Settings that transformers 5 writes by another name than mlx-lm reads, rotary ones aside.
+
+Where mlx-lm has a default, it would be taken without a word: every fourth layer of Cohere 2 and
+every sixth of Gemma 3 attends to everything, whatever `layer_types` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlx_manager.mlx_server.errors import ModelNotSupported
+
+EITHER = ("num_experts", "num_local_experts")
+"""Names of one thing; `num_local_experts` is what transformers 5 writes of both."""
+PERIODS = {
+    "cohere2": "sliding_window_pattern",
+    "gemma3_text": "sliding_window_pattern",
+    "qwen3_5": "full_attention_interval",
+    "qwen3_5_text": "full_attention_interval",
+    "qwen3_5_moe": "full_attention_interval",
+    "qwen3_5_moe_text": "full_attention_interval",
+    "qwen3_next": "full_attention_interval",
+}
+"""The setting by which classes find the layers that attend to everything: every so many."""
+EVERY_FROM_THE_FIRST = {"modernbert": "global_attn_every_n_layers"}
+"""The same where the first layer is one of them."""
+FULL = "full_attention"
+HYBRID_NAMES = {"linear_attention": "mamba", FULL: "attention"}
+
+
+def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` and its text model's with what classes look for by the names of transformers 4.
+
+    Raises:
+        ModelNotSupported: the order of its layers is one that its class can't have.
+    """
+    changed = {**config, **dict(_missing(config))}
+    if isinstance(text := config.get("text_config"), Mapping):
+        changed["text_config"] = with_old_names(text)
+    return changed
+
+
+def _missing(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    known = [name for name in EITHER if config.get(name) is not None]
+    if len(known) == 1:
+        yield from ((name, config[known[0]]) for name in EITHER)
+    kinds, model_type = config.get("layer_types"), config.get("model_type")
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
+        return
+    if model_type == "granitemoehybrid":
+        yield "layer_types", [HYBRID_NAMES.get(kind, kind) for kind in kinds]
+    if isinstance(model_type, str) and (name := PERIODS.get(model_type)):
+        yield name, period(kinds, model_type)
+    if isinstance(model_type, str) and (name := EVERY_FROM_THE_FIRST.get(model_type)):
+        yield name, period([*kinds[1:], kinds[0]], model_type)
+
+
+def period(kinds: Sequence[str], model_type: str) -> int:
+    """Every how many layers one attends to everything.
+
+    Raises:
+        ModelNotSupported: they do so in another order.
+    """
+    every = next((i + 1 for i, kind in enumerate(kinds) if kind == FULL), len(kinds) + 1)
+    if any((kind == FULL) != ((i + 1) % every == 0) for i, kind in enumerate(kinds)):
+        raise ModelNotSupported(
+            f"Its config.json has layer_types in which {FULL!r} is not every {every}th layer; "
+            f"mlx-lm's {model_type} can't be built so."
+        )
+    return every
