@@ -29,7 +29,7 @@ REFUSALS = {
     ("model_not_found", 404),
     ("overloaded", 429),
     ("out_of_memory", 503),
-    ("model_load_failed", 422),
+    ("model_load_failed", 400),
     ("request_cancelled", 403),
 }
 SETTINGS = (
