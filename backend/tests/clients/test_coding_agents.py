@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -57,6 +58,24 @@ def claude(*options: str, server: LiveServer, home: Path) -> str:
         ANTHROPIC_API_KEY="none",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
+
+
+def test_claude_code_is_launched(server: LiveServer, tmp_path: Path):
+    modules = HERE / "agents" / "node_modules" / ".bin"
+    if not (modules / "claude").exists():
+        pytest.skip("the agents are not installed; `make clients` installs them, with npm")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mlx_manager.cli", "launch", "claude", "--url", server.url, "--"]
+        + ["--bare", "--print", QUESTION],
+        env=os.environ | {"PATH": f"{modules}:{os.environ['PATH']}", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout.strip() == ANSWER, ended.stderr
 
 
 def test_claude_code_takes_a_turn(server: LiveServer, tmp_path: Path):
