@@ -65,8 +65,10 @@ def test_claude_code_is_launched(server: LiveServer, tmp_path: Path):
     if not (modules / "claude").exists():
         pytest.skip("the agents are not installed; `make clients` installs them, with npm")
     ended = subprocess.run(
-        [sys.executable, "-m", "mlx_manager.cli", "launch", "claude", "--url", server.url, "--"]
-        + ["--bare", "--print", QUESTION],
+        [
+            *(sys.executable, "-m", "mlx_manager.cli", "launch", "claude", "--url", server.url),
+            *("--", "--bare", "--print", QUESTION),
+        ],
         env=os.environ | {"PATH": f"{modules}:{os.environ['PATH']}", "HOME": str(tmp_path)},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,

@@ -94,10 +94,13 @@ def test_an_answer_fits_its_schema(client: httpx.Client):
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
         "required": ["name", "age"],
+        "additionalProperties": False,
     }
-    text = asked(client, "/api/chat", model=DEMO, messages=says("Ada is 36."), format=schema)
+    body = {"model": DEMO, "format": schema, "options": {"temperature": 0}}
+    text = asked(client, "/api/chat", messages=says("Ada is 36."), **body)
     assert json.loads(text["message"]["content"]).keys() == {"name", "age"}
-    anything = asked(client, "/api/generate", model=DEMO, prompt="Write JSON.", format="json")
+    body["format"] = "json"
+    anything = asked(client, "/api/generate", prompt="Write JSON.", **body)
     assert isinstance(json.loads(anything["response"]), dict)
 
 
