@@ -363,6 +363,7 @@ class TextBackend:
             # With nothing to draw, one token is drawn all the same, to score the prompt.
             limit=max(1, room if request.max_tokens is None else min(request.max_tokens, room)),
             stop_ids=own | frozenset(rules.token_ids),
+            cutting_ids=frozenset(rules.token_ids) - own,
             min_tokens=rules.min_tokens,
             sampler=SamplerState.of(request.sampling, prepared.ids),
             parser=OutputParser(

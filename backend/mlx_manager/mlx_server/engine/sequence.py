@@ -27,6 +27,8 @@ class Sequence:
         prompt: token ids, at least one.
         limit: most tokens to draw, at least one.
         stop_ids: tokens that end the row, and are not part of its text.
+        cutting_ids: those of them that the client has asked for: they may cut a call in two, where
+            the model's own end what it has written.
         guide: what the next token may be, if that depends on the answer so far.
         scoring: which log probabilities are wanted, if any.
         priority: lower ones are admitted first.
@@ -64,6 +66,7 @@ class Sequence:
         sampler: SamplerState,
         parser: OutputParser,
         stream: EventStream,
+        cutting_ids: frozenset[int] = frozenset(),
         guide: Guide | None = None,
         scoring: Scoring | None = None,
         priority: int = 0,
@@ -76,6 +79,7 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.limit = limit
         self.stop_ids = stop_ids
+        self.cutting_ids = cutting_ids
         self.min_tokens = min_tokens
         self.sampler = sampler
         self.parser = parser

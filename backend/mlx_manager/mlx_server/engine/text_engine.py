@@ -681,7 +681,7 @@ class TextEngine:
             )
             events = [started, *events]
         if row.outcome is not None:
-            events += row.parser.finish(row.outcome)
+            events += row.parser.finish("length" if token in row.cutting_ids else row.outcome)
             if row.parser.stopped is not None:
                 # It may have been found only in what had been held back.
                 row.outcome = "stop"

@@ -17,6 +17,9 @@ from mlx_manager.mlx_server.errors import MLXManagerError
 
 T = TypeVar("T")
 
+AGAIN_SECONDS = 1.0
+"""Until a function that has been interrupted, and goes on, is interrupted again."""
+
 
 class AbandonedError(RuntimeError):
     """Nobody waits for the job any more."""
@@ -214,10 +217,20 @@ class Job(Generic[T]):
             self._over = True
 
     def _interrupt(self) -> None:
+        threading.Thread(target=self._insist, daemon=True).start()
+
+    def _insist(self) -> None:
+        """Raise in the function until it has ended: a callback of the garbage collector, or a
+        finalizer, swallows what is raised in it."""
+        while self._raise():
+            self._thread.join(AGAIN_SECONDS)
+
+    def _raise(self) -> bool:
         """Only while the function runs: nothing may come between its end and the news of it."""
         with self._lock:
             if self._over or self._thread.ident is None:
-                return
+                return False
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
             )
+            return True
