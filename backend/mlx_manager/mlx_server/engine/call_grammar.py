@@ -24,7 +24,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     required,
 )
 from mlx_manager.mlx_server.engine.text_grammar import in_json
-from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange
 from mlx_manager.mlx_server.formats import (
     Aside,
     AsObject,
@@ -246,7 +246,7 @@ class _Writer:
         except MalformedError as error:
             raise InvalidParameter(f"`{param}` is no JSON schema: {error}.", param=param) from error
         except OversizedError as error:
-            raise InvalidParameter(f"`{param}` can't be honoured: {error}.", param=param) from error
+            raise OutOfRange(f"`{param}` can't be honoured: {error}.", param=param) from error
         except UnwritableError as error:
             raise InvalidParameter(
                 f"`{param}` can't be honoured in this model's format of calls: {error}.",

@@ -53,7 +53,7 @@ from mlx_manager.mlx_server.engine.schemas import (
     UnwritableError,
     parameters_schema,
 )
-from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
+from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange, UnsupportedParameter
 from mlx_manager.mlx_server.formats import CallShape
 from mlx_manager.mlx_server.limits import MOST_GRAMMAR, MOST_PATTERN, MOST_SCHEMA
 from mlx_manager.mlx_server.utils.bare import BareErrors
@@ -80,7 +80,7 @@ takes time with its width.
 """
 
 
-class TooLargeForm(InvalidParameter):
+class TooLargeForm(OutOfRange):
     """A form that is too large or too deep, or that no process survives: nothing eases it."""
 
 

@@ -327,7 +327,7 @@ async def test_failed_load_gives_its_reason_and_memory_back_and_the_pool_lives(t
             await pool.get_model("contradictory")
         with pytest.raises(ModelNotSupported, match="'xyzformer' model"):
             await pool.get_model("exotic")
-        assert truncated.value.status == contradictory.value.status == 422
+        assert truncated.value.status == contradictory.value.status == 400
         await given_back(before)
         assert await answer(pool, "good")
         assert list(pool.figures()["engines"]) == ["good"]
