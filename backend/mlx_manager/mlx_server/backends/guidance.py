@@ -164,9 +164,9 @@ class Guidance:
         *,
         forced: bool = False,
     ) -> tuple[LLMatcher, Sequence[str]]:
-        """What holds answers to `tools`, and what of these it does not. Of those that are not
-        strict, parameters that can't be held to are eased as far as need be: to any arguments,
-        unless a call is `forced`."""
+        """Return the matcher that holds answers to `tools`, and the parts of `tools` that it leaves
+        out. Parameters of tools that are not strict are eased where answers can't be held to them.
+        They are eased as far as need be: to any arguments, unless a call is `forced`."""
         held, left_out = list(tools), list(formats_left_out(tools))
         tried: set[int] = set()
         while True:
@@ -242,7 +242,7 @@ def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:
 
 
 def compiles(request: GenerationRequest) -> bool:
-    """Whether a grammar is needed to answer `request`, which takes up to seconds."""
+    """Return whether answering `request` needs a grammar, which takes up to seconds to compile."""
     if request.constraint is not None:
         return True
     match request.prompt:

@@ -420,7 +420,8 @@ class TextBackend:
 
 
 def _is_short(request: GenerationRequest) -> bool:
-    """Whether its prompt takes less than to wake another thread and to be woken by it."""
+    """Return whether reading the prompt takes less time than waking another thread and being woken
+    by it."""
     match request.prompt:
         case Conversation(messages=messages, tools=()) as conversation:
             small = all(map(_is_small, conversation.template_args.values()))

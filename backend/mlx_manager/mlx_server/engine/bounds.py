@@ -1,4 +1,4 @@
-"""How large a demanded form may be, and how deep its parts may refer to each other.
+"""Limits of a demanded form's size, and of the depth to which its parts refer to each other.
 
 llguidance follows references by recursion. What is too deep for a stack is refused here with the
 numbers, before anything native sees it; `engine/sandbox.py` catches what these estimates miss.
@@ -37,7 +37,7 @@ _TOKEN = re.compile(
     |(?P<name>@?[A-Za-z_]\w*)""",
     re.VERBOSE | re.MULTILINE,
 )
-"""What counts in a Lark grammar; all else is between."""
+"""Pattern of the tokens that count in a Lark grammar; all other text lies between tokens."""
 
 
 class TooMuchError(ValueError):
@@ -66,7 +66,8 @@ def check_schema(schema: Any) -> None:
 
 
 def resolver(schema: Any) -> Callable[[str], bool]:
-    """Whether a reference in `schema` refers to anything there."""
+    """Return a function that says whether a reference in `schema` refers to anything in
+    `schema`."""
     found = _Schemas(schema)
     return lambda reference: found.at(reference) is not None
 
@@ -132,7 +133,8 @@ def _depths(starts: Iterable[Node], below: Callable[[Node], Iterable[Node]]) -> 
 
 
 class _Rule:
-    """What a rule or a terminal refers to, and the characters of its own texts and patterns."""
+    """Names that a rule or a terminal refers to, and the characters of its own texts and
+    patterns."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -157,7 +159,8 @@ def _rules(text: str) -> dict[str, _Rule]:
 
 
 def _past_schema(text: str, at: int) -> int:
-    """Where the schema that begins at `at` ends, if it is one: llguidance says what is wrong."""
+    """Return the end of the schema that begins at `at`, or `at` if none does: llguidance reports
+    errors."""
     try:
         schema, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -213,7 +216,8 @@ class _Schemas:
                     yield id(each)
 
     def at(self, reference: str) -> Any:
-        """What a reference leads to; None if it is not to be found."""
+        """Return the part of the schema that `reference` leads to; None if there is no such
+        part."""
         if reference == "#":
             return self._whole
         if not reference.startswith("#/"):

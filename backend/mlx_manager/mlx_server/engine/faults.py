@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 
 FAILED = "[METAL] Command buffer execution failed"
-"""What MLX's error of a command buffer begins with; macOS's own words follow."""
+"""Beginning of MLX's error for a failed command buffer; macOS's own words follow."""
 IGNORED = "SubmissionsIgnored"
 """In these, where nothing is done any more: `Ignored (for causing prior/excessive GPU errors)
 (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)`."""

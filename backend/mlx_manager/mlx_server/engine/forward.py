@@ -694,8 +694,9 @@ def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: 
 
 
 def _scores_bytes(forward: Forward, device: Device) -> int:
-    """What a GPU holds of a block's scores, where MLX's attention of many queries makes them one by
-    one: in half precision before and after the softmax, and masked."""
+    """Return the bytes of a block's scores that a GPU holds, where MLX's attention of many queries
+    makes the scores one by one. The scores are held in half precision before and after the softmax,
+    and masked."""
     shapes = [store.shape for store in forward.stores]
     held = forward.attends_whole or not all(
         is_flash(shape.key_dim, shape.value_dim) for shape in shapes
@@ -704,13 +705,13 @@ def _scores_bytes(forward: Forward, device: Device) -> int:
 
 
 HEADS = ("n_heads", "num_heads", "num_attention_heads")
-"""What mlx-lm's attention modules call the number of their query heads."""
+"""Names of the attribute in mlx-lm's attention modules that holds the number of query heads."""
 MANY_HEADS = 128
 """As many as any model has: those of DeepSeek V3."""
 
 
 def query_heads(model: nn.Module) -> int:
-    """How many heads of queries its attention has, as its modules say."""
+    """Return the number of query heads of the model's attention, as its modules say."""
     said = [vars(module).get(name) for module in model.modules() for name in HEADS]
     return max((heads for heads in said if isinstance(heads, int)), default=MANY_HEADS)
 

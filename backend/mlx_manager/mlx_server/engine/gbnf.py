@@ -36,7 +36,7 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class GbnfError(ValueError):
-    """What is no grammar; the message says where and why."""
+    """Error for a text that is no grammar; the message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Rule:
 
 
 def is_lark(text: str) -> bool:
-    """Whether a grammar is in Lark's syntax already."""
+    """Return whether a grammar is in Lark's syntax already."""
     return re.search(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))", text) is not None
 
 
@@ -102,7 +102,7 @@ def _terminals(rules: dict[str, _Rule]) -> set[str]:
 
 
 def _names(rules: dict[str, _Rule], terminals: set[str]) -> dict[str, str]:
-    """What each rule is called in Lark, where case tells rules from terminals."""
+    """Return each rule's name in Lark, where case tells rules from terminals."""
     names, taken = {"root": "start"}, {"start"}
     for name in rules:
         if name == "root":
@@ -249,7 +249,7 @@ def _plain(text: str, line: int) -> str:
 
 
 def _class(text: str, line: int) -> str:
-    """What stands between brackets, as a regular expression between slashes.
+    """Return the text between brackets as a regular expression between slashes.
 
     Raises:
         GbnfError: there is no such escape.

@@ -203,7 +203,7 @@ class Grammars:
             return made.deep_copy()
 
     def _tried(self, form: str, param: str, most: int | None, waiting: Waiting) -> Verdict:
-        """What is known of a grammar that can be compiled here without harm."""
+        """Return the sandbox's verdict on a grammar that can be compiled here without harm."""
         if waiting.late:
             too_long = "all that the request asks for takes too long to compile"
             raise _refused(param, too_long, TooLargeForm)
@@ -441,7 +441,7 @@ _UNHELD = (
 
 
 def unheld(matcher: LLMatcher) -> tuple[str, ...]:
-    """What of the schemas in a grammar answers are not held to, each once."""
+    """Return the parts of a grammar's schemas that answers are not held to, each once."""
     found: dict[str, None] = {}
     for warning in matcher.get_grammar_warnings():
         for pattern, form in _UNHELD:

@@ -24,7 +24,7 @@ from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
 from mlx_manager.mlx_server.utils.steps import finish
 
 Outcome = str | Unsupported | None
-"""What is wrong, why there is no kernel, or None: right."""
+"""Outcome of a check: the text of an error, the reason for having no kernel, or None if right."""
 
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 PAGE_SIZE = 16

@@ -43,7 +43,7 @@ ROWS, TOKENS, CONTEXT = 8, 64, 1024
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step may take of a device that ends what takes too long, or has little memory.
+    """Limits of a step on a device that ends work that takes too long, or that has little memory.
 
     first: most prompt tokens before it is known what one costs. seconds: longest step. seen: most
     pairs of a prompt token and a token that it sees, of a chunk. least_by_host: see `Pace._least`.
@@ -148,7 +148,8 @@ class Pace:
         return self._whole(load.rows, load.tokens + most) - load.tokens
 
     def _bearable(self, load: Load, before: int, tokens: int) -> int:
-        """Of so many tokens of a prompt, each seeing those before it, how many the device bears."""
+        """Return how many of a prompt's next `tokens`, each seeing those before it, the device
+        bears."""
         limits = self._limits
         if not self._prompts.known:
             most = min(tokens, limits.first - load.tokens)
@@ -165,7 +166,8 @@ class Pace:
         return int(most if load.tokens else max(most, min(tokens, FEWEST)))
 
     def _wished(self, beginning: int, wanted: int, load: Load, before: int) -> int:
-        """What rows, and who comes, leave a prompt, whatever the device bears."""
+        """Return the tokens that running and arriving rows leave a prompt, whatever the device
+        bears."""
         most = self._most
         if beginning > load.rows:
             if wanted > most and self._prompts.known:

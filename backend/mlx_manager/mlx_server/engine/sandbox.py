@@ -44,7 +44,8 @@ busy."""
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the sandbox needs to know of a model's: its size, special tokens, and one that ends."""
+    """Facts of a model's vocabulary for the sandbox: size, special tokens, and a token that
+    ends."""
 
     size: int
     special: Mapping[str, int]
@@ -60,7 +61,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of trying a grammar.
+    """Result of trying a grammar.
 
     error: why it is of no use; None if it can be compiled here. size: bytes it took. fatal: whether
     the process died of it. until: when it may be tried again, in `time.monotonic`'s seconds; None:
@@ -121,7 +122,7 @@ class Process:
         return answer
 
     def exit_code(self) -> int:
-        """How it has ended; negative if by a signal."""
+        """Return the exit code of the process, once it has ended; negative if a signal ended it."""
         return self._process.wait()
 
 
@@ -154,7 +155,7 @@ class Sandbox:
     def verdict(
         self, vocabulary: Vocabulary, grammar: str, most: int | None, waiting: Waiting
     ) -> Verdict:
-        """Whether `grammar` can be compiled here without harm.
+        """Return the verdict on whether `grammar` can be compiled here without harm.
 
         most: ways in which a text may be read so far, as for `Grammars.matcher`.
 
@@ -210,7 +211,7 @@ class Sandbox:
                 process.close()
 
     def _of_death(self, code: int) -> Verdict:
-        """What the end of a process says of the grammar that it tried."""
+        """Return the verdict on a grammar from the exit code of the process that tried it."""
         until = None
         if code == -signal.SIGPROF:
             error = f"to compile it took more than {self._seconds:g} s"

@@ -269,7 +269,7 @@ def without_unknown_formats(schema: Any) -> Any:
 
 
 LEFT_OUT = "left out: "
-"""What is in the way is named as a format that nobody knows: llguidance has a warning of those."""
+"""Prefix of an unknown format that names an obstacle: llguidance warns of unknown formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Easing:
     left_out: dict[str, None] = field(default_factory=dict)
 
     def of(self, schema: Any) -> Any:
-        """What is left of `schema`."""
+        """Return the part of `schema` that is left after easing."""
         if not isinstance(schema, Mapping) or not isinstance(schema.get("allOf", []), list):
             return schema
         found = _within(schema, self.of)

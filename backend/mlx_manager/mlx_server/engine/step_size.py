@@ -27,7 +27,8 @@ LEAST_FOR_MEMORY = 256
 # Fewest launches of a layer, in whatever way a model is run: those of the fused decoder.
 LAUNCHES_OF_A_LAYER = 8
 MOST_LAUNCHES = "MLX_MAX_OPS_PER_BUFFER"
-"""Where the owner says how many launches MLX puts into a command buffer."""
+"""Name of the environment variable in which the owner says how many launches MLX puts into a
+command buffer."""
 # Numbers in the logits of a step's scored prompt tokens: of 128 with a vocabulary of 128 000. Each
 # takes up to 16 bytes while its token is scored.
 MOST_SCORED = 1 << 24
@@ -91,7 +92,7 @@ def chunk_of(limits: EngineLimits) -> int:
 
 
 def limits_of(device: Device, layers: int = 1, heads: int | None = None) -> StepLimits:
-    """What a step of a model of so many layers may take.
+    """Return the limits of a step of a model with so many layers.
 
     MLX on Metal cuts a step's launches into command buffers of so many; all of them may take as
     long as one may, times their number. heads: of queries, where modules attend by themselves, all

@@ -749,8 +749,8 @@ class TextEngine:
         self._outbox.flush()
 
     def _take_smaller_steps(self) -> None:
-        """Where a step fails that takes too long, and teaches the pace nothing, the same prompt
-        would fail again."""
+        """Halve the most tokens of a step after a step that took too long has failed. A failed step
+        teaches the pace nothing, so the same prompt would fail again."""
         if not self._device.halves_failed:
             return
         steps = (self._awaited, self._under_way, self._undrawn)

@@ -55,7 +55,8 @@ class Plan:
 
 
 def planned(folder: ModelFolder) -> Plan:
-    """What `build` needs to know. Reads the folder's small files; any thread may call it.
+    """Return the plan that `build` needs. Reads the folder's small files; any thread may call
+    `planned`.
 
     Raises:
         ModelNotSupported: its class can't be built as config.json says.
@@ -102,8 +103,9 @@ def build(plan: Plan, found: dict[str, mx.array]) -> tuple[nn.Module, dict[str, 
 
 
 def _classes(plan: Plan, found: dict[str, mx.array]) -> Classes:
-    """What `load_model` finds an architecture's classes by. The model that these make takes the
-    files' arrays for those that it is given, and notes them in `found`."""
+    """Return the function by which `load_model` finds an architecture's classes. A model made by
+    the function takes the files' arrays in place of the arrays that it is given. It notes the
+    files' arrays in `found`."""
     standard = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:

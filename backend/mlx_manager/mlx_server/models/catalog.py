@@ -39,7 +39,7 @@ MOST_DOUBTED = 3
 DESCRIBING = ("config.json", "tokenizer_config.json", BERT_LIMITS, INDEX)
 """The files that a source is described by, beside its weights."""
 CONFIGS = ("*/config.json", "*/*/config.json", "*/*/*/config.json")
-"""Where models are in a folder of models, which may be a cache of the hub as well."""
+"""Patterns of the places of models in a folder of models, which may also be a cache of the hub."""
 
 
 @dataclass(frozen=True, slots=True)

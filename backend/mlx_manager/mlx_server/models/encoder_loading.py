@@ -164,7 +164,7 @@ class CheckedEncoder(Checked):
 
 @dataclass(frozen=True, slots=True)
 class PreparedEncoder:
-    """What a load needs that comes of the small files alone."""
+    """Parts of a load that come of the small files alone."""
 
     checked: CheckedEncoder
     tokenizer: PreTrainedTokenizerBase

@@ -21,7 +21,8 @@ from mlx_manager.mlx_server.models.weight_files import (
 from mlx_manager.mlx_server.utils.text import encodable
 
 READ_BY_NAME = ("*.json", "*.jsonl", "*.py", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model")
-"""What mlx-lm and transformers read of a model's folder, and of folders in it, beside weights."""
+"""Patterns of the files that mlx-lm and transformers read of a model's folder, and of folders in
+it, beside weights."""
 
 ALWAYS_READ = frozenset(
     {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -41,7 +42,7 @@ UNKNOWN_CONTEXT = 8192
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a model's folder says of itself.
+    """Description of a model by its own folder.
 
     config: its config.json, with the `model_type` as the libraries spell it.
     """

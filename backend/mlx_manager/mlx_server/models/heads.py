@@ -29,8 +29,8 @@ AT_ONCE = 8 * 2**20
 
 @dataclass(frozen=True)
 class Heads:
-    """What a checkpoint has as heads and as embeddings: by the module's name, its parts by theirs,
-    and where they lie."""
+    """Heads and embeddings of a checkpoint: by the module's name, its parts by their names, and the
+    places of these parts."""
 
     heads: Mapping[str, Mapping[str, tuple[Path, StoredTensor]]]
     embeddings: Mapping[str, Mapping[str, tuple[Path, StoredTensor]]]
@@ -55,7 +55,7 @@ class Heads:
 
     @cached_property
     def are_copies(self) -> bool:
-        """Whether every head is an embedding's copy, to the last bit. Reads both.
+        """Return whether every head is an embedding's copy, to the last bit. Reads both kinds.
 
         Raises:
             OSError: a file can't be read.
@@ -84,7 +84,7 @@ def says_untied(config: Mapping[str, Any]) -> bool:
 
 
 def is_head(name: str) -> bool:
-    """Whether a parameter of that name is a part of a head."""
+    """Return whether a parameter of that name is a part of a head."""
     module, _, part = name.rpartition(".")
     return part in (*PARTS, "bias") and HEAD.fullmatch(module) is not None
 

@@ -94,7 +94,7 @@ def repositories_in(cache: Path) -> list[str]:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a folder of that name in a cache holds a model."""
+    """Return whether a folder of that name in a cache holds a model."""
     return name.startswith(PREFIX)
 
 
@@ -114,7 +114,8 @@ def snapshots(folder: Path) -> list[Path]:
 
 
 def main_commit(folder: Path) -> str:
-    """What `main` refers to; "" where that can't be read, as after a download that broke off."""
+    """Return the commit that `main` refers to; "" where the reference can't be read, as after a
+    download that broke off."""
     reference = folder / "refs" / "main"
     try:
         return reference.read_text().strip() if reference.is_file() else ""

@@ -59,7 +59,7 @@ Times = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many of a model's products have their weights in which layout.
+    """Counts of a model's products by the layout of their weights.
 
     cache: bytes of the CPU's largest. cached: whether it holds all the weights.
     """

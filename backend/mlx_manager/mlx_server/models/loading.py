@@ -221,7 +221,7 @@ class CheckedText(Checked):
 
 @dataclass(frozen=True, slots=True)
 class PreparedText:
-    """What a load needs that comes of the small files alone."""
+    """Parts of a load that come of the small files alone."""
 
     checked: CheckedText
     tokenizer: TokenizerWrapper

@@ -763,7 +763,8 @@ class ModelPoolManager:
     async def _prepared(
         self, source: ModelSource, recipe: Recipe
     ) -> PreparedText | PreparedEncoder:
-        """What comes of a model's small files, or what is wrong with them."""
+        """Return the prepared parts of a model's small files, or raise an error that says what is
+        wrong with these files."""
         doing = ["it is begun"]
 
         def prepare() -> PreparedText | PreparedEncoder:

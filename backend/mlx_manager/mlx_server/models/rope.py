@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]
 
 PARAMETERS = "rope_parameters"
 SECTIONS = ("text_config", "language_config", "llm_config")
-"""Where a model that also sees or hears has the settings of its text model."""
+"""Keys under which a model that also sees or hears has the settings of its text model."""
 NESTED_READERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
 """The `model_type`s whose classes read `rope_parameters` by type of layer; others read it flat."""
 LAYER_TYPES = ("full_attention", "sliding_attention")

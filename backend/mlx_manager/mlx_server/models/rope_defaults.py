@@ -39,8 +39,8 @@ def _base(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_base(model_type: str) -> Any:
-    """What transformers takes: a number, or one for `global` and one for `local` layers; None if it
-    does not know the architecture."""
+    """Return the rotation base that transformers takes by default: a number, or one for `global`
+    and one for `local` layers; None if transformers does not know the architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:

@@ -1,4 +1,4 @@
-"""Whether a model that has been built rotates as its config.json says.
+"""Checks that a model that has been built rotates as its config.json says.
 
 A class that does not know a setting falls back on a default without a word, and the model answers
 fluently and wrongly.
@@ -74,7 +74,7 @@ def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _has_base(
     rope: nn.Module, base: float, wanted: Mapping[str, Any], section: Mapping[str, Any]
 ) -> bool:
-    """Whether `rope` rotates by `base`, scaled as `wanted` says or not at all."""
+    """Return whether `rope` rotates by `base`, scaled as `wanted` says or not at all."""
     own = frequencies(rope)
     return any(
         own.shape == expected.shape and bool(np.allclose(own, expected, rtol=1e-3))

@@ -1,4 +1,4 @@
-"""What config.json says of a model's size, compared with the headers of its weights.
+"""Size of a model by its config.json, compared with the headers of its weights.
 
 A module for each layer is made before any weight is looked at: of a billion layers that would never
 end, and fill the memory.

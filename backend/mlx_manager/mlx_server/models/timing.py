@@ -208,15 +208,16 @@ def wall_seconds(work: Callable[[], object]) -> float:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """What the work takes where no other program has the CPU: the time that this program had it,
-    unless several threads had it at once."""
+    """Return the seconds that the work takes where no other program has the CPU. This is the time
+    that this program had the CPU, unless several threads had it at once."""
     start = process_time()
     whole = wall_seconds(work)
     return min(whole, process_time() - start)
 
 
 def is_believed(taken: Sequence[float]) -> bool:
-    """Whether the least of these seconds is what the work takes on a machine that does no other."""
+    """Return whether the least of these seconds is the time of the work on an otherwise idle
+    machine."""
     if len(taken) < SAMPLES or sum(taken) < ENOUGH:
         return False
     least, second, *_ = sorted(taken)

@@ -64,7 +64,8 @@ class WeightFiles:
     problem: str = ""
 
     def holds(self, name: str, file: Path) -> bool:
-        """Whether the tensor of that name is to be taken from `file`, which has it."""
+        """Return whether the tensor of that name is to be taken from `file`, which has the
+        tensor."""
         return self.placed.get(name, file) == file
 
 

@@ -19,7 +19,7 @@ class SteadyClock:
 
 
 def ahead_of(now: float, newest: float, most: float) -> float:
-    """What is to be added to a clock that says `now`, to tell the ages of what a file has.
+    """Return the seconds to add to a clock that says `now`, to tell the ages of a file's entries.
 
     A clock that is behind the newest of these was set, and so was one by which all of them are more
     than `most` seconds old, unless nobody has used them for as long: they get that time once more.

@@ -1,4 +1,4 @@
-"""How much a CPU keeps in its caches, by what the system says."""
+"""Sizes of a CPU's caches, by what the system says."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sysctl_sizes(said: str) -> list[int]:
 
 
 def _sysctl() -> str:
-    """What sysctl says of `SYSCTL_NAMES`, though it fails for those that a Mac lacks."""
+    """Return sysctl's output for `SYSCTL_NAMES`, though sysctl fails for names that a Mac lacks."""
     try:
         done = subprocess.run(
             [SYSCTL, *SYSCTL_NAMES], capture_output=True, text=True, check=False, timeout=5

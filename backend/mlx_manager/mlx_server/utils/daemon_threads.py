@@ -39,7 +39,7 @@ class Waiting:
 
     @property
     def late(self) -> bool:
-        """Whether the job's time is over."""
+        """Return whether the job's time is over."""
         return self._deadline is not None and monotonic() > self._deadline
 
     def end(self) -> None:
@@ -166,11 +166,12 @@ class Job(Generic[T]):
 
     @property
     def alive(self) -> bool:
-        """Whether it is still under way, waited for or not."""
+        """Return whether the job is still under way, waited for or not."""
         return self._thread.is_alive()
 
     async def result(self, seconds: float | None) -> T:
-        """What the function returns. Who is cancelled, or has waited so long, interrupts it.
+        """Return the function's result. A caller that is cancelled, or has waited so long,
+        interrupts the job.
 
         Raises:
             TimeoutError: it has taken so many seconds.

@@ -26,11 +26,11 @@ NO_MORE = (
     "[malloc] unable to allocate",
     "[metal::malloc] resource limit",
 )
-"""What MLX's errors say, in small letters, where the device has none left: CUDA's; of a command
-buffer of Metal's, `[METAL] Command buffer execution failed: Insufficient Memory
-(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)`; and of MLX's allocator there, which also
-counts buffers, `[metal::malloc] Resource limit (499000) exceeded` (mlx/backend/metal/device.cpp,
-allocator.cpp)."""
+"""Texts, in small letters, in MLX's errors for a device that has no memory left. They are CUDA's;
+those of a command buffer of Metal's, `[METAL] Command buffer execution failed: Insufficient Memory
+(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)`; and those of MLX's allocator on Metal,
+which also counts buffers, `[metal::malloc] Resource limit (499000) exceeded`
+(mlx/backend/metal/device.cpp, allocator.cpp)."""
 HEADROOM = 2**30
 """Bytes for what programs take besides, once a device has turned out to be full."""
 INTEGRATED = 18
@@ -58,7 +58,7 @@ def gigabytes(nbytes: int) -> str:
 
 
 def in_words(usage: Mapping[str, int]) -> str:
-    """What `get_memory_usage` has found, for the log."""
+    """Return the findings of `get_memory_usage` in words, for the log."""
     active, peak, cache = (gigabytes(usage[name]) for name in ("active", "peak", "cache"))
     return f"memory: {active} active, {peak} peak, {cache} cache"
 

@@ -1,4 +1,4 @@
-"""How short of memory macOS says that the machine is."""
+"""Shortage of the machine's memory, as macOS reports it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from enum import IntEnum
 
 NAME = b"kern.memorystatus_vm_pressure_level"
-"""What macOS calls it (sysctl(3); xnu's bsd/kern/kern_memorystatus_notify.c)."""
+"""Name of the memory pressure level in macOS (sysctl(3); xnu's
+bsd/kern/kern_memorystatus_notify.c)."""
 FRESH = 1.0
 """Seconds for which a reading is good."""
 
@@ -23,7 +24,7 @@ class Pressure(IntEnum):
 
 
 def is_told() -> bool:
-    """Whether the system says so at all."""
+    """Return whether the system reports a memory pressure level at all."""
     return sys.platform == "darwin"
 
 

@@ -31,8 +31,8 @@ class LaunchOrder:
         return x if self._last is None else x + self._last.astype(x.dtype)
 
     def then(self, result: mx.array) -> None:
-        """What comes next is after the launch that gives `result`. That launch is itself after what
-        came before it: its inputs went through `after`."""
+        """Order later launches after the launch that gives `result`. The launch that gives `result`
+        itself follows all earlier launches: its inputs went through `after`."""
         if not self.kept:
             self._last = (result.reshape(-1)[:1] < -mx.inf).astype(mx.int32)
 
@@ -46,7 +46,8 @@ class LaunchOrder:
             mx.synchronize()
 
     def forget(self) -> None:
-        """What came before is over, or has failed: results of a failed step fail who takes them."""
+        """Forget the earlier launches, which are over or have failed. Whoever takes a failed step's
+        results fails, too."""
         self._last = None
 
 

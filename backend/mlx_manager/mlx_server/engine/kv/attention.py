@@ -751,8 +751,8 @@ def _attend_chunk(  # noqa: PLR0917
 
 
 def _block(queries: mx.array, keys: mx.array, values: mx.array, softcap: float | None) -> int:
-    """How many of a chunk's queries are attended at a time: where MLX holds all scores, as many as
-    there may be scores."""
+    """Return the number of a chunk's queries that are attended at a time. Where MLX holds all
+    scores, the limit of scores sets that number."""
     device = devices.current()
     heads, count, dim = queries.shape[1:]
     holds = softcap is not None or not is_flash(dim, values.shape[3])
@@ -763,7 +763,7 @@ def _block(queries: mx.array, keys: mx.array, values: mx.array, softcap: float |
 
 
 def is_flash(key_dim: int, value_dim: int) -> bool:
-    """Whether MLX's attention of many queries holds no scores for heads of these sizes."""
+    """Return whether MLX's attention of many queries holds no scores for heads of these sizes."""
     return key_dim == value_dim and key_dim in devices.current().flash_dims
 
 

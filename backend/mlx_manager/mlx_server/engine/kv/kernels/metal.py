@@ -219,7 +219,7 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
 
 
 def rotate_threads(shape: AttentionShape, tokens: int) -> int:
-    """Of the launch that `rotate_source` is for, 16 a head, or 8 where a head is no multiple of
-    that: whole threadgroups."""
+    """Return the threads of the launch that `rotate_source` is for, in whole threadgroups. A head
+    takes 16 threads, or 8 where its size is no multiple of 16."""
     heads, lanes = shape.q_heads + 2 * shape.kv_heads, 8 if shape.head_dim % 16 else 16
     return -(-tokens * heads * lanes // THREADS) * THREADS
