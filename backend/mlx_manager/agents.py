@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NO_KEY = "none"
-"""What is sent as the key to a server that asks for none: agents insist on one."""
+"""Key that is sent to a server that asks for none: agents insist on one."""
 LEAST_ANSWER = 1024
 LARGEST_ANSWER = 32_000
 

@@ -26,7 +26,7 @@ DEVICE_FACTS = (
     "resource_limit",
     "total_memory",
 )
-"""What MLX tells of a device and tells nobody's device from another's of its kind."""
+"""Facts that MLX tells of a device. They are the same for all devices of a kind."""
 VARIABLES = (
     "MLX_MAX_MB_PER_BUFFER",
     "MLX_MAX_OPS_PER_BUFFER",
@@ -90,8 +90,11 @@ def device_facts() -> dict[str, Any]:
 
 
 def memory_pressure() -> dict[str, Any]:
-    """How short of memory the system says it is: macOS's level, or Linux's stalls in percent of the
-    last 10, 60 and 300 s (PSI); empty where it says nothing."""
+    """Return how short of memory the system says it is.
+
+    That is macOS's level, or Linux's stalls in percent of the last 10, 60 and 300 s (PSI). The
+    answer is empty where the system says nothing.
+    """
     from mlx_manager.mlx_server.utils.pressure import is_told, pressure_level
 
     if is_told():

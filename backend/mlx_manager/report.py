@@ -1,4 +1,4 @@
-"""What `mlx-manager doctor --report` writes: a machine, every kernel's check, one prompt step."""
+"""Report of `mlx-manager doctor --report`: a machine, every kernel's check, one prompt step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def report(settings: MLXServerSettings, tell: Tell) -> dict[str, Any]:
 
 
 def is_good(found: dict[str, Any]) -> bool:
-    """Whether everything in the report works."""
+    """Return whether everything in the report works."""
     checks = found.get("kernels", {}).get("checks", [])
     wrong = any(check["result"] == "wrong" for check in checks)
     problem = "problem" in found["machine"] or "problem" in found.get("prompt_step", {})

@@ -47,7 +47,7 @@ LENGTH = struct.Struct(">I")
 
 
 def read_frame(pipe: IO[bytes]) -> Any:
-    """What came as JSON; None at the end."""
+    """Return the next frame, decoded from JSON, or None at the end."""
     head = pipe.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

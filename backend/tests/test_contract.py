@@ -34,9 +34,9 @@ IMPORTS = [
 
 
 def run(*command: str) -> str:
-    """What the command prints, in `backend/`, where it must succeed.
+    """Return what the command, which must succeed, prints in `backend/`.
 
-    Without what pytest and whoever runs the tests have put into the environment.
+    The command runs without what pytest and whoever runs the tests have put into the environment.
     """
     kept = {
         name: value

@@ -1,4 +1,4 @@
-"""What is published: a wheel that, installed, has all that the program needs."""
+"""Published package: a wheel that, installed, has all that the program needs."""
 
 from __future__ import annotations
 

@@ -96,14 +96,14 @@ class Machine:
 
     @property
     def calls(self) -> list[str]:
-        """What Pythons and uv were asked, less their questions about themselves."""
+        """Requests to Pythons and uv, less the questions about Python and uv themselves."""
         noted = self.root / "calls"
         lines = noted.read_text().splitlines() if noted.exists() else []
         return [line for line in lines if " -m " in line or line.startswith("uv ")]
 
     @property
     def installed(self) -> list[str]:
-        """What pip was asked to install, one call a line."""
+        """Packages that pip was asked to install, one call a line."""
         return [
             line.partition("constraints.txt ")[2] for line in self.calls if "constraint" in line
         ]

@@ -1,4 +1,4 @@
-"""What `mlx-manager bench --share` measures: a server of ours and mlx-lm's `stream_generate`.
+"""Measurements of `mlx-manager bench --share`: a server of ours and mlx-lm's `stream_generate`.
 
 Both have the same model and get the same prompts, one at a time. They take turns within each round,
 and the first changes from round to round, so that a machine that warms up weighs on both.
@@ -49,7 +49,7 @@ class ShareFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of both, `rounds` times."""
+    """Work that both are asked to do, `rounds` times."""
 
     prompt_tokens: int
     output_tokens: int
@@ -133,7 +133,7 @@ def share(source: ModelSource, load: Load, tell: Callable[[str], None]) -> dict[
 
 
 def command_for(model: str, load: Load) -> str:
-    """What measures the same, wherever the model is."""
+    """Return the command that measures the same, wherever the model is."""
     options = {
         "--model": model,
         "--requests": load.rounds,
@@ -234,10 +234,12 @@ def completed(http: httpx.Client, model: str, ids: list[int], tokens: int) -> An
 
 @contextmanager
 def stream_generate(folder: Path) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What asks a process with mlx-lm and the model; see `bench/stream_generate.py`.
+    """Yield a function that asks a process with mlx-lm and the model.
+
+    The process runs `bench/stream_generate.py`.
 
     Raises:
-        ShareFailed: it ended.
+        ShareFailed: the process ended.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

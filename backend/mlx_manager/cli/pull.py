@@ -77,9 +77,9 @@ def pull(
 
 HUBS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
 NO_MODELS = frozenset({"datasets", "spaces", "collections", "papers", "docs", "blog", "buckets"})
-"""What a path of the hub begins with where it is no model's."""
+"""First segments of the hub's paths that are no model's."""
 OF_A_REVISION = frozenset({"tree", "blob", "raw", "resolve", "commit", "commits", "blame"})
-"""What comes between a repository and a revision in the addresses of its pages."""
+"""Segments between a repository and a revision in the addresses of the repository's pages."""
 
 
 def repository_named(text: str) -> str:

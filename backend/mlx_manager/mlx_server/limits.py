@@ -71,6 +71,6 @@ time with the square of that, up to 0.2 s."""
 DEEPEST = 128
 """Schemas, rules or terminals of which each refers to the next. One takes up to 5 kB of a stack."""
 COMPILE_SECONDS = 3.0
-"""Of the processor, for a form to be compiled and tried by a process of its own."""
+"""Seconds of processor time in which a process of its own compiles and tries a form."""
 COMPILE_MEMORY = 256 * 2**20
 """Bytes that it may take meanwhile."""

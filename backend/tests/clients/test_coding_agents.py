@@ -96,8 +96,10 @@ def test_claude_code_is_refused_nothing(options: list[str], server: LiveServer, 
 def codex(
     *arguments: str, server: LiveServer, home: Path, builtin: bool = True, **settings: object
 ) -> str:
-    """What Codex says by its built-in provider, which opens a WebSocket, or by one of ours, which
-    goes over HTTP."""
+    """Return what Codex says by its built-in provider or by one of ours.
+
+    The built-in provider opens a WebSocket. Ours goes over HTTP.
+    """
     (home / "instructions.md").write_text("You help.")
     (home / ".codex").mkdir(exist_ok=True)
     own = f'{{ name = "own", base_url = "{server.url}/v1", wire_api = "responses" }}'
@@ -120,7 +122,7 @@ features = {{ multi_agent = false, apps = false, plugins = false }}
 
 
 def answered(server: LiveServer, method: str) -> int:
-    """How many requests to `/v1/responses` were answered well."""
+    """Return how many requests to `/v1/responses` were answered well."""
     told = httpx.get(f"{server.url}/metrics").text
     pattern = (
         rf'http_requests_total{{handler="/v1/responses",method="{method}",status="[12]..?"}} (\d+)'

@@ -1,4 +1,4 @@
-"""What only Linux has: tests that need it are marked, so that they say so on another system."""
+"""Marks of tests that need what only Linux has, so that the tests say so on another system."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 GROUP = 32
 """Numbers with one scale, in every format of GGUF that MLX reads packed."""
 CONTROL = 3
-"""What GGUF's `token_type` has for special tokens."""
+"""Value of GGUF's `token_type` for special tokens."""
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

@@ -1,4 +1,4 @@
-"""What clients expect of an API that they know from elsewhere, over HTTP against a real model."""
+"""Expectations of clients that know an API from elsewhere, over HTTP against a real model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a person with a new server tries first, with real models: the embedded one, and SmolLM2-135M
-where its package is installed."""
+"""First attempts of a person with a new server, with real models.
+
+The models are the embedded one, and SmolLM2-135M where its package is installed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ SMOLLM2 = Real("smollm2", "What is the capital of France?", "Paris")
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What a server did from its start to its end. before, after: of the model in `/v1/models`."""
+    """Record of a server from its start to its end. before, after: of the model in `/v1/models`."""
 
     real: Real
     health: httpx.Response

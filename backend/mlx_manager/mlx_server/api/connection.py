@@ -44,8 +44,8 @@ AT_ONCE = 4096
 MOST_NAMED = 20
 LONGEST_NAME = 64
 MOST_ENTRIES = 16384
-"""Of a list or an object that has no limit of its own: to validate more takes time in which nobody
-else is served."""
+"""Limit of the entries of a list or an object that has no limit of its own. To validate more takes
+time in which nobody else is served."""
 MOST_TOKENS = 2**20
 TOKENS = ("prompt", "tokens")
 COUNTED_LATER = ("messages", "input", "tools", "functions", "documents", "texts")

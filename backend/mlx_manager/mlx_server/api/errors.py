@@ -48,7 +48,7 @@ MOST_REPEATED = 40
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATHS = "/api/"
 RANGE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-"""Where a value out of its range has a status of its own."""
+"""Paths where a value out of its range has a status of its own."""
 RANGES = frozenset(
     {
         *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),

@@ -46,7 +46,7 @@ KEEP_ALIVE = 75
 request could meet a connection that is being closed."""
 
 OFFERS = frozenset({b"upgrade", b"http2-settings"})
-"""What `Connection` says of an offer of another protocol."""
+"""Options of the header `Connection` that offer another protocol."""
 PING = 20
 """Seconds between the pings of a WebSocket."""
 

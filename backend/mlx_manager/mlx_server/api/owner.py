@@ -1,4 +1,4 @@
-"""Who may use `/v1/admin`, and pull and delete models by Ollama's API: the server's owner.
+"""The server's owner, who may use `/v1/admin`, and pull and delete models by Ollama's API.
 
 With MLX_SERVER_ADMIN_TOKEN set, who brings it may come from anywhere. Without, only programs on
 this machine may, and only while the server listens on loopback; a page in somebody's browser is
@@ -20,7 +20,7 @@ ADMIN_PATHS = "/v1/admin/"
 """Known ones and unknown ones: what there is, is for the owner to know."""
 
 OLLAMA_OWNER_PATHS = frozenset({"/api/pull", "/api/delete"})
-"""Of Ollama's API, what changes which models there are."""
+"""Paths of Ollama's API that change which models there are."""
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 """A proxy on this machine speaks for others."""

@@ -219,7 +219,7 @@ class Session:
 
 
 class NoBody:
-    """What is received of a request: its body if it has one, and the hang-up when it comes."""
+    """ASGI messages of a request: its body if the request has one, and the hang-up."""
 
     def __init__(self, gone: asyncio.Event, body: bytes = b"") -> None:
         self._gone = gone
@@ -234,7 +234,7 @@ class NoBody:
 
 
 class Answer:
-    """What the application sends: to `session` at once if it is a stream, or kept."""
+    """Answer of the application: sent to `session` at once if the answer is a stream, or kept."""
 
     def __init__(self, session: Session | None = None) -> None:
         self.status = HTTPStatus.OK.value

@@ -51,7 +51,7 @@ class Head:
 
     @property
     def fingerprint(self) -> str:
-        """What draws the answer: the same seed draws the same tokens only by the same."""
+        """Name of what draws the answer: a seed draws the same tokens only under the same name."""
         return "fp_" + sha256(f"{__version__} {self.model}".encode()).hexdigest()[:10]
 
 

@@ -34,7 +34,7 @@ INSTRUCTION = (
 BEFORE = "This is a summary of the conversation up to here:\n\n"
 NOTHING = "(The model wrote no summary.)"
 MOST_TOKENS = 4096
-"""Of a summary with its thinking, and no more than a quarter of the context."""
+"""Limit of a summary with its thinking; another limit is a quarter of the context."""
 HALVINGS = 24
 """After as many, nothing is left of any text."""
 

@@ -1,4 +1,4 @@
-"""What the content of an answer must be, in the ways that clients say it."""
+"""Constraints on the content of an answer, in the ways that clients state them."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ OF_PROMPTS = frozenset(
         *("transforms", "options"),
     }
 )
-"""What makes a prompt another one."""
+"""Fields that change a prompt."""
 
 OF_ANSWERS = frozenset(
     {
@@ -200,7 +200,7 @@ OF_ANSWERS = frozenset(
         *("format", "num_predict", "random_seed", "plugins", "output_format", "output_config"),
     }
 )
-"""What makes an answer another one, by names that none of our endpoints has."""
+"""Fields that change an answer, by names that none of our endpoints has."""
 
 OF_VECTORS = frozenset(
     {
@@ -211,7 +211,7 @@ OF_VECTORS = frozenset(
         *("encoding_format", "dimensions", "prompt_name", "top_n", "return_documents"),
     }
 )
-"""What makes an embedding or a ranking another one."""
+"""Fields that change an embedding or a ranking."""
 
 _MAX_TOKENS = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
@@ -303,7 +303,7 @@ INSTEAD: dict[Endpoint, dict[tuple[str, ...], str]] = {
         _CONVERSATION: "Use `messages`.",
     },
 }
-"""What to use for which fields, by endpoint."""
+"""Advice on what to use instead of a field, by endpoint and field."""
 
 _GENERATING: tuple[tuple[type[Wire], Collection[str]], ...] = (
     (openai.ChatCompletionRequest, openai.NO_EFFECT),
@@ -322,7 +322,7 @@ _HINTS = frozenset(
         *(name for _, hints in _GENERATING for name in hints),
     }
 )
-"""What changes no answer where it is not known, or is an offer."""
+"""Fields that are offers, or that change no answer where they are not known."""
 KNOWN = (
     frozenset(name for kind, _ in _GENERATING for name in kind.model_fields) - _HINTS
     | OF_PROMPTS

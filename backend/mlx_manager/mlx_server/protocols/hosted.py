@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.schemas.hosted import is_tool
 
 _WITHOUT_MEANING = frozenset({"type", "id", "status", "call_id", "tool_use_id", "cache_control"})
-"""What ties a record to others, and says nothing to a model."""
+"""Fields that tie a record to others, and say nothing to a model."""
 _IMAGE = "(an image)"
 
 

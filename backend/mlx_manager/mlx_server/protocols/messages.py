@@ -259,7 +259,7 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
 
 
 def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
-    """What may be called, and whether several calls may be.
+    """Return which tools may be called, and whether several calls may be made.
 
     Raises:
         InvalidParameter: a name without a choice of a tool, or the other way round.
@@ -424,7 +424,7 @@ def _answer(blocks: Sequence[Block], path: str) -> Message:
 
 
 def _hosted(block: OtherBlock) -> str:
-    """What a tool that a provider ran was asked, or gave; a summary is what it says."""
+    """Return what a tool that a provider ran was asked, or gave. Of a summary, return its text."""
     match block.model_extra or {}:
         case {"content": str(summary)} if block.type == "compaction":
             return summary

@@ -432,7 +432,7 @@ class OllamaStream:
         return self._last
 
     def fail(self, error: MLXManagerError) -> bytes:
-        """What follows if there is no end."""
+        """Return the line that follows if there is no end."""
         return _encoded(error_body(error))
 
 

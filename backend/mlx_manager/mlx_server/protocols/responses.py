@@ -925,7 +925,7 @@ _WHOLE = frozenset({"local_shell", "shell", "apply_patch"})
 def _called(
     tools: Sequence[ResponsesTool], space: str | None = None
 ) -> Iterator[tuple[str, tuple[ItemKind, JsonItem]]]:
-    """What a call of each tool is as an item, by the names that the model knows."""
+    """Yield what a call of each tool is as an item, by the names that the model knows."""
     for tool in tools:
         match tool.type:
             case "namespace":

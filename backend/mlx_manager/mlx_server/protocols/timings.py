@@ -1,4 +1,4 @@
-"""How fast an answer was made, in llama.cpp's shape.
+"""Timings of an answer, in llama.cpp's shape.
 
 Source: `result_timings` in llama.cpp's server.
 """

@@ -41,7 +41,7 @@ UNSUPPORTED_IN_TOKENIZE: dict[str, Refusal] = {
 UNSUPPORTED_IN_TEMPLATES: dict[str, Refusal] = {
     **foreign(APPLY_TEMPLATE, PromptRequest, OF_PROMPTS),
 }
-"""What would change a prompt elsewhere, and is refused by name here."""
+"""Fields that would change a prompt elsewhere, and are refused by name here."""
 
 
 @dataclass(frozen=True, slots=True)

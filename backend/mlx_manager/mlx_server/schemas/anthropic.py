@@ -73,7 +73,7 @@ class MessagesTool(Wire):
     enable_zoom: bool | None = Field(None, description="Of a computer: offers the action zoom")
 
     def options(self) -> dict[str, Any]:
-        """What the definition says of a tool whose schema is Anthropic's."""
+        """Return what the definition says of a tool whose schema is Anthropic's."""
         return self.model_dump(
             include={"max_characters", "display_width_px", "display_height_px", "enable_zoom"}
         )

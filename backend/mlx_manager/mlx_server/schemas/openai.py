@@ -612,7 +612,7 @@ class ModelWeights(Wire):
 
 
 class Architecture(Wire):
-    """What goes in and comes out, by OpenRouter's names."""
+    """Modalities of the input and the output, by OpenRouter's names."""
 
     modality: str
     input_modalities: list[str]

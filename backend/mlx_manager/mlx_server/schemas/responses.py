@@ -209,7 +209,7 @@ class ApplyPatchCallItem(Wire):
 
 
 class ToolOutputItem(Wire):
-    """What a client's own tool gave. OpenAI's local_shell_call_output has the call's id as `id`."""
+    """Output of a client's own tool. OpenAI's local_shell_call_output has the call's id as `id`."""
 
     type: Literal["custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"]
     call_id: str | None = None
@@ -227,7 +227,7 @@ class ToolOutputItem(Wire):
 
 
 class ShellOutput(Wire):
-    """What one command of a `shell` tool brought."""
+    """Output of one command of a `shell` tool."""
 
     stdout: str = ""
     stderr: str = ""
@@ -263,7 +263,7 @@ class CompactionTrigger(Wire):
 
 
 class OtherItem(Wire):
-    """What hosted tools did, which is read as text, and whatever else nobody here can read."""
+    """Record of a hosted tool, which is read as text, or another item that nobody here can read."""
 
     types_read = ()
 
@@ -347,7 +347,7 @@ InputItem = Annotated[
 
 
 class ToolFormat(Wire):
-    """What the text of a `custom` tool must be; `definition` and `syntax` go with type grammar."""
+    """Format of the text of a `custom` tool; `definition` and `syntax` go with type grammar."""
 
     type: Literal["text", "grammar"]
     definition: NonEmpty | None = None

@@ -1,4 +1,4 @@
-"""How the tokens of an answer are drawn, as every protocol may say it."""
+"""Parameters by which the tokens of an answer are drawn, as every protocol may state them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Verdict:
 
 
 def judged(header: str, *kernels: Kernel) -> Verdict:
-    """What there is to be said of kernels with the same header."""
+    """Return the verdict on kernels with the same header."""
     asked = subprocess.run(
         [str(PYTHON), __file__],
         input="".join([header, "\n", *(kernel.text for kernel in kernels)]),
@@ -143,7 +143,7 @@ def refs(node: Any, but: set[str]) -> list[Any]:
 
 
 def is_known(declared: Any) -> bool:
-    """Whether what is declared is a constant to the compiler."""
+    """Return whether what is declared is a constant to the compiler."""
     from clang.cindex import CursorKind
 
     if declared.kind in (CursorKind.TEMPLATE_NON_TYPE_PARAMETER, CursorKind.ENUM_CONSTANT_DECL):

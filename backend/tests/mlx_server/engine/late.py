@@ -33,7 +33,7 @@ from mlx_manager.mlx_server.engine.letter import Letter
 KEPT = 150
 """Results whose names are remembered: those of the last few steps."""
 LIKELY = 0.05
-"""How likely a write that has been put off is done when something else is queued."""
+"""Probability that a write that has been put off is done when something else is queued."""
 EDGE = re.compile(r'^("?)(\w+)"? -> ("?)(\w+)"?$')
 PRIMITIVE = re.compile(r'(\d+) \[label ="([^"]*)"')
 
@@ -125,7 +125,7 @@ class LateGPU:
 
     @contextmanager
     def launch(self, *inputs: mx.array) -> Iterator[frozenset[str]]:
-        """Where a launch finds what it gives of `inputs`, and of pages as they are then."""
+        """Enter a context in which a launch finds its `inputs`, and pages as they are by then."""
         after = self.before(inputs)
         self._run(name for name in list(self.put_off) if self.random.random() < LIKELY)
         replaced = []
@@ -163,7 +163,7 @@ class LateGPU:
             self.put_off.pop(name).run()
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
-        """What has been put off of these and comes before them, in some order that is allowed."""
+        """Return the put-off writes among `names` and those before them, in some allowed order."""
         found: dict[str, None] = {}
 
         def add(some: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ PAGE = 16
 
 
 def told(*outcomes: Outcome) -> dict[str, object]:
-    """What is reported of a check with these outcomes, the last for ever."""
+    """Return the report of a check with these outcomes, of which the last repeats for ever."""
     coming = chain(outcomes, repeat(outcomes[-1]))
     return reported(KernelCheck("attention", 64, mx.bfloat16, lambda: next(coming)))
 

@@ -1,4 +1,4 @@
-"""What a model writes in any format is read as it was meant, whole and token by token."""
+"""Text that a model writes in any format is read as it was meant, whole and token by token."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def shape_of(case: Case) -> CallShape:
 
 
 def expressible(shape: CallShape, value: Any, names: tuple[str, ...]) -> bool:
-    """Whether a format has a form for a value: raw text can't hold what ends it."""
+    """Return whether a format has a form for a value: raw text can't hold what ends that text."""
     match shape.arguments:
         case OneByOne() as form if isinstance(value, str):
             end = form.end.strip()
@@ -175,7 +175,7 @@ WRITTEN = [("write", {"path": "a.py", "content": "x = 1", "count": 3})]
 
 
 def read(case: Case, text: str) -> Answer:
-    """What comes of a text, whole and token by token."""
+    """Return what is read of a text, which is the same whole and token by token."""
     output = output_for(case, OFFERED)
     whole = parse([text], output)
     assert parse(text, output) == whole

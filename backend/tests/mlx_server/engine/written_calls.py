@@ -25,7 +25,7 @@ _CHOSEN = {
     r" |\n    ": " ",
     r"to=[\w.\-]+": "to=functions",
 }
-"""What a model chooses where a format lets it choose, by the format's expression."""
+"""Choices of a model where a format lets the model choose, by the format's expression."""
 
 
 def write_calls(

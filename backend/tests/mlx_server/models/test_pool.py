@@ -651,7 +651,7 @@ def test_an_alias_that_names_nothing_is_refused(aliases: str):
 
 @pytest.fixture
 def wired(monkeypatch) -> list[int]:
-    """What a Mac was told to keep in memory."""
+    """Return the amounts that a Mac was told to keep in memory."""
     told: list[int] = []
     monkeypatch.setattr(pool_module, "wire", told.append)
     return told

@@ -94,7 +94,7 @@ def with_base(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_transformers_writes(config: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """What transformers saves of a config that it has read, and what it does not know beside it."""
+    """Return what transformers saves of a config as read, with fields unknown to transformers."""
     read = CONFIG_MAPPING[model_type](**json.loads(json.dumps(config)))
     written = json.loads(read.to_json_string())
     written["model_type"] = config["model_type"]

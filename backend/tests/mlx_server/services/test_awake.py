@@ -25,7 +25,7 @@ while :; do sleep 0.05; done
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What the program that is found as caffeinate was told."""
+    """Return a function for what the program that is found as caffeinate was told."""
     log, programs = tmp_path / "said", tmp_path / "bin"
     log.touch()
     programs.mkdir()

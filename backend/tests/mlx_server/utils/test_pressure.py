@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.utils.pressure import (
 
 
 class Darwin:
-    """Of macOS's C library what is asked here."""
+    """Stand-in for the part of macOS's C library that is asked here."""
 
     def __init__(self, level: int, failed: int = 0) -> None:
         self.level = level

@@ -32,4 +32,4 @@ ROUTERS = (
 
 v1_router = APIRouter(routes=[route for router in ROUTERS for route in router.routes])
 unversioned_router = APIRouter(routes=[*rerank.unversioned.routes, *tokens.unversioned.routes])
-"""What clients ask for under other paths as well."""
+"""Routes that clients ask for under other paths as well."""

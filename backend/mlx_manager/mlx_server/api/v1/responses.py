@@ -88,7 +88,7 @@ async def create_response(request: Request) -> Response:
 async def _progress(
     request: Request, stream: responses.ResponseStream, history: list[Item], said: list[Item]
 ) -> AsyncGenerator[Progress, None]:
-    """What a model makes of a conversation: an answer, a summary, or one after the other."""
+    """Yield what a model makes of a conversation: an answer, a summary, or one after the other."""
     head, body = stream.head, stream.head.body
     inference = server_of(request).inference(request, body)
     asked = responses.request(head, history, said)

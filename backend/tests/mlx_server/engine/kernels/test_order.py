@@ -48,7 +48,7 @@ WAYS = [fused, ragged, separate, gathered]
 
 
 async def wrong_answers(folder: Path, way: Callable[..., Forward], seed: int) -> list[int]:
-    """Of rows that come and go, those that are not what the model answers each by itself."""
+    """Return the rows, of some that come and go, that the model answers otherwise by themselves."""
     model = make_tiny_model(folder / "m", "llama")
     gpu, chance = LateGPU(folder, random.Random(seed)), random.Random(seed)
 

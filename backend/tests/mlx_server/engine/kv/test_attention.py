@@ -239,8 +239,10 @@ def test_a_mixed_step_is_what_dense_attention_gives(
 def test_a_mac_holds_the_scores_of_few_queries_at_a_time(
     dim: int, holds: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its attention does not make them on the way: 32 heads of 2 048 queries after 32 000
-    tokens are 4 GB."""
+    """Check the scores that a Mac holds where its attention does not make them on the way.
+
+    Those of 32 heads of 2 048 queries after 32 000 tokens are 4 GB.
+    """
     case = Case((Row(300, queries=100),), 8, 2, dim, window=window)
     monkeypatch.setattr(devices, "current", lambda: replace(devices.METAL, scores=8 * 300 * 16))
     # Those are for CPUs.
