@@ -31,9 +31,11 @@ import uvloop
 from mlx_manager.mlx_server.api.listener import configuration
 from mlx_manager.mlx_server.config import DEMO_MODEL, MLXServerSettings
 from mlx_manager.mlx_server.core import (
+    NO_OVERLAY,
     Event,
     Finished,
     GenerationRequest,
+    Overlay,
     Started,
     TextDelta,
     Usage,
@@ -113,6 +115,9 @@ class StandInPool:
 
     def is_loaded(self, model_id: str) -> bool:
         return True
+
+    def overlay(self, model_id: str) -> Overlay:
+        return NO_OVERLAY
 
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}

@@ -174,10 +174,15 @@ ReasoningField = Annotated[
         "reasoning_content|reasoning",
     ),
 ]
+Websockets = Annotated[
+    bool | None,
+    option("Serve /v1/responses as a WebSocket, too, as Codex asks for it", "on"),
+]
 ImagesAsText = Annotated[
     str | None,
     option(
-        "Pictures that a line stands for, where no model sees them",
+        "Pictures that a line stands for, where no model sees them: those in tools' results and "
+        "before the last answer; none, which refuses them; or all",
         "history",
         "history|never|always",
     ),
@@ -313,6 +318,7 @@ def serve(
     strict_fields: StrictFields = None,
     validation_status: ValidationStatus = None,
     reasoning_field: ReasoningField = None,
+    websockets: Websockets = None,
     images_as_text: ImagesAsText = None,
     response_store: ResponseStore = None,
     response_store_mb: ResponseStoreMb = None,

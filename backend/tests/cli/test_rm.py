@@ -114,7 +114,10 @@ def test_files_stay_that_are_loaded_under_another_name(run, program, tmp_path: P
     for name in ("mine", "twin"):
         shutil.copytree(demo_model_path(), models / name)
     file = tmp_path / "models.toml"
-    file.write_text(f'[models.helper]\nbase = "mine"\n[models.aide]\nbase = "{models / "twin"}"\n')
+    file.write_text(
+        '[models.helper]\nbase = "mine"\nweights = "keep"\n'
+        f'[models.aide]\nbase = "{models / "twin"}"\nweights = "keep"\n'
+    )
     with live_server(
         tmp_path / "log", models_dir=models, models_file=file, admin_token="open-sesame"
     ) as server:

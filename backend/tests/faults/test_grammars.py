@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from crowd import Crowd
+from linux import skip_without_linux
 from live import LiveServer, live_server
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -163,6 +164,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def children(pid: int) -> list[int]:
+    skip_without_linux("/proc, to find a process's children")
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 

@@ -333,7 +333,7 @@ async def test_a_tool_that_cant_be_held_to_is_named_as_its_protocol_does(http: h
     good, bad = {"type": "object", "properties": {}}, {"type": "object", "not": {}}
     said: dict[str, Any] = {"messages": says("Hello!"), "max_tokens": 5}
     functions: list[dict[str, Any]] = [
-        {"type": "function", "name": name, "parameters": schema}
+        {"type": "function", "name": name, "parameters": schema, "strict": True}
         for name, schema in (("f", good), ("g", bad))
     ]
     space = {"type": "namespace", "name": "n", "tools": functions}
@@ -353,7 +353,10 @@ async def test_a_tool_that_cant_be_held_to_is_named_as_its_protocol_does(http: h
             "tools[1].input_schema",
             {
                 **said,
-                "tools": [{"name": "f", "input_schema": good}, {"name": "g", "input_schema": bad}],
+                "tools": [
+                    {"name": "f", "input_schema": good, "strict": True},
+                    {"name": "g", "input_schema": bad, "strict": True},
+                ],
                 "tool_choice": {"type": "any"},
             },
         ),

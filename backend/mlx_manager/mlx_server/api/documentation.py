@@ -17,10 +17,12 @@ from pydantic.json_schema import models_json_schema
 
 from mlx_manager.mlx_server import errors
 from mlx_manager.mlx_server.api.auth import OPEN_PATHS
-from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, status_of
+from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, OLLAMA_PATHS, status_of
 from mlx_manager.mlx_server.api.owner import ADMIN_PATHS
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.protocols import ollama
 from mlx_manager.mlx_server.schemas.anthropic import MessagesErrorBody
+from mlx_manager.mlx_server.schemas.ollama import OllamaErrorBody
 from mlx_manager.mlx_server.schemas.openai import ErrorBody
 
 REFERENCE = "#/components/schemas/{model}"
@@ -57,6 +59,8 @@ EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 
+LINE = {"type": "object", "description": "An object a line, unless `stream` is false"}
+
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -86,7 +90,7 @@ def describe(
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             described = plain()
-            every: list[type[BaseModel]] = [*kinds, ErrorBody, MessagesErrorBody]
+            every: list[type[BaseModel]] = [*kinds, ErrorBody, MessagesErrorBody, OllamaErrorBody]
             _, definitions = models_json_schema(
                 [(kind, "validation") for kind in every], ref_template=REFERENCE
             )
@@ -106,7 +110,11 @@ def describe(
 
 
 def _describe_failures(path: str, operation: dict[str, Any], out_of_range: int) -> None:
-    shape = MessagesErrorBody if path.startswith(ANTHROPIC_PATH) else ErrorBody
+    shape: type[BaseModel] = ErrorBody
+    if path.startswith(ANTHROPIC_PATH):
+        shape = MessagesErrorBody
+    elif path.startswith(OLLAMA_PATHS):
+        shape = OllamaErrorBody
     content = {"application/json": {"schema": reference(shape)}}
     by_status: dict[int, list[str]] = defaultdict(list)
     for kind in _failures(path, operation):
@@ -125,7 +133,11 @@ def _describe_operation(
     path: str, operation: dict[str, Any], streaming: set[str], *, need_key: bool
 ) -> None:
     if _body_of(operation) in streaming:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
+        content = operation["responses"]["200"]["content"]
+        if path.startswith(OLLAMA_PATHS):
+            content[ollama.NDJSON] = {"schema": LINE}
+        else:
+            content["text/event-stream"] = {"schema": EVENT}
     if need_key and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
         operation["security"] = [{name: []} for name in SECURITY_SCHEMES]
 

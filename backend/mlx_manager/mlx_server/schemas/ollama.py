@@ -5,7 +5,7 @@ Source: Ollama's docs/api.md and the types of its official client (github.com/ol
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, field_validator
 
@@ -192,10 +192,14 @@ class OllamaEmbeddingsRequest(Timed):
     options: OllamaOptions | None = None
 
 
+class OllamaErrorBody(Wire):
+    """Body of every answer that is not 2xx, and of an error inside a stream."""
+
+    error: str
+
+
 class OllamaModelRequest(Timed):
     """`POST /api/show`, `POST /api/pull`, `DELETE /api/delete`: a model by its name."""
-
-    older_name: ClassVar[str] = "name"
 
     model: ModelName | None = None
     name: ModelName | None = Field(None, description="Older name of `model`")

@@ -30,6 +30,7 @@ LONG = 3600.0
 class Words:
     """Writes each delta's text in capitals."""
 
+    media_type = "text/event-stream"
     keep_alive = b"alive"
 
     def write(self, progress: Progress) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from linux import needs_linux
 
 from mlx_manager.mlx_server.engine.sandbox import Sandbox, Verdict, Vocabulary
 from mlx_manager.mlx_server.utils.daemon_threads import AbandonedError, Waiting
@@ -118,6 +119,7 @@ time.sleep(60)
 """
 
 
+@needs_linux("/proc, to see that a process has ended")
 def test_a_process_ends_with_a_program_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -97,5 +97,5 @@ def test_asking_for_a_collector_without_having_opentelemetry_is_a_clear_error(
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MLXManagerError, match=r"mlx-manager\[otel\]"):
+    with pytest.raises(MLXManagerError, match=r"mlx-manager-server\[otel\]"):
         create_app(MLXServerSettings(otlp_endpoint="http://127.0.0.1:9"))

@@ -258,7 +258,7 @@ def test_asking_for_logfire_without_having_it_is_a_clear_error(monkeypatch: pyte
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MLXManagerError, match=r"mlx-manager\[logfire\]"):
+    with pytest.raises(MLXManagerError, match=r"mlx-manager-server\[logfire\]"):
         create_app(MLXServerSettings(logfire_enabled=True))
 
 
