@@ -6,6 +6,7 @@ Run with `python -m mlx_manager.mlx_server.main`, or `uvicorn mlx_manager.mlx_se
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -430,6 +431,8 @@ def make_script_pool(settings: MLXServerSettings | None = None) -> ModelPoolMana
     lasts as they do."""
     thread = MLXThread()
     thread.start()
+    # A daemon thread that the interpreter ends within MLX's code takes the process with it.
+    atexit.register(thread.close, CLOSING)
     return make_pool(settings or MLXServerSettings(), thread)
 
 
