@@ -328,7 +328,8 @@ def test_an_answer_that_goes_elsewhere_leaves_the_terminal_as_it_is(
 ) -> None:
     other.endless = True
     file = tmp_path / "answer"
-    command = f"exec {sys.executable} -m mlx_manager.cli chat --once why? --url {other.url} >{file}"
+    python = shlex.quote(sys.executable)
+    command = f"exec {python} -m mlx_manager.cli chat --once why? --url {other.url} >{file}"
     child = pexpect.spawn("sh", ["-c", command], env=environment)
     while not (file.exists() and "more" in file.read_text()):
         assert child.isalive()
@@ -340,7 +341,7 @@ def test_an_answer_that_goes_elsewhere_leaves_the_terminal_as_it_is(
 def test_a_question_is_answered_in_the_background(
     environment: dict[str, str], other: OtherServer
 ) -> None:
-    command = f"{sys.executable} -m mlx_manager.cli chat --once why? --url {other.url} --plain"
+    command = f"{shlex.quote(sys.executable)} -m mlx_manager.cli chat --once why? --url {other.url} --plain"
     script = f"set -m; {command} & wait"
     child = pexpect.spawn("sh", ["-c", script], env=environment, encoding="utf-8", timeout=60)
     child.expect_exact("- two")
