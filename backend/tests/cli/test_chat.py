@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -341,7 +342,8 @@ def test_an_answer_that_goes_elsewhere_leaves_the_terminal_as_it_is(
 def test_a_question_is_answered_in_the_background(
     environment: dict[str, str], other: OtherServer
 ) -> None:
-    command = f"{shlex.quote(sys.executable)} -m mlx_manager.cli chat --once why? --url {other.url} --plain"
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m mlx_manager.cli chat --once why? --url {other.url} --plain"
     script = f"set -m; {command} & wait"
     child = pexpect.spawn("sh", ["-c", script], env=environment, encoding="utf-8", timeout=60)
     child.expect_exact("- two")
