@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ async def test_events_are_those_of_the_stream(server: LiveServer):
         body = asked | {"stream": True}
         streamed = (await client.post(f"{server.url}/v1/responses", json=body)).text
     lines = [line.removeprefix("data: ") for line in streamed.split("\n") if "data: {" in line]
-    assert [event["type"] for event in told] == [json.loads(line)["type"] for line in lines]
+    # How many deltas a text comes in depends on when its reader reads.
+    kinds = ([each["type"] for each in found] for found in (told, map(json.loads, lines)))
+    one, other = ([kind for kind, _ in groupby(each)] for each in kinds)
+    assert one == other
     assert text(told[-1]["response"]) == ANSWER
 
 
