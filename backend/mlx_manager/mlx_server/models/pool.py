@@ -464,7 +464,8 @@ class ModelPoolManager:
         Raises:
             MLXManagerError: see `hub.fetch`.
         """
-        await asyncio.to_thread(hub.fetch, repository, report)
+        # As `_fetch`: it may take hours, in which the program can end.
+        await DaemonThreads(1).run(partial(hub.fetch, repository, report))
         await self._on_disk(self.catalog.rescan)
 
     async def delete(self, model_id: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, field_validator
+from pydantic import BeforeValidator, Field, Tag
 
 from mlx_manager.mlx_server.limits import (
     MinP,
@@ -47,6 +47,10 @@ Think = Annotated[
         "true, false or an effort such as 'low', 'medium' or 'high'",
     ),
 ]
+
+
+Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
+"""On unless it is false: a null is the default."""
 
 
 class OllamaOptions(Wire):
@@ -129,7 +133,7 @@ class OllamaBody(Timed):
     """Fields that every request for an answer has. `stream` is on unless it is false."""
 
     model: ModelName | None = Field(None, description="Model id; `:latest` may follow")
-    stream: bool = Field(True, description="NDJSON, a line for each piece; off: one object")
+    stream: Streams = Field(True, description="NDJSON, a line for each piece; off: one object")
     format: Format | None = Field(None, description="'json', or the JSON schema the answer fits")
     options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = Field(
@@ -140,11 +144,6 @@ class OllamaBody(Timed):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncate: Any = Field(None, description="No effect: a prompt that is too long is refused")
     shift: Any = Field(None, description="No effect: an answer ends at the model's context")
-
-    @field_validator("stream", mode="before")
-    @classmethod
-    def _streams_unless_told(cls, value: object) -> object:
-        return True if value is None else value
 
 
 class OllamaChatRequest(OllamaBody):
@@ -203,11 +202,6 @@ class OllamaModelRequest(Timed):
 
     model: ModelName | None = None
     name: ModelName | None = Field(None, description="Older name of `model`")
-    stream: bool = True
+    stream: Streams = True
     verbose: Any = Field(None, description="No effect")
     insecure: Any = Field(None, description="No effect")
-
-    @field_validator("stream", mode="before")
-    @classmethod
-    def _streams_unless_told(cls, value: object) -> object:
-        return True if value is None else value
