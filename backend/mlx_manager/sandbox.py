@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import struct
@@ -22,6 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,8 +108,23 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def private() -> int | None:
+    """Return the bytes of memory that the process may write and shares with none, as Linux counts
+    them for `RLIMIT_DATA`; None elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmData:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
 class Watch:
-    """Ends the process when a job takes too long or too much memory."""
+    """Ends the process when a job takes too long or too much memory.
+
+    Linux refuses the memory itself, at which the compiler aborts. Elsewhere a thread looks at the
+    peak, which it can only while native code gives Python's lock away.
+    """
 
     def __init__(self) -> None:
         self._most = 0
@@ -121,6 +138,9 @@ class Watch:
         """
         self._before = peak()
         self._most = self._before + memory
+        held = private()
+        if held is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (held + memory, resource.RLIM_INFINITY))
         # Nobody handles the signals, which end the program, also in native code.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
@@ -131,6 +151,10 @@ class Watch:
         self._working.clear()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if private() is not None:
+            resource.setrlimit(
+                resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
         return peak() - self._before
 
     def _look(self) -> None:

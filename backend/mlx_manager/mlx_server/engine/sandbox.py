@@ -218,7 +218,7 @@ class Sandbox:
         elif code == -signal.SIGALRM:
             error = f"to compile it took more than {PATIENCE:g} s"
             until = monotonic() + FORGET
-        elif code in (TOO_MUCH_MEMORY, -signal.SIGKILL):
+        elif code in (TOO_MUCH_MEMORY, -signal.SIGKILL, -signal.SIGABRT):
             error = f"to compile it took more than {self._memory >> 20} MiB"
         else:
             how = signal.Signals(-code).name if code < 0 else f"exit {code}"
