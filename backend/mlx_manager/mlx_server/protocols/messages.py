@@ -43,7 +43,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.client_tools import dated_tool
+from mlx_manager.mlx_server.protocols.client_tools import CALLABLE, dated_tool
 from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refusal, foreign
 from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
 from mlx_manager.mlx_server.protocols.neighbours import merged
@@ -100,9 +100,6 @@ UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
 
 NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 """A line that Claude Code puts before its system text, another one in every request."""
-
-CALLABLE = "The tool {} can be called now."
-"""Of a tool that is offered, though it was not at the conversation's beginning."""
 
 
 # ---------------------------------------------------------------------------------------------
