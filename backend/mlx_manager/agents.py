@@ -99,7 +99,6 @@ def _codex(target: Target) -> Launch:
             'model_provider = "mlx-manager"',
             f"model_context_window = {target.context_length}",
             f"model_auto_compact_token_limit = {target.context_length * 3 // 4}",
-            f"model_max_output_tokens = {target.answer}",
             "",
             "[model_providers.mlx-manager]",
             'name = "MLX Manager"',

@@ -70,8 +70,8 @@ def make_scripted_model(
     """Write a model that answers by a script to the folder `path`.
 
     script: the answers of a conversation that offers tools, one after the other and then again from
-    the first: the answer after n of them is `script[n % len(script)]`. What an agent has the assistant say
-    by itself does not count.
+    the first: the answer after n of them is `script[n % len(script)]`. What an agent has the
+    assistant say by itself does not count.
     without_tools: the answer where no tools are offered.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -108,11 +108,12 @@ def _chains(answers: Sequence[str], taken: set[str]) -> list[list[str]]:
                 taken.add(piece)
                 chain.append(piece)
                 piece = ""
-        # The rest is too short, or like another: the last piece takes it in.
-        if piece:
-            chain[-1] += piece
-            assert chain[-1] not in taken, f"{chain[-1]!r} stands in the script twice"
-            taken.add(chain[-1])
+        # The rest is too short, or like another: it goes with what precedes it.
+        while piece and chain and (len(piece) < PIECE or piece in taken):
+            piece = chain.pop() + piece
+        assert piece not in taken, f"{piece!r} is in the script twice"
+        chain += [piece] if piece else []
+        taken.update(chain)
         chains.append(chain)
     return chains
 
