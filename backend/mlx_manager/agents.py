@@ -74,8 +74,10 @@ def _claude(target: Target) -> Launch:
         "CLAUDE_CODE_SUBAGENT_MODEL",
         *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")),
     )
+    # What auto mode, its default, asks before it acts is answered by Anthropic's servers alone.
+    settings = json.dumps({"disableAutoMode": "disable"})
     return Launch(
-        ("claude",),
+        ("claude", "--settings", settings),
         {
             "ANTHROPIC_BASE_URL": target.url,
             "ANTHROPIC_AUTH_TOKEN": target.key,

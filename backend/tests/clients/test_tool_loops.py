@@ -166,6 +166,7 @@ def take_turns(name: str, scripted: Scripted, turns: int) -> None:
             told = loop.go_on if turn > 1 and loop.go_on else loop.ask
             said = launched(name, loop.programs, scripted, *told, f"Write file {turn} and show it.")
             assert SAID.format(turn) in said
+            assert "unrecognized configuration" not in said, said
     finally:
         if loop.after and (loop.programs / name).exists():
             launched(name, loop.programs, scripted, *loop.after)
