@@ -40,8 +40,8 @@ if [ $# = 0 ]; then
     scripts/setup.sh &
     status=0
     scripts/prometheus.sh
-    # The largest, 1.6 GB together, are tried only where all tests run.
-    left='/(phoenix|lm_eval|litellm)/'
+    # The largest, 3 GB together, are tried only where all tests run.
+    left='/(phoenix|lm_eval|litellm|more_agents|aider)/'
     [ "${MLX_TEST_ALL:-}" != 1 ] || left=none
     # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |

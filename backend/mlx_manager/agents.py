@@ -74,8 +74,10 @@ def _claude(target: Target) -> Launch:
         "CLAUDE_CODE_SUBAGENT_MODEL",
         *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")),
     )
+    # What auto mode, its default, asks before it acts is answered by Anthropic's servers alone.
+    settings = json.dumps({"disableAutoMode": "disable"})
     return Launch(
-        ("claude",),
+        ("claude", "--settings", settings),
         {
             "ANTHROPIC_BASE_URL": target.url,
             "ANTHROPIC_AUTH_TOKEN": target.key,
@@ -99,7 +101,6 @@ def _codex(target: Target) -> Launch:
             'model_provider = "mlx-manager"',
             f"model_context_window = {target.context_length}",
             f"model_auto_compact_token_limit = {target.context_length * 3 // 4}",
-            f"model_max_output_tokens = {target.answer}",
             "",
             "[model_providers.mlx-manager]",
             'name = "MLX Manager"',

@@ -182,6 +182,40 @@ def test_openais_sdk_refers_to_what_was_said_instead_of_sending_it(gpt: openai.O
     assert caught.value.param == "input[0]"
 
 
+def test_openais_sdk_adds_a_tool_and_settings_by_items(gpt: openai.OpenAI):
+    added: Any = {"type": "additional_tools", "role": "developer", "tools": [OPENAI_TOOL]}
+    asked: Any = [added, {"role": "user", "content": QUESTION}]
+    first = gpt.responses.create(model=MODEL, input=asked, temperature=0)
+    call: Any = first.output[0]
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    named: Any = {"type": "function", "name": "get_weather"}
+    again = gpt.responses.create(
+        model=MODEL, input=[output], previous_response_id=first.id, tool_choice=named
+    )
+    assert again.output[0].type == "function_call"
+    kept = gpt.responses.input_items.list(first.id, order="asc").data
+    assert [item.type for item in kept] == ["additional_tools", "message"]
+    city = SCHEMA | {"properties": {"city": {"type": "string", "maxLength": 30}}}
+    shape: Any = {"type": "json_schema", "name": "place", "schema": city, "strict": True}
+    update: Any = {"type": "configuration_update", "text": {"format": shape}}
+    told = gpt.responses.create(model=MODEL, input=[*asked[1:], update], max_output_tokens=200)
+    assert json.loads(told.output_text).keys() >= {"city"}
+
+
+def test_anthropics_sdk_asks_for_updates_and_less_effort(claude: anthropic.Anthropic):
+    answer = claude.beta.messages.create(
+        model=MODEL,
+        max_tokens=20,
+        thinking={"type": "adaptive", "display": "updates"},
+        messages=[
+            {"role": "user", "content": "Hello!"},
+            {"role": "system", "output_config": {"effort": "low"}},
+        ],
+    )
+    assert answer.content[0].type == "text"
+
+
 def test_openais_sdk_gets_json_and_is_told_of_a_cut(gpt: openai.OpenAI):
     # A model of this size may fill a string without end.
     city = {"type": "string", "maxLength": 30}

@@ -167,8 +167,12 @@ description of the parameter or the tool, as JSON.
 
 With `thinking.display` "omitted" the answer's thinking blocks have no text, and their signature
 carries the thinking (it is no secret): a block that is sent back is read by the model again. With
-"summarized", and without it, thinking is given as the model wrote it; there are no summaries. A
-block without text that another server signed is left out of the conversation.
+"summarized", "updates", and without it, thinking is given as the model wrote it; there are no
+summaries. A block without text that another server signed is left out of the conversation.
+
+A system message may hold `output_config.effort` for the turn that it stands in, with text or
+without. Its text is left out once a user's message follows it where `clear_at` is
+"next_user_message".
 
 A tool with `defer_loading` is left out of the prompt until a `tool_reference` in a tool's result
 names it, or a `tool_addition` in a system message. A `tool_removal` removes any tool. The model
@@ -223,6 +227,11 @@ it. An item that is sent again with its id still belongs to the response that ha
 `include` in `GET /v1/responses/{id}` and `/v1/responses/{id}/input_items` takes the same values as
 in a request. `reasoning.encrypted_content` is made for every stored reasoning.
 `message.output_text.logprobs` is refused for a text that was stored without log probabilities.
+
+An item `{"type": "additional_tools", "role": "developer", "tools": [...]}` offers tools from there
+on; one takes the place of an earlier one of its name. `{"type": "configuration_update"}` with
+`reasoning.effort` or `text.format` sets these for the answers that follow, before what their
+requests say. What one of Codex's agents says to another (`agent_message`) is read as the user's.
 
 ## Responses over a WebSocket
 

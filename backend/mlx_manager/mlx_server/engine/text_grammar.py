@@ -43,6 +43,8 @@ _ATOM = re.compile(
     r"|(?P<often>(?:[*+?]|\{\d+(?:,\d*)?\})\??)|(?P<plain>.)",
     re.DOTALL,
 )
+_BEYOND_PYTHON = re.compile(r"\[:|&&|--|~~|\\[pP]")
+"""What sets of llguidance's regular expressions may hold, and Python's may not."""
 _ALL = "".join(
     chr(c) for c in range(0x20, 0xFFFF) if chr(c) not in '"\\' and not 0xD7FF < c < 0xE000
 )
@@ -169,7 +171,8 @@ def _characters(atom: re.Match[str]) -> tuple[re.Pattern[str], str]:
         case _:
             raise UnwritableError(f"{atom[0]!r} in a regular expression for text")
     pattern = pattern.replace("\\/", "/")
-    if re.search(r"\[:|&&|--|~~|\\[pP]", pattern):
+    # A set that begins with a colon is none of the classes that stand in sets.
+    if _BEYOND_PYTHON.search(pattern, 1):
         raise UnwritableError(f"the set {pattern} in a regular expression for text")
     try:
         return re.compile(pattern), pattern.replace("/", "\\x2f")

@@ -20,6 +20,9 @@ JsonObject = dict[str, Any]
 CallKind = Literal["local_shell", "shell", "apply_patch"]
 """Tools of Responses whose calls are items with fields of their own."""
 
+CALLABLE = "The tool {} can be called now."
+"""Tells the model of a tool that is offered, though it was not at the conversation's beginning."""
+
 _STRING: JsonObject = {"type": "string"}
 _STRINGS: JsonObject = {"type": "array", "items": _STRING}
 _NUMBER: JsonObject = {"type": "integer"}

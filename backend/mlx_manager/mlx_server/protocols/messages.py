@@ -43,7 +43,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.client_tools import dated_tool
+from mlx_manager.mlx_server.protocols.client_tools import CALLABLE, dated_tool
 from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refusal, foreign
 from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
 from mlx_manager.mlx_server.protocols.neighbours import merged
@@ -100,9 +100,6 @@ UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
 
 NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 """A line that Claude Code puts before its system text, another one in every request."""
-
-CALLABLE = "The tool {} can be called now."
-"""Of a tool that is offered, though it was not at the conversation's beginning."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -197,6 +194,8 @@ def conversation(body: CountTokensRequest) -> Conversation:
     # Anthropic merges neighbours, too, and many templates need it.
     said = merged(_messages(body.messages), frozenset({"system", "user", "assistant"}))
     messages = [*_system(body), *said]
+    if not messages:
+        raise InvalidParameter("`messages` says nothing, and nor does `system`.", param="messages")
     if len(messages) > 1 and messages[-1] == Message("assistant"):
         # At Anthropic this one message may be empty: the answer begins with it.
         messages.pop()
@@ -242,8 +241,8 @@ def _constraint(body: MessagesRequest) -> JsonSchema | None:
 
 def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
     args: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None:
-        args["reasoning_effort"] = body.output_config.effort
+    if (effort := _effort(body)) is not None:
+        args["reasoning_effort"] = effort
     own = body.chat_template_kwargs or {}
     thinking = body.thinking
     if thinking is None:
@@ -256,6 +255,18 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
     if thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = thinking.type == "enabled"
     return MappingProxyType(args | own)
+
+
+def _effort(body: CountTokensRequest) -> str | None:
+    """Return the effort that a system message asks for in the turn that is to be answered, or else
+    the request's. Results of tools begin no turn."""
+    for message in reversed(body.messages):
+        if message.output_config is not None and message.output_config.effort is not None:
+            return message.output_config.effort
+        results = (isinstance(block, ToolResultBlock) for _, block in _numbered(message.content))
+        if message.role == "user" and not any(results):
+            break
+    return None if body.output_config is None else body.output_config.effort
 
 
 def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
@@ -321,7 +332,7 @@ def _changes(messages: Sequence[InputMessage]) -> Iterator[_Change]:
             path = f"messages[{m}].content[{b}]"
             match block:
                 case ToolResultBlock(content=content):
-                    for p, part in _numbered(content or ""):
+                    for p, part in _numbered(content):
                         if isinstance(part, ToolReferenceBlock):
                             yield _Change(part.tool_name, f"{path}.content[{p}].tool_name")
                 case ToolAdditionBlock(tool=ToolDefinition(definition=definition)):
@@ -333,8 +344,8 @@ def _changes(messages: Sequence[InputMessage]) -> Iterator[_Change]:
                     yield _Change(name, f"{path}.tool.name", offered=False)
 
 
-def _numbered(content: str | list[T]) -> Iterator[tuple[int, T]]:
-    return enumerate(() if isinstance(content, str) else content)
+def _numbered(content: str | list[T] | None) -> Iterator[tuple[int, T]]:
+    return enumerate(content if isinstance(content, list) else ())
 
 
 def _tool(tool: MessagesTool, path: str) -> Tool:
@@ -378,11 +389,18 @@ def _system(body: CountTokensRequest) -> Iterator[Message]:
 
 def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
     before = ""
+    asked_last = max((i for i, each in enumerate(messages) if each.role == "user"), default=-1)
     for index, message in enumerate(messages):
+        _check_settings(message, f"messages[{index}]")
         path = f"messages[{index}].content"
-        blocks = message.content
+        blocks = message.content or ""
         if message.role == "system" and not blocks and before == "user":
             # Claude Code sends these for the settings that they hold.
+            continue
+        if message.clear_at == "next_user_message" and index < asked_last:
+            if not (blocks := _changes_of_tools(blocks)):
+                continue
+        elif message.content is None:
             continue
         before = message.role
         if isinstance(blocks, str):
@@ -394,6 +412,30 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[Message]:
         else:
             told = [_told(block, f"{path}[{i}]") for i, block in enumerate(blocks)]
             yield Message("system", "\n".join(told))
+
+
+def _check_settings(message: InputMessage, path: str) -> None:
+    """
+    Raises:
+        InvalidParameter: a message without content, or settings that only a system message has.
+    """
+    for name in ("output_config", "clear_at"):
+        if message.role != "system" and getattr(message, name) is not None:
+            raise InvalidParameter(
+                f"`{path}.{name}` goes with role 'system', and only with it.",
+                param=f"{path}.{name}",
+            )
+    if message.content is None and message.output_config is None:
+        raise InvalidParameter(f"`{path}.content` is required.", param=f"{path}.content")
+
+
+def _changes_of_tools(content: str | list[Block]) -> list[Block]:
+    """Return the blocks of a system message that hold when its text is not shown any more."""
+    return [
+        block
+        for _, block in _numbered(content)
+        if isinstance(block, ToolAdditionBlock | ToolRemovalBlock)
+    ]
 
 
 def _answer(blocks: Sequence[Block], path: str) -> Message:

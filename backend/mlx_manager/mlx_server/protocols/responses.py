@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.protocols import compaction, sse
 from mlx_manager.mlx_server.protocols.client_tools import (
+    CALLABLE,
     DESCRIPTIONS,
     PARAMETERS,
     CallKind,
@@ -74,13 +75,17 @@ from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whol
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.hosted import is_item, is_tool
 from mlx_manager.mlx_server.schemas.responses import (
+    AdditionalToolsItem,
+    AgentMessageItem,
     ApplyPatchCallItem,
     CompactedResponse,
     CompactionItem,
     CompactionTrigger,
     CompactRequest,
+    ConfigurationUpdateItem,
     Content,
     CustomCallItem,
+    EncryptedPart,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -157,11 +162,13 @@ class ResponseHead:
     """What is known of a response before it begins: all but its output.
 
     defaults: tells how the model draws where the body is silent, which is known when it is loaded.
+    added: the tools that items of the conversation add to the body's.
     """
 
     model: str
     body: ResponsesRequest
     defaults: Callable[[], Mapping[str, float]] = dict
+    added: Sequence[ResponsesTool] = ()
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -195,7 +202,9 @@ def request(
     refuse_unsupported(body, UNSUPPORTED)
     _check_include(body.include or ())
     asked = head.includes(LOGPROBS) or bool(body.top_logprobs)
-    if body.generate is False and not any(isinstance(i, MessageItem) for i in (*history, *items)):
+    if body.generate is False and not any(
+        isinstance(item, MessageItem | AgentMessageItem) for item in (*history, *items)
+    ):
         # Of tools and instructions alone, templates make no prompt.
         items = [*items, MessageItem(role="user", content="")]
     return GenerationRequest(
@@ -204,10 +213,16 @@ def request(
         sampling=head.sampling(),
         max_tokens=1 if body.generate is False else body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if asked else None,
-        constraint=_constraint(body.text),
+        constraint=_constraint(body.text, [*history, *items]),
         priority=body.priority or 0,
         request_id=head.id,
     )
+
+
+def added_tools(items: Sequence[Item]) -> list[ResponsesTool]:
+    """Return the tools that items add to those of a request."""
+    added = (item.tools for item in items if isinstance(item, AdditionalToolsItem))
+    return list(chain.from_iterable(added))
 
 
 def kept_items(history: Sequence[JsonItem]) -> list[Item]:
@@ -245,7 +260,8 @@ def counted(
     """
     refuse_unsupported(body, UNSUPPORTED_IN_COUNTING)
     prompt = _conversation(body, history, items)
-    return GenerationRequest(model, prompt, constraint=_constraint(body.text))
+    constraint = _constraint(body.text, [*history, *items])
+    return GenerationRequest(model, prompt, constraint=constraint)
 
 
 def asks_for_compaction(given: str | Sequence[object]) -> bool:
@@ -340,10 +356,12 @@ def _listing(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _constraint(text: TextOptions | None) -> Constraint | None:
-    if text is None or text.format is None:
+def _constraint(text: TextOptions | None, items: Sequence[Item]) -> Constraint | None:
+    wanted = None if text is None else text.format
+    for update in _updates(items):
+        wanted = wanted if update.text is None else update.text.format
+    if wanted is None:
         return None
-    wanted = text.format
     match wanted.type:
         case "text":
             return None
@@ -362,7 +380,7 @@ def _conversation(
     if not said:
         raise InvalidParameter("`input` is empty.", param="input")
     choice, allowed = _tool_choice(body.tool_choice)
-    tools = permitted(list(_tools(body.tools or (), "tools")), allowed, "tool_choice.tools")
+    tools = permitted(_offered(body, history, items), allowed, "tool_choice.tools")
     check_demand(choice, tools, body.ignored_tools())
     return Conversation(
         messages=tuple(said),
@@ -370,19 +388,35 @@ def _conversation(
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_args=MappingProxyType(
-            _template_args(body.reasoning) | (body.chat_template_kwargs or {})
+            _template_args(body.reasoning, [*history, *items]) | (body.chat_template_kwargs or {})
         ),
         param="input",
     )
 
 
-def _template_args(reasoning: ResponsesReasoning | None) -> dict[str, Any]:
-    args: dict[str, Any] = {}
-    if reasoning is not None and reasoning.effort is not None:
-        args["reasoning_effort"] = reasoning.effort
-        if reasoning.effort == "none":
-            args["enable_thinking"] = False
-    return args
+def _template_args(reasoning: ResponsesReasoning | None, items: Sequence[Item]) -> dict[str, Any]:
+    effort = None if reasoning is None else reasoning.effort
+    for update in _updates(items):
+        effort = effort if update.reasoning is None else update.reasoning.effort
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+def _updates(items: Sequence[Item]) -> Iterator[ConfigurationUpdateItem]:
+    return (item for item in items if isinstance(item, ConfigurationUpdateItem))
+
+
+def _offered(
+    body: InputTokensRequest, history: Sequence[Item], items: Sequence[Item]
+) -> list[Tool]:
+    """Return the request's tools and those that items add. Of one name, the last is offered."""
+    given = list(_tools(body.tools or (), "tools"))
+    added: dict[str, Tool] = {}
+    for index, item in enumerate([*history, *items], -len(history)):
+        if isinstance(item, AdditionalToolsItem):
+            added |= {tool.name: tool for tool in _tools(item.tools, f"input[{index}].tools")}
+    return [*(tool for tool in given if tool.name not in added), *added.values()]
 
 
 def _tools(
@@ -502,7 +536,20 @@ def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Messag
     """What an assistant said, thought and called between two others is one message."""
     # The request's own items are numbered as it has them.
     numbered = list(enumerate([*history, *items], -len(history)))
-    pieces = (_piece(item, f"input[{index}]") for index, item in _since_summary(numbered))
+    begun = False
+    pieces: list[Message] = []
+    for index, item in _since_summary(numbered):
+        match item:
+            case ConfigurationUpdateItem():
+                continue
+            case AdditionalToolsItem():
+                # Those that are there from the beginning are told of where all tools are.
+                if not begun or not (names := [*dict(_called(_run_here(item.tools)))]):
+                    continue
+                pieces.append(Message("system", "\n".join(map(CALLABLE.format, names))))
+            case _:
+                pieces.append(_piece(item, f"input[{index}]"))
+                begun = begun or pieces[-1].role != "system"
     return merged(pieces, frozenset({"assistant"}))
 
 
@@ -533,31 +580,43 @@ def _size(content: Content) -> int:
     return sum(len(part.text) for part in content if isinstance(part, TextPart))
 
 
-def _piece(item: Item, path: str) -> Message:
+def _piece(item: Spoken, path: str) -> Message:
     match item:
         case CompactionItem():
             return _summary(item, path)
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
             return Message(role, _text(item.content, f"{path}.content"))
+        case AgentMessageItem():
+            text = _text(item.content, f"{path}.content")
+            return Message("user", f"{item.author} to {item.recipient}:\n{text}")
         case FunctionCallOutputItem() | ToolOutputItem() | ShellOutputItem():
             return Message("tool", _output(item, path), tool_call_id=item.call_id or item.id)
         case ReasoningItem():
             return Message("assistant", reasoning=_thinking(item))
-        case OtherItem(type=kind) if is_item(kind):
-            # What the client's side gave back, or said, is the user's.
-            role = "user" if kind in FROM_CLIENTS else "assistant"
-            return Message(role, told(kind, item.model_extra or {}))
-        case OtherItem():
-            raise UnsupportedParameter(
-                f"`{path}` is of type {item.type!r}, which this server can't read.",
-                param=f"{path}.type",
-            )
         case _:
-            return Message("assistant", tool_calls=(_call(item),))
+            return _record(item, path)
 
 
-def _output(item: FunctionCallOutputItem | ToolOutputItem | ShellOutputItem, path: str) -> str:
+def _record(item: OtherItem | Call, path: str) -> Message:
+    """Return a call, or what a hosted tool did.
+
+    Raises:
+        UnsupportedParameter: an item of a type that is not known.
+    """
+    if not isinstance(item, OtherItem):
+        return Message("assistant", tool_calls=(_call(item),))
+    if not is_item(item.type):
+        raise UnsupportedParameter(
+            f"`{path}` is of type {item.type!r}, which this server can't read.",
+            param=f"{path}.type",
+        )
+    # What the client's side gave back, or said, is the user's.
+    role: Literal["user", "assistant"] = "user" if item.type in FROM_CLIENTS else "assistant"
+    return Message(role, told(item.type, item.model_extra or {}))
+
+
+def _output(item: Output, path: str) -> str:
     if isinstance(item, ShellOutputItem):
         return shell_output([each.model_dump() for each in item.output])
     if item.output is None:
@@ -566,6 +625,9 @@ def _output(item: FunctionCallOutputItem | ToolOutputItem | ShellOutputItem, pat
 
 
 Call = FunctionCallItem | CustomCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
+Output = FunctionCallOutputItem | ToolOutputItem | ShellOutputItem
+Spoken = MessageItem | AgentMessageItem | ReasoningItem | CompactionItem | Call | Output | OtherItem
+"""Items that are messages for the model; the others say what holds for those that follow."""
 
 
 def _call(item: Call) -> ToolCall:
@@ -599,7 +661,11 @@ def _text(content: Content, path: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         match part:
-            case TextPart(text=text) | RefusalPart(refusal=text):
+            case (
+                TextPart(text=text)
+                | RefusalPart(refusal=text)
+                | EncryptedPart(encrypted_content=text)
+            ):
                 texts.append(text)
             case _:
                 raise UnsupportedParameter(
@@ -922,6 +988,10 @@ _WITH_PARTS = frozenset({"message", "reasoning"})
 _WHOLE = frozenset({"local_shell", "shell", "apply_patch"})
 
 
+def _run_here(tools: Sequence[ResponsesTool]) -> list[ResponsesTool]:
+    return [tool for tool in tools if not tool.is_left_out()]
+
+
 def _called(
     tools: Sequence[ResponsesTool], space: str | None = None
 ) -> Iterator[tuple[str, tuple[ItemKind, JsonItem]]]:
@@ -964,8 +1034,7 @@ class ResponseStream:
         self._spent = core.Usage(0, 0)
         self._message: _OpenItem | None = None
         self._text_middle = ""
-        offered = [tool for tool in head.body.tools or () if not tool.is_left_out()]
-        self._calls = dict(_called(offered))
+        self._calls = dict(_called(_run_here([*(head.body.tools or ()), *head.added])))
 
     def write(self, progress: Progress) -> bytes:
         """The events of one step, ready for the wire."""

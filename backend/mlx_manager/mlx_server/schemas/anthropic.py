@@ -325,9 +325,21 @@ Content = Annotated[
 ]
 
 
+class MessageOutputConfig(Wire):
+    effort: NonEmpty | None = Field(None, description="Of this turn; handed to the chat template")
+
+
 class InputMessage(Wire):
+    """`output_config` and `clear_at` go with role system only.
+
+    A system message may hold settings alone. The text of one with `clear_at` "next_user_message" is
+    left out once a user's message follows it.
+    """
+
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: Content | None = None
+    output_config: MessageOutputConfig | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -347,12 +359,13 @@ class Thinking(Wire):
     """`budget_tokens` goes with type "enabled" only. Anthropic's least budget is not ours.
 
     With `display` "omitted" the answer's thinking is in the signature alone, and comes back to the
-    model with it. It is given as it is otherwise, with "summarized", too: there are no summaries.
+    model with it. It is given as it is otherwise, with "summarized" and "updates", too: nothing
+    here sums thinking up.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(Wire):

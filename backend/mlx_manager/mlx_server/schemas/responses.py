@@ -9,6 +9,7 @@ Source: OpenAI's API description and the types of its Python SDK.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_validator
@@ -74,6 +75,13 @@ class RefusalPart(Wire):
     refusal: str
 
 
+class EncryptedPart(Wire):
+    """Text for another agent, which Codex says that it is encrypted: nothing here encrypts."""
+
+    type: Literal["encrypted_content"]
+    encrypted_content: str
+
+
 class OtherPart(Wire):
     """A kind of content that text models don't read."""
 
@@ -87,6 +95,7 @@ _PARTS = {
     "output_text": "<text>",
     "text": "<text>",
     "refusal": "<refusal>",
+    "encrypted_content": "<encrypted>",
 }
 
 
@@ -102,6 +111,7 @@ def _part_kind(value: object) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[EncryptedPart, Tag("<encrypted>")]
     | Annotated[OtherPart, Tag("<other>")],
     Discriminator(_part_kind),
 ]
@@ -262,6 +272,95 @@ class CompactionTrigger(Wire):
     id: str | None = None
 
 
+class ToolFormat(Wire):
+    """Format of the text of a `custom` tool; `definition` and `syntax` go with type grammar."""
+
+    type: Literal["text", "grammar"]
+    definition: NonEmpty | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+
+class ResponsesTool(Wire):
+    """A function the model may call, or a namespace with its `tools`, which are functions.
+
+    The client also runs `custom` tools, which take a text, `local_shell`, `shell` and
+    `apply_patch`. Other known types are left out; see `schemas.hosted`. A tool with `defer_loading`
+    is offered at once: nothing here loads it later. `output_schema` has no effect.
+    """
+
+    types_read = ("function", "namespace", "custom", "local_shell", "shell", "apply_patch")
+
+    type: str
+    format: ToolFormat | None = None
+    environment: Any = Field(None, description='Of `shell`: {"type": "local"}')
+    allowed_callers: Many[str] | None = None
+    tools: Many[ResponsesTool] | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    output_schema: Any = None
+
+    def is_left_out(self) -> bool:
+        """Return True for a tool that a provider runs, or that only such a tool may call."""
+        if self.allowed_callers and "direct" not in self.allowed_callers:
+            return True
+        if self.type == "shell":
+            match self.environment:
+                case None | {"type": "local"}:
+                    return False
+            return True
+        return self.type not in self.types_read and hosted.is_tool(self.type)
+
+
+class TextFormat(Wire):
+    """`schema` and `strict` go with type json_schema; its `name` and `description` do nothing."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class AgentMessageItem(Wire):
+    """What one of a client's agents said to another. Codex's own; the API describes none."""
+
+    type: Literal["agent_message"]
+    author: str
+    recipient: str
+    content: Content
+    id: str | None = None
+
+
+class AdditionalToolsItem(Wire):
+    """Tools that may be called from here on; each takes the place of an earlier one of its name."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] = "developer"
+    tools: Many[ResponsesTool]
+    id: str | None = None
+
+
+class UpdatedReasoning(Wire):
+    effort: NonEmpty | None = Field(None, description="Handed to the chat template")
+
+
+class UpdatedText(Wire):
+    format: TextFormat
+
+
+class ConfigurationUpdateItem(Wire):
+    """Settings of all answers from here on, until another item changes them; they go before those
+    of the request."""
+
+    type: Literal["configuration_update"]
+    reasoning: UpdatedReasoning | None = None
+    text: UpdatedText | None = None
+    id: str | None = None
+
+
 class OtherItem(Wire):
     """Record of a hosted tool, which is read as text, or another item that nobody here can read."""
 
@@ -273,6 +372,7 @@ class OtherItem(Wire):
 _DECLARED = (
     *("message", "function_call", "function_call_output", "reasoning", "custom_tool_call"),
     *("local_shell_call", "shell_call", "apply_patch_call", "shell_call_output", "compaction"),
+    *("agent_message", "additional_tools", "configuration_update"),
 )
 _OUTPUTS = ("custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output")
 _ITEMS = {
@@ -317,6 +417,9 @@ Item = Annotated[
     | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
     | Annotated[ToolOutputItem, Tag("<tool_output>")]
     | Annotated[CompactionItem, Tag("<compaction>")]
+    | Annotated[AgentMessageItem, Tag("<agent_message>")]
+    | Annotated[AdditionalToolsItem, Tag("<additional_tools>")]
+    | Annotated[ConfigurationUpdateItem, Tag("<configuration_update>")]
     | Annotated[OtherItem, Tag("<other>")],
     Discriminator(_item_kind),
 ]
@@ -334,6 +437,9 @@ InputItem = Annotated[
     | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
     | Annotated[ToolOutputItem, Tag("<tool_output>")]
     | Annotated[CompactionItem, Tag("<compaction>")]
+    | Annotated[AgentMessageItem, Tag("<agent_message>")]
+    | Annotated[AdditionalToolsItem, Tag("<additional_tools>")]
+    | Annotated[ConfigurationUpdateItem, Tag("<configuration_update>")]
     | Annotated[CompactionTrigger, Tag("<compaction_trigger>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[OtherItem, Tag("<other>")],
@@ -344,48 +450,6 @@ InputItem = Annotated[
 # ---------------------------------------------------------------------------------------------
 # Requests
 # ---------------------------------------------------------------------------------------------
-
-
-class ToolFormat(Wire):
-    """Format of the text of a `custom` tool; `definition` and `syntax` go with type grammar."""
-
-    type: Literal["text", "grammar"]
-    definition: NonEmpty | None = None
-    syntax: Literal["lark", "regex"] | None = None
-
-
-class ResponsesTool(Wire):
-    """A function the model may call, or a namespace with its `tools`, which are functions.
-
-    The client also runs `custom` tools, which take a text, `local_shell`, `shell` and
-    `apply_patch`. Other known types are left out; see `schemas.hosted`. A tool with `defer_loading`
-    is offered at once: nothing here loads it later. `output_schema` has no effect.
-    """
-
-    types_read = ("function", "namespace", "custom", "local_shell", "shell", "apply_patch")
-
-    type: str
-    format: ToolFormat | None = None
-    environment: Any = Field(None, description='Of `shell`: {"type": "local"}')
-    allowed_callers: Many[str] | None = None
-    tools: Many[ResponsesTool] | None = None
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: bool | None = None
-    output_schema: Any = None
-
-    def is_left_out(self) -> bool:
-        """Return True for a tool that a provider runs, or that only such a tool may call."""
-        if self.allowed_callers and "direct" not in self.allowed_callers:
-            return True
-        if self.type == "shell":
-            match self.environment:
-                case None | {"type": "local"}:
-                    return False
-            return True
-        return self.type not in self.types_read and hosted.is_tool(self.type)
 
 
 class ToolReference(Wire):
@@ -410,16 +474,6 @@ class ResponsesReasoning(Wire):
     effort: NonEmpty | None = Field(None, description="Handed to the chat template")
     summary: str | None = None
     generate_summary: str | None = None
-
-
-class TextFormat(Wire):
-    """`schema` and `strict` go with type json_schema; its `name` and `description` do nothing."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Wire):
@@ -454,8 +508,10 @@ class InputTokensRequest(Timed):
     conversation: Any = Field(None, description="Conversation kept by the server")
 
     def ignored_tools(self) -> list[str]:
-        left_out = (tool.type for tool in self.tools or () if tool.is_left_out())
-        return list(dict.fromkeys(left_out))
+        given = self.input if isinstance(self.input, list) else []
+        added = (item.tools for item in given if isinstance(item, AdditionalToolsItem))
+        tools = (*(self.tools or ()), *chain.from_iterable(added))
+        return list(dict.fromkeys(tool.type for tool in tools if tool.is_left_out()))
 
 
 class ContextManagement(Wire):

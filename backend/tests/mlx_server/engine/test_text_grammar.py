@@ -29,6 +29,16 @@ eof_line: "*** End of File" LF
 %import common.LF
 """
 """Codex's grammar for apply_patch."""
+CODE = r"""
+start: pragma_source | plain_source
+pragma_source: PRAGMA_LINE NEWLINE SOURCE
+plain_source: SOURCE
+
+PRAGMA_LINE: /[ \t]*\/\/ @exec:[^\r\n]*/
+NEWLINE: /\r?\n/
+SOURCE: /[\s\S]+/
+"""
+"""Codex's grammar for code that calls its tools."""
 SUM = """start: expr
 expr: term (SP "+" SP term)*
 term: INT | "(" expr ")"
@@ -55,6 +65,8 @@ def accepts(grammar: str, text: str) -> bool:
             ],
             ["*** Begin Patch\n*** End Patch", "*** Begin Patch", "x"],
         ),
+        (CODE, ['// @exec: {"a": 1}\nawait f("b\\n");\n', "x: 1\n", "/"], [""]),
+        ("start: /[:;]:[^:]/", ["::a", ";:\n"], ["a:b", ":::"]),
         (SUM, ["1 + (2 + 33)", "7"], ["1+2", "(1"]),
         ('start: /[^"]+/', ["a\\b\n\x01"], ['a"', ""]),
         ('start: " ".."~"', ['"', "\\", "a"], ["\n"]),
@@ -81,6 +93,9 @@ def test_a_grammar_derives_the_same_texts_in_json(
         "start: /a/i",
         "start: /(?=a)b/",
         "start: /\\pL/",
+        "start: /[[:alpha:]]/",
+        "start: /[^a[:digit:]]/",
+        "start: /[a-z&&[^b]]/",
         'start: %json {"type": "object"}',
         "start: <|end|>",
         "%import common.C_COMMENT\nstart: C_COMMENT",

@@ -81,10 +81,54 @@ def test_the_system_text_is_a_system_message_and_its_blocks_are_lines():
 @pytest.mark.parametrize("content", ["", []])
 def test_an_empty_system_message_after_the_users_is_none(content: Any):
     empty = {"role": "system", "content": content, "output_config": {"effort": "low"}}
-    assert conversation(HI, empty) == conversation(HI)
+    assert conversation(HI, empty).messages == conversation(HI).messages
     assert conversation(HI, empty, empty, HI) == conversation(HI, HI)
     answer = {"role": "assistant", "content": "b"}
     assert conversation(HI, answer, empty).messages[-1] == Message("system")
+
+
+def test_a_system_message_may_hold_the_effort_of_its_turn_alone():
+    low = {"role": "system", "output_config": {"effort": "low"}}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "1"}
+    answer = {"role": "assistant", "content": "b"}
+    for before in ([], [HI, answer]):
+        assert conversation(*before, HI, low).messages == conversation(*before, HI).messages
+    turn = [
+        HI,
+        low,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    for asked, effort in (
+        ([HI, low], "low"),
+        (turn, "low"),
+        ([*turn, {"role": "system", "output_config": {"effort": "max"}}], "max"),
+        ([HI, low, answer, HI], "high"),
+        ([HI, low, answer, HI, {"role": "system", "content": "x", "output_config": {}}], "high"),
+    ):
+        told = conversation(*asked, output_config={"effort": "high"}).template_args
+        assert told == {"reasoning_effort": effort}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_text_that_is_cleared_is_shown_until_the_user_speaks_again(as_text: bool):
+    content = "Hurry." if as_text else [text("Hurry.")]
+    note = {"role": "system", "content": content, "clear_at": "next_user_message"}
+    answer = {"role": "assistant", "content": "b"}
+    assert conversation(HI, note).messages[-1] == Message("system", "Hurry.")
+    assert conversation(HI, note, answer, HI) == conversation(HI, answer, HI)
+    stays = note | {"clear_at": "never"}
+    assert conversation(HI, stays, answer, HI).messages[1] == Message("system", "Hurry.")
+
+
+def test_a_tool_is_offered_also_where_the_text_about_it_is_cleared():
+    added = {"type": "tool_definition", "definition": {"name": "f", "input_schema": {}}}
+    content = [text("Hurry."), {"type": "tool_addition", "tool": added}]
+    note = {"role": "system", "content": content, "clear_at": "next_user_message"}
+    prompt = conversation(HI, note, HI)
+    assert prompt.messages[1] == Message("system", "The tool f can be called now.")
+    assert [tool.name for tool in prompt.tools] == ["f"]
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -417,6 +461,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": ""}
             "messages[2].content[0].content[0].tool_name",
         ),
         ({"tools": [{"defer_loading": True, "input_schema": {}}]}, "tools[0].name"),
+        ({"messages": [{"role": "system", "output_config": {"effort": "low"}}]}, "messages"),
+        ({"messages": [HI, {"role": "system"}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "output_config": {}}]}, "messages[0].output_config"),
+        ({"messages": [HI | {"output_config": {}}]}, "messages[0].output_config"),
+        ({"messages": [HI | {"clear_at": "never"}]}, "messages[0].clear_at"),
         (
             {"tools": [DEFERRED], "messages": [HI, named("addition", "time")]},
             "messages[1].content[0].tool.name",
@@ -584,7 +633,9 @@ def test_a_signature_from_elsewhere_breaks_no_conversation(signature: str):
     assert (unseen.reasoning, shown.reasoning) == (None, "Hm.")
 
 
-@pytest.mark.parametrize("display", [{}, {"display": None}, {"display": "summarized"}])
+@pytest.mark.parametrize(
+    "display", [{}, {"display": None}, {"display": "summarized"}, {"display": "updates"}]
+)
 def test_thinking_is_given_as_it_is_unless_it_is_to_be_omitted(display: dict[str, Any]):
     head = asking(type="enabled", budget_tokens=9, **display)
     assert collected(FULL, head)["content"] == collected(FULL)["content"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,7 +260,11 @@ def checked(wire: bytes) -> list[dict[str, Any]]:
 
 
 def collected(happened: list[Event], **fields: Any) -> dict[str, Any]:
-    answer = ResponseAnswer(ResponseStream(head(**fields)))
+    return written(head(**fields), happened)
+
+
+def written(asked: ResponseHead, happened: list[Event]) -> dict[str, Any]:
+    answer = ResponseAnswer(ResponseStream(asked))
     answer.add([(0, happened)])
     body: dict[str, Any] = json.loads("".join(answer.body()))
     strictly(Response, body)
@@ -513,6 +518,86 @@ def test_functions_of_a_namespace_are_called_by_their_full_names_and_told_by_the
     nested = space | {"tools": [space]}
     with pytest.raises(UnsupportedParameter, match=r"tools\[0\].tools\[0\].type"):
         ask(tools=[nested])
+
+
+def added(*tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "additional_tools", "role": "developer", "tools": list(tools)}
+
+
+def test_tools_are_added_by_an_item_and_called_as_what_they_are():
+    code = {"type": "custom", "name": "run", "description": "Run code."}
+    space = {"type": "namespace", "name": "functions", "description": "All.", "tools": [code]}
+    first = [added(space, {"type": "web_search"}), USER]
+    prompt = conversation(input=first)
+    assert [tool.name for tool in prompt.tools] == ["functions__run"]
+    assert prompt.messages == conversation(input=[USER]).messages
+    items = responses.input_items(head(input=first).body, {})
+    asked = replace(head(input=first), added=responses.added_tools(items))
+    assert asked.body.ignored_tools() == ["web_search"]
+    happened: list[Event] = [
+        *(STARTED, ToolCallStarted(0, "a", "functions__run")),
+        *(ToolCallDelta(0, '{"input": "x"}'), end("tool_calls")),
+    ]
+    [call] = written(asked, happened)["output"]
+    assert (call["type"], call["namespace"], call["name"]) == (
+        "custom_tool_call",
+        "functions",
+        "run",
+    )
+    assert call["input"] == "x"
+
+
+def test_a_tool_that_is_added_later_is_told_of_and_takes_the_place_of_one_of_its_name():
+    other = WEATHER | {"description": "Of all cities"}
+    kept = responses.listed(Items.validate_python([USER, added(other)]))
+    assert [strictly(ResponseItem, item).type for item in kept] == ["message", "additional_tools"]
+    prompt = conversation(*kept, tools=[WEATHER])
+    assert [(tool.name, tool.description) for tool in prompt.tools] == [
+        ("weather", "Of all cities")
+    ]
+    assert prompt.messages[1] == Message("system", "The tool weather can be called now.")
+    with pytest.raises(UnsupportedParameter, match=r"input\[1\].tools\[0\].type"):
+        ask(input=[USER, added({"type": "hologram"})])
+
+
+def test_settings_hold_from_an_item_on_until_another_changes_them():
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+
+    def update(**fields: Any) -> dict[str, Any]:
+        return {"type": "configuration_update", **fields}
+
+    low, shaped = update(reasoning={"effort": "low"}), update(text={"format": schema})
+    asked = ask(low, USER, shaped, reasoning={"effort": "high"})
+    assert isinstance(asked.prompt, Conversation)
+    assert asked.prompt.template_args == {"reasoning_effort": "low"}
+    assert asked.prompt.messages == conversation(USER).messages
+    assert isinstance(asked.constraint, JsonSchema)
+    plain = update(reasoning={"effort": "none"}, text={"format": {"type": "text"}})
+    asked = ask(low, shaped, input=[USER, plain])
+    assert isinstance(asked.prompt, Conversation)
+    assert asked.prompt.template_args == {"reasoning_effort": "none", "enable_thinking": False}
+    assert asked.constraint is None
+    kept = responses.listed(Items.validate_python([low]))
+    assert strictly(ResponseItem, kept[0]).type == "configuration_update"
+
+
+def test_what_an_agent_says_to_another_is_read_as_a_users():
+    task = {
+        "type": "agent_message",
+        "author": "/root",
+        "recipient": "/root/helper",
+        "content": [
+            {"type": "input_text", "text": "Payload:"},
+            {"type": "encrypted_content", "encrypted_content": "Look about."},
+        ],
+    }
+    said = Message("user", "/root to /root/helper:\nPayload:\nLook about.")
+    assert conversation(input=[task]).messages == (said,)
+    kept = responses.listed(Items.validate_python([task]))
+    assert conversation(*kept, input=[USER]).messages[0] == said
+    picture = task | {"content": [{"type": "input_image", "image_url": "x"}]}
+    with pytest.raises(UnsupportedParameter, match=r"input\[0\].content\[0\]"):
+        ask(input=[picture])
 
 
 words = st.text(max_size=6)

@@ -63,10 +63,12 @@ async def create_response(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, ResponsesRequest, server.settings.api)
     model = server.pool.resolve(body.model)
-    head = responses.ResponseHead(model, body, partial(server.pool.sampling, model))
     kept, said = await _conversation(request, body)
+    history = responses.kept_items(kept)
+    added = responses.added_tools([*history, *said])
+    head = responses.ResponseHead(model, body, partial(server.pool.sampling, model), added)
     stream = responses.ResponseStream(head)
-    progress = await _progress(request, stream, responses.kept_items(kept), said)
+    progress = await _progress(request, stream, history, said)
     items, owner, latest = responses.listed(said), caller_of(request), _latest(request)
 
     async def save() -> None:
