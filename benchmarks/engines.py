@@ -20,7 +20,7 @@ from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_manager.mlx_server.backends.text import TextBackend, preparing
+from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import (
     Constraint,
@@ -36,17 +36,14 @@ from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
 from mlx_manager.mlx_server.engine.recurrent.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, loading
+from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, load
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
-from mlx_manager.mlx_server.utils.steps import Aside, Done, Steps, advance, whereabouts
 from workload import Row
 
 load_fast_blas()
 
 T = TypeVar("T")
-LONG_PIECE = 2.0
-"""Seconds."""
 
 
 @dataclass(slots=True)
@@ -97,19 +94,8 @@ def decode_rate(traces: Sequence[Trace]) -> float:
     return sum(t.tokens_between(begin, end) for t in traces) / (end - begin)
 
 
-def told(steps: Steps[T]) -> T:
-    """All pieces of a load in one go; those that take seconds are told, with where they end."""
-    while True:
-        begun = time.perf_counter()
-        piece = advance(steps)
-        if isinstance(piece, Aside):
-            piece.run()
-        taken = time.perf_counter() - begun
-        if taken > LONG_PIECE:
-            print(f"{taken:.1f} s: {whereabouts(steps)}", file=sys.stderr, flush=True)
-        if isinstance(piece, Done):
-            result: T = piece.value
-            return result
+def tell(doing: str) -> None:
+    print(f"{time.strftime('%X')} {doing}", file=sys.stderr, flush=True)
 
 
 class OurEngine:
@@ -131,8 +117,8 @@ class OurEngine:
         source = ModelSource(str(model), model, "configured")
         # As the server has it; one model alone has room for its steps.
         foresight = Foresight(multiplies_packed=multiplies_packed)
-        loaded = told(loading(source, self._limits, self.ledger, foresight=foresight))
-        return loaded, told(preparing(loaded, self.thread, EngineLimits(), self.ledger))
+        loaded = load(source, self._limits, self.ledger, foresight=foresight, doing=tell)
+        return loaded, prepare(loaded, self.thread, EngineLimits(), self.ledger, doing=tell)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

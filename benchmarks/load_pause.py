@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import shutil
 import statistics
@@ -31,7 +30,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, product
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -56,7 +55,6 @@ from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 LAYERS = 16
-LONGEST_PIECES = 12
 WARM, REST = 0.5, 1.0
 """Seconds until the streams have settled, and for which they are watched undisturbed."""
 ANSWER = 8
@@ -64,19 +62,12 @@ ANSWER = 8
 BEFORE = {False: "streams from the beginning", True: "quiet before"}
 
 
-class Piece(NamedTuple):
-    """Of a load, on the MLX thread: those of 20 ms and more. place: where it ended."""
-
-    milliseconds: float
-    place: str
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """Seconds: the streams' gaps before and during the load and the answer in JSON, and how long
     the load took.
 
-    forwards: how the two models are run. pieces: those of the load that took longest.
+    forwards: how the two models are run.
     """
 
     idle: list[float]
@@ -84,7 +75,6 @@ class Run:
     answering: list[float]
     load: float
     forwards: tuple[str, str]
-    pieces: list[Piece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +190,6 @@ def gaps(moments: Sequence[Sequence[float]], begin: float, end: float) -> list[f
     return [b - a for times in moments for a, b in pairwise(times) if b > begin and a < end]
 
 
-class Pieces(logging.Handler):
-    """Collects what the pool's log says of a load's long pieces."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.found: list[Piece] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        match record.args:
-            case (_, float(milliseconds), str(place)):
-                self.found.append(Piece(milliseconds, place))
-
-
 async def answer_in_json(pool: ModelPool, model: str) -> None:
     request = GenerationRequest(
         model,
@@ -234,13 +211,9 @@ async def loaded_beside(
         async with pool.lease(settings.model):
             pass
         if quiet:
-            await pool.make_ahead()
+            await pool.complete()
         async with streaming(pool, settings.model, streams) as moments:
             await asyncio.sleep(WARM)
-            pieces = Pieces()
-            pool_log = logging.getLogger("mlx_manager.mlx_server.models.pool")
-            pool_log.setLevel(logging.DEBUG)
-            pool_log.addHandler(pieces)
             rested = time.perf_counter()
             await asyncio.sleep(REST)
             begin = time.perf_counter()
@@ -251,7 +224,7 @@ async def loaded_beside(
                 forwards = lease.backend.stats().forward, arrived
             await asyncio.sleep(WARM)
             if quiet:
-                await pool.make_ahead()
+                await pool.complete()
                 await asyncio.sleep(WARM)
             asked = time.perf_counter()
             await answer_in_json(pool, arriving)
@@ -263,7 +236,6 @@ async def loaded_beside(
         gaps(moments, asked, answered),
         end - begin,
         forwards,
-        sorted(pieces.found, reverse=True),
     )
 
 
@@ -359,14 +331,6 @@ def main() -> None:
         worst = ratio([max(run.during) for run in some], steps)
         print(f"The longest gap of a load, {BEFORE[quiet]}, is {worst} a step.")
     print(f"The models are run so: {' and '.join(every[0].forwards)}.")
-    for quiet, some in runs.items():
-        for number, run in enumerate(some, 1):
-            print(
-                f"\nPieces of round {number}, {BEFORE[quiet]}, on the MLX thread over 20 ms: "
-                f"{len(run.pieces)}"
-            )
-            for milliseconds, place in run.pieces[:LONGEST_PIECES]:
-                print(f"{milliseconds:8.0f} ms  {place}")
 
 
 if __name__ == "__main__":

@@ -195,8 +195,9 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     from mlx_manager.mlx_server.models.settings import ModelSettings, read_models_file
 
     try:
-        from mlx_manager.mlx_server.models.loading import check_room, explained
-        from mlx_manager.mlx_server.models.pool import way_of
+        from mlx_manager.mlx_server.models.encoder_loading import checked_encoder
+        from mlx_manager.mlx_server.models.loading import check_room, checked_text
+        from mlx_manager.mlx_server.utils.broken import explained
         from mlx_manager.mlx_server.utils.memory import Ledger, default_limit
 
         owners = read_models_file(settings.models_file)
@@ -209,7 +210,12 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     recipe = owners.models.get(source.id, ModelSettings()).recipe
     try:
         with explained(source.id):
-            checked = way_of(source).check(source, settings.pool, recipe)
+            encodes = source.kind in ("embedding", "reranker")
+            checked = (
+                checked_encoder(source, recipe)
+                if encodes
+                else checked_text(source, settings.pool, recipe)
+            )
             limit = settings.pool.memory_limit or default_limit()
             check_room(source.id, checked.nbytes, Ledger(limit))
     except MLXManagerError as error:

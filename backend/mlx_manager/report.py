@@ -89,9 +89,10 @@ def prompt_step() -> dict[str, Any]:
 
     first: with what is compiled on the first step. median: of `ROUNDS` more.
     """
-    from mlx_manager.mlx_server.main import make_script_pool
+    from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
-    pool = make_script_pool(MLXServerSettings(model=DEMO_MODEL))
+    settings = MLXServerSettings(model=DEMO_MODEL)
+    pool = ModelPoolManager(settings.pool, settings.catalog, settings.engine)
     try:
         first, *others = asyncio.run(_prompted(pool))
     except MLXManagerError as error:

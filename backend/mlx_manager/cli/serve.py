@@ -152,7 +152,8 @@ DrainSeconds = Annotated[
 WatchdogSeconds = Annotated[
     float | None,
     number(
-        "Seconds without a step, while requests wait, until the engine starts over; 0: never", "300"
+        "Seconds without a step, while requests wait, until a model's process is ended; 0: never",
+        "300",
     ),
 ]
 KeepAwake = Annotated[

@@ -365,8 +365,8 @@ class MLXServerSettings(BaseSettings):
     watchdog_seconds: float = Field(
         300,
         ge=0,
-        description="Seconds without a step, while requests wait, until the engine starts over; 0: "
-        "never",
+        description="Seconds without a step, while requests wait, until a model's process is "
+        "ended; 0: never",
     )
     keep_awake: bool = Field(
         False, description="Keep a Mac from falling asleep while requests are under way"

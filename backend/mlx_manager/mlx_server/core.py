@@ -8,7 +8,7 @@ so that every other module may depend on it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -524,6 +524,15 @@ class Encoded:
 # ---------------------------------------------------------------------------------------------
 # Who answers
 # ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A prompt as tokens, and how many the model can take. texts: each token's, if asked for."""
+
+    ids: Sequence[int]
+    context_length: int
+    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@
     ├── ModelLoadFailed               400 model_load_failed        broken files, say
     │   ├── DownloadFailed            503 download_failed          the hub can't be reached, say
     │   ├── ModelLoadStalled          504 model_load_stalled       it got no further for too long
+    │   ├── ModelDown                 503 model_down               its process failed too often
     │   ├── ModelNotSupported         400 model_not_supported      no such architecture
     │   ├── ModelGated                403 model_gated
     │   ├── ModelTooLarge             507 model_too_large          does not fit this machine
@@ -34,7 +35,7 @@
     ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
     ├── RequestTimedOut               504 timeout
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
-        └── MLXThreadFailed           500 generation_failed        it died, or hangs in a step
+        └── WorkerFailed              500 worker_failed            the model's process has ended
 
 `OutOfRange` is 400 beyond `/v1/chat/completions` and `/v1/completions`, or where the owner wishes.
 `api/errors.py` turns them into the body that the caller's protocol expects.
@@ -223,6 +224,13 @@ class ModelLoadStalled(ModelLoadFailed):
     type = "timeout_error"
 
 
+class ModelDown(ModelLoadFailed):
+    """The process of a model has failed too often to be started again."""
+
+    status = 503
+    code = "model_down"
+
+
 class ModelNotSupported(ModelLoadFailed):
     status = 400
     code = "model_not_supported"
@@ -288,8 +296,7 @@ class GenerationFailed(MLXManagerError):
     code = "generation_failed"
 
 
-class MLXThreadFailed(GenerationFailed):
-    """Can be made without arguments, as raising it in another thread requires."""
+class WorkerFailed(GenerationFailed):
+    """The process of a model has ended, or can't be started."""
 
-    def __init__(self, message: str = "The step took too long and was interrupted.") -> None:
-        super().__init__(message)
+    code = "worker_failed"

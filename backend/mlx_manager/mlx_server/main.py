@@ -6,8 +6,6 @@ Run with `python -m mlx_manager.mlx_server.main`, or `uvicorn mlx_manager.mlx_se
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import logging
 import os
 import shlex
@@ -15,10 +13,8 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -42,11 +38,10 @@ from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 from mlx_manager.mlx_server.core import Kind
-from mlx_manager.mlx_server.engine.sandbox import Sandbox
-from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.engine.watchdog import Fault, find_fault, revive
-from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, MLXThreadFailed
+from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
 from mlx_manager.mlx_server.models.catalog import check_models_dir
+from mlx_manager.mlx_server.models.loads import Start
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.models.settings import ModelsFile, Wishes, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
@@ -73,25 +68,13 @@ from mlx_manager.mlx_server.schemas.responses import (
     ResponsesRequest,
 )
 from mlx_manager.mlx_server.services.awake import keep_awake
-from mlx_manager.mlx_server.services.drain import LAST_WORDS
 from mlx_manager.mlx_server.services.inference import ModelPool
 from mlx_manager.mlx_server.utils import open_files
+from mlx_manager.mlx_server.utils.loops import loop_factory
 from mlx_manager.mlx_server.utils.notify import READY, notify
-
-if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
-    from mlx_manager.mlx_server.models.loading import LoadedModel
-    from mlx_manager.mlx_server.models.pool import ModelPoolManager
-    from mlx_manager.mlx_server.models.rehearsal import Rehearsals
-    from mlx_manager.mlx_server.utils.memory import Ledger
-    from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.workers.process import LogSettings, start_process
 
 log = logging.getLogger(__name__)
-
-STALLED = 70
-"""Exit code (EX_SOFTWARE) when the MLX thread hangs in native code: to be started again."""
-LOST_GPU = 69
-"""Exit code (EX_UNAVAILABLE) when the GPU takes no more work from this process: likewise."""
 
 BODIES: list[type[BaseModel]] = [
     ClearRequest,
@@ -139,35 +122,20 @@ TO_PASTE: dict[Kind, tuple[str, str]] = {
 
 MOST_NAMED = 5
 
-CLOSING = 5.0
-"""Seconds that the MLX thread gets to end what it is doing, and as many once it is interrupted."""
-
-BEARING_ON_LOADS = {
-    "available_models",
-    "hf_cache",
-    "load_timeout_seconds",
-    "max_rows",
-    "max_waiting",
-    "model",
-    "model_aliases",
-    "models_dir",
-    "models_file",
-    "page_size",
-    "prefill_chunk",
-    "prefix_cache",
-    "trust_remote_code",
-    "weights",
-}
-"""The settings that another process needs to load a model as this one does."""
-
-
 # ---------------------------------------------------------------------------------------------
 # The application
 # ---------------------------------------------------------------------------------------------
 
 
-def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None = None) -> FastAPI:
+def create_app(
+    settings: MLXServerSettings | None = None,
+    pool: ModelPool | None = None,
+    *,
+    start: Start | None = None,
+) -> FastAPI:
     """The server as an ASGI application. A `pool` that is handed in is not closed here.
+
+    start: as for `open_pool`.
 
     Raises:
         InvalidSettings: the models' settings can't be read, or there is no folder of models.
@@ -181,11 +149,11 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        def models() -> AbstractAsyncContextManager[Models]:
+        def models() -> AbstractAsyncContextManager[ModelPool]:
             if pool is not None:
-                return nullcontext(Models(pool))
+                return nullcontext(pool)
             wishes.models = read_again(file, wishes.models)
-            return open_models(server.settings, wishes)
+            return open_pool(server.settings, wishes, start)
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
@@ -193,8 +161,7 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         if server.settings.keep_awake:
             beside.append(asyncio.create_task(keep_awake(server.calls)))
         try:
-            with server.calls.garbage.collected_here():
-                yield
+            yield
         finally:
             for task in beside:
                 task.cancel()
@@ -217,87 +184,41 @@ def create_app(settings: MLXServerSettings | None = None, pool: ModelPool | None
         need_key=server.settings.access.need_key,
         out_of_range=server.settings.validation_status,
     )
+    watch(app, server)
+    return app
+
+
+def watch(app: FastAPI, server: Server) -> None:
+    """Have requests logged and traced where the owner wants it."""
     if server.settings.log_prompts:
         server.observers.append(logs.PromptLog())
     if server.settings.traces.wanted:
         tracing = start_tracing(app, server.settings.traces)
         server.observers.append(tracing.observer)
         server.at_end.append(tracing.close)
-    return app
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """An open pool, and the thread that it runs on; None for a pool that was handed in."""
-
-    pool: ModelPool
-    thread: MLXThread | None = None
 
 
 async def serve_models(
-    server: Server, open_models: Callable[[], AbstractAsyncContextManager[Models]]
+    server: Server, open_models: Callable[[], AbstractAsyncContextManager[ModelPool]]
 ) -> None:
-    """Keep a pool open until cancelled, a new one on a new thread whenever the thread dies.
+    """Keep a pool open until cancelled.
 
     Runs beside the HTTP server, so that `/health` and `/v1/models` answer while a model loads.
     """
-    while True:
-        async with open_models() as models:
-            server.open(models.pool)
-            starting = asyncio.create_task(load_default(server, models.pool))
-            starting.add_done_callback(partial(report_end, server))
-            try:
-                await guard(server, models.thread)
-            finally:
-                starting.cancel()
-                await asyncio.wait([starting])
-            server.close()
-        # What the calls held of the old models is to be gone before the new ones are loaded.
-        await server.calls.ended(LAST_WORDS)
-        del models
-        gc.collect()
-        if server.failure is not None:
-            # It died of its default model, which is not loaded again and again without a pause.
-            await asyncio.sleep(LAST_WORDS)
+    async with open_models() as pool:
+        server.open(pool)
+        await load_default(server, pool)
+        await asyncio.Event().wait()
 
 
 async def load_default(server: Server, pool: ModelPool) -> None:
     failure: MLXManagerError | None = None
     try:
         async with pool.lease(server.settings.model):
-            await pool.complete()
+            pass
     except MLXManagerError as error:
         failure = error
     server.finish_start(failure)
-
-
-async def guard(server: Server, thread: MLXThread | None) -> None:
-    """Return when the thread has died; what it was working on has failed then.
-
-    A thread that makes no progress is interrupted, which its engines survive. One that hangs in
-    native code can't be ended, and what it holds can't be freed: a new process is needed. So it is
-    where the GPU ignores this one.
-    """
-    if thread is None:
-        await asyncio.Event().wait()
-        return
-    limit = server.settings.watchdog_seconds
-    while (fault := await find_fault(thread, limit)) is not Fault.DEAD:
-        if fault is Fault.LOST_GPU:
-            server.fail(MLXThreadFailed("The GPU has failed. The request can be retried."))
-            server.lose(f"the GPU takes no more work: {thread.lost_gpu}", LOST_GPU)
-            await asyncio.Event().wait()
-        stall = f"no step was done for {limit:g} s (MLX_SERVER_WATCHDOG_SECONDS)"
-        log.error("%s: all running requests fail, and the engine starts over", stall)
-        server.fail(MLXThreadFailed(f"The model got stuck: {stall}. The request can be retried."))
-        if not await revive(thread, limit):
-            server.lose("the MLX thread hangs in native code", STALLED)
-            await asyncio.Event().wait()
-        if thread.alive:
-            log.warning("the engine works again")
-            server.recover()
-    log.error("the MLX thread has died: all running requests fail, and the models are loaded again")
-    server.fail(MLXThreadFailed("The models' thread has died. The request can be retried."))
 
 
 def report_end(server: Server, task: asyncio.Task[None]) -> None:
@@ -308,40 +229,26 @@ def report_end(server: Server, task: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def open_models(
-    settings: MLXServerSettings, wishes: Wishes | None = None
-) -> AsyncIterator[Models]:
-    """The MLX thread and the pool on it, which is tended. wishes: the owner's, if they are known;
-    the pool keeps them up to date."""
-    thread = MLXThread()
-    thread.start()
-    sandbox = Sandbox()
+async def open_pool(
+    settings: MLXServerSettings, wishes: Wishes | None = None, start: Start | None = None
+) -> AsyncIterator[ModelPoolManager]:
+    """A pool that is tended, and whose workers are watched.
+
+    wishes: the owner's, if they are known; the pool keeps them up to date. start: starts a worker;
+    None: as a process.
+    """
+    pool = await asyncio.to_thread(make_pool, settings, wishes, start)
+    beside = [
+        asyncio.create_task(pool.tend(), name="tend the pool"),
+        asyncio.create_task(pool.end_hanging(settings.watchdog_seconds), name="watch workers"),
+    ]
     try:
-        pool = await thread.call(partial(make_pool, settings, thread, wishes, sandbox))
-        tending = asyncio.create_task(pool.tend(), name="tend the pool")
-        try:
-            yield Models(pool, thread)
-        finally:
-            tending.cancel()
-            await asyncio.wait([tending])
-            if thread.alive:
-                await close(pool, thread)
+        yield pool
     finally:
-        sandbox.close()
-        await asyncio.to_thread(thread.close, CLOSING)
-
-
-async def close(pool: ModelPoolManager, thread: MLXThread) -> None:
-    """Close the pool, or leave its models to the end of the process where the MLX thread does not
-    come back: what it is doing must not keep the process from that."""
-    closing = asyncio.create_task(pool.close(), name="close the pool")
-    done, _ = await asyncio.wait([closing], timeout=CLOSING)
-    if not done:
-        thread.interrupt()
-        done, _ = await asyncio.wait([closing], timeout=CLOSING)
-    if not done:
-        log.error("the MLX thread does not come back; its models end with the process")
-        closing.cancel()
+        for task in beside:
+            task.cancel()
+        await asyncio.wait(beside)
+        await pool.close()
 
 
 def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:
@@ -353,87 +260,20 @@ def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:
         return last
 
 
-@asynccontextmanager
-async def open_pool(settings: MLXServerSettings) -> AsyncIterator[ModelPool]:
-    """The pool alone, for those who watch no thread."""
-    async with open_models(settings) as models:
-        yield models.pool
-
-
 def make_pool(
-    settings: MLXServerSettings,
-    thread: MLXThread,
-    wishes: Wishes | None = None,
-    sandbox: Sandbox | None = None,
+    settings: MLXServerSettings, wishes: Wishes | None = None, start: Start | None = None
 ) -> ModelPoolManager:
-    """On the MLX thread: importing mlx takes a second, which the HTTP server uses to start."""
-    with open_files.as_many_as_before():
-        from mlx_manager.mlx_server.backends.embedding import EncoderBackend, preparing_encoder
-        from mlx_manager.mlx_server.backends.text import TextBackend, preparing
-        from mlx_manager.mlx_server.engine.encoder_engine import kept_bytes
-        from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
-        from mlx_manager.mlx_server.engine.step_size import least_working
-        from mlx_manager.mlx_server.models.encoder import Encoder
-        from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
-        from mlx_manager.mlx_server.models.loading import Foresight
-        from mlx_manager.mlx_server.models.pool import ModelPoolManager
-
-    # What has been imported by now stays: to look through it at every full collection would stop
-    # all streams for 50 ms. Models come later, since what is frozen can't be freed.
-    gc.collect()
-    gc.freeze()
-
-    sandbox = sandbox or Sandbox()
-
-    def make_backend(
-        loaded: LoadedModel | LoadedEncoder, ledger: Ledger
-    ) -> Steps[TextBackend | EncoderBackend]:
-        match loaded:
-            case LoadedEncoder():
-                return (yield from preparing_encoder(loaded, thread, settings.engine, ledger))
-            case _:
-                return (
-                    yield from preparing(loaded, thread, settings.engine, ledger, sandbox=sandbox)
-                )
-
-    def working(model: Any, context_length: int) -> int:
-        match model:
-            case Encoder():
-                return kept_bytes(model, context_length)
-            case _:
-                return least_working(settings.engine, model)
-
+    """Look for models, which reads the disk, and make a pool of them."""
     return ModelPoolManager(
         settings.pool,
         settings.catalog,
-        thread,
-        make_backend,
-        foresight=Foresight(working, multiplies_packed),
+        settings.engine,
         wishes=wishes,
-        rehearsals=make_rehearsals(settings),
+        start=start or start_process,
+        log_settings=LogSettings(settings.log_level, settings.log_format)
+        if logging.getLogger().handlers
+        else LogSettings(),
     )
-
-
-def make_rehearsals(settings: MLXServerSettings) -> Rehearsals | None:
-    """None where a load compiles nothing that others would wait for, or nothing is kept of it."""
-    from mlx_manager.mlx_server.models import rehearsal
-
-    told = settings.model_dump(mode="json", include=BEARING_ON_LOADS)
-    try:
-        return rehearsal.Rehearsals(told, rehearsal.loaded_folder(), rehearsal.machine())
-    except (OSError, RuntimeError) as error:
-        log.debug("first loads are loads as any other: %s", error)
-        return None
-
-
-def make_script_pool(settings: MLXServerSettings | None = None) -> ModelPoolManager:
-    """A pool for scripts without a server, by the environment's settings if no others are given; it
-    lasts as they do."""
-    thread = MLXThread()
-    thread.start()
-    # A daemon thread that the interpreter ends within MLX's code takes the process with it.
-    atexit.register(thread.close, CLOSING)
-    return make_pool(settings or MLXServerSettings(), thread)
 
 
 def __getattr__(name: str) -> FastAPI:
@@ -479,7 +319,7 @@ async def listen(settings: MLXServerSettings) -> bool:
     app = create_app(settings)
     server: Server = app.state.server
     listener = Listener(app, server)
-    beside = [asyncio.create_task(job) for job in (announce(server, listener), end_lost(server))]
+    beside = [asyncio.create_task(announce(server, listener))]
     reread_on_hangup(server)
     await listener.serve()
     for task in beside:
@@ -510,15 +350,6 @@ async def reread_settings(server: Server) -> None:
         log.error("settings were not read again, those in force stay: %s", error.message)
     else:
         log.info("settings have been read again")
-
-
-async def end_lost(server: Server) -> None:
-    """End the program once nothing else can help, when the clients have been told."""
-    await server.lost.wait()
-    log.critical("%s; ending with %d, to be restarted", server.last_word, server.exit_code)
-    await server.calls.ended(LAST_WORDS)
-    await asyncio.sleep(LAST_WORDS / 10)
-    os._exit(server.exit_code)
 
 
 async def announce(server: Server, listener: Listener) -> None:
@@ -559,15 +390,6 @@ def greeting(
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(body)}\n"
     )
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where there is one, or else asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 if __name__ == "__main__":

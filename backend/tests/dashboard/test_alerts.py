@@ -27,6 +27,7 @@ FAST, SLOW, ALL = (
 )
 HELD = f"mlx_manager_kv_cache_usage_perc{{{ENGINE}}}"
 GONE = f"mlx_manager_model_evictions_total{{{ENGINE}}}"
+DOWN = f'mlx_manager_model_down{{reason="it was ended by SIGSEGV",{ENGINE}}}'
 LOST = f"mlx_manager_audit_records_lost_total{{{SERVER}}}"
 
 # One value a minute, for half an hour: `a+bxn` is a, and n times b more than before.
@@ -43,6 +44,7 @@ WELL = {
     ALL: "0+60x30",
     HELD: "0.9x30",
     GONE: "0x20 1+1x10",
+    DOWN: "_x30",
     LOST: "0x30",
 }
 ILL = {
@@ -53,6 +55,7 @@ ILL = {
     "MLXManagerFirstTokenSlow": {FAST: "0+58x30"},
     "MLXManagerPagesNearlyFull": {HELD: "0.9x10 1x20"},
     "MLXManagerModelsThrash": {GONE: "0+1x30"},
+    "MLXManagerModelDown": {DOWN: "_x20 1x10"},
     "MLXManagerAuditRecordsLost": {LOST: "0x20 1+1x10"},
 }
 

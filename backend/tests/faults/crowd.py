@@ -20,12 +20,13 @@ PEOPLE = 8
 class Told:
     """What one of them got to read: pieces of text, and how it ended.
 
-    broken: the connection was closed in the middle.
+    broken: the connection was closed in the middle. tokens: as the server has counted them.
     """
 
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
+    tokens: int | None = None
     done: bool = False
     broken: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,6 +39,10 @@ class Told:
         chunk = json.loads(data)
         if "error" in chunk:
             self.error = chunk["error"]
+            return
+        if chunk.get("usage"):
+            self.tokens = chunk["usage"]["completion_tokens"]
+        if not chunk["choices"]:
             return
         choice = chunk["choices"][0]
         self.finish_reason = choice["finish_reason"] or self.finish_reason
@@ -109,6 +114,39 @@ class Crowd:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     told.take(line)
+
+
+class SteadyCrowd(Crowd):
+    """A crowd who ask again whenever they have read an answer, until the context is left: at any
+    pace of the server all of them are reading meanwhile. `all_told` has every answer."""
+
+    def __init__(self, http: httpx.AsyncClient, tokens: int = 100, **fields: Any) -> None:
+        super().__init__(http, tokens, stream_options={"include_usage": True}, **fields)
+        self.all_told: list[Told] = []
+        self._tokens = tokens
+        self._left = False
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._left = True
+        await super().__aexit__(kind, error, traceback)
+
+    @property
+    def well(self) -> bool:
+        """True if nobody has lost a token."""
+        return all(told.well and told.tokens == self._tokens for told in self.all_told)
+
+    async def _read(self, body: dict[str, Any], told: Told) -> None:
+        while True:
+            self.all_told.append(told)
+            await super()._read(body, told)
+            if self._left or not told.well:
+                return
+            told = Told()
 
 
 async def connect(server: LiveServer, first: bytes, receive_buffer: int = 0) -> socket.socket:

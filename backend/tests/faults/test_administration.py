@@ -129,7 +129,8 @@ class Owner:
         return {"model": self.chance.choice((DEMO, *MODELS))}
 
     async def load(self) -> None:
-        await self.post("models/load", self.model(), 404, 503)
+        # Its folder may be taken away meanwhile, which is 400.
+        await self.post("models/load", self.model(), 400, 404, 503)
 
     async def unload(self) -> None:
         await self.post("models/unload", self.model(), 404, 409)

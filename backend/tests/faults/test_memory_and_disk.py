@@ -103,7 +103,7 @@ async def test_a_full_disk_costs_the_keeping_of_answers_and_not_the_answers(tmp_
             assert all(told.well for told in crowd.told)
             answers = [saved, lost, gone_on, after]
             assert [answer.status_code for answer in answers] == [200] * 4
-            assert [answer.json().get("store") for answer in answers] == [None, False, False, None]
+            assert [answer.json().get("store") for answer in answers] == [True, False, False, True]
             assert '"store":false' in streamed.text.replace(" ", "")
             for answer, status in zip(answers, (200, 404, 404, 200), strict=True):
                 again = await http.get(f"/v1/responses/{answer.json()['id']}")

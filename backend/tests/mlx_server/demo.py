@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest_asyncio
+from here import Here
 
+from mlx_manager.mlx_server.backends.text import TextBackend
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.services.inference import (
@@ -21,8 +23,16 @@ MODEL = "mlx-manager/demo"
 class Demo:
     """Asks the embedded model."""
 
-    def __init__(self, pool: ModelPool) -> None:
+    def __init__(self, pool: ModelPool, here: Here) -> None:
         self.pool = pool
+        self._here = here
+
+    @property
+    def backend(self) -> TextBackend:
+        """The worker's own, once the model is loaded."""
+        backend = self._here.models[MODEL].backend
+        assert isinstance(backend, TextBackend)
+        return backend
 
     async def chat(self, text: str | list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """The body of the answer to one message, or to several."""
@@ -52,5 +62,6 @@ class Demo:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def demo() -> AsyncIterator[Demo]:
-    async with open_pool(MLXServerSettings()) as pool:
-        yield Demo(pool)
+    here = Here()
+    async with open_pool(MLXServerSettings(), start=here) as pool:
+        yield Demo(pool, here)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+from here import start_here
 
-from mlx_manager.mlx_server.backends.text import TextBackend, preparing
-from mlx_manager.mlx_server.config import (
-    CatalogSources,
-    EngineLimits,
-    MLXServerSettings,
-    PoolLimits,
-)
+from mlx_manager.mlx_server.config import CatalogSources, MLXServerSettings, PoolLimits
 from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
-from mlx_manager.mlx_server.engine.step_size import least_working
-from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.models.catalog import Catalog
-from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel
+from mlx_manager.mlx_server.models.loads import Start
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
-from mlx_manager.mlx_server.models.rehearsal import Rehearsals
-from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.memory import clear_cache
+from mlx_manager.mlx_server.workers.model import Model
 
-Prepare = Callable[[LoadedModel, MLXThread, EngineLimits, Ledger], Steps[TextBackend]]
 GREEDY = Sampling(temperature=0.0)
 A_FEW_BYTES = 1024
 
@@ -50,13 +41,10 @@ async def open_pool(
     aliases: str = "",
     models_file: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
-    prepare: Prepare = preparing,
-    rehearsals: Rehearsals | None = None,
+    start: Start = start_here,
     **limits: object,
 ) -> AsyncIterator[ModelPoolManager]:
-    """A pool as `main` composes it: an MLX thread, text backends, made by `prepare`."""
-    thread = MLXThread()
-    thread.start()
+    """A pool as `main` composes it, with workers in this process."""
     named = MLXServerSettings(model_aliases=aliases).catalog.model_aliases
     sources = CatalogSources(
         str(models_dir / default),
@@ -65,28 +53,21 @@ async def open_pool(
         hf_cache=False,
         model_aliases=named,
     )
-
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Steps[TextBackend]:
-        return prepare(loaded, thread, EngineLimits(), ledger)
-
-    build = partial(
-        ModelPoolManager,
+    pool = ModelPoolManager(
         PoolLimits(**limits),  # type: ignore[arg-type]
         sources,
-        thread,
-        make_backend,
-        foresight=Foresight(lambda model, _: least_working(EngineLimits(), model)),
-        rehearsals=rehearsals,
+        start=start,
         catalog=Catalog(sources, cache_folder=models_dir / "no-cache"),
         patience=patience,
         clock=clock,
     )
-    pool = await thread.call(build)
+    before = mx.get_memory_limit()
     try:
         yield pool
     finally:
         await pool.close()
-        await asyncio.to_thread(thread.close)
+        # What workers are granted moves it, and in a process of its own goes with that.
+        mx.set_memory_limit(before)
 
 
 @asynccontextmanager
@@ -116,9 +97,30 @@ async def states(pool: ModelPoolManager) -> dict[str, str]:
     return {status.id: status.state for status in await pool.models() if len(status.id) == 1}
 
 
+async def taken(pool: ModelPoolManager, model: str) -> int:
+    """Return the bytes that a model has."""
+    await pool.look()
+    lines = pool.figures()["ledger"]
+    return sum(nbytes for line, nbytes in lines.items() if line.endswith(f":{model}"))
+
+
+async def lose(worker: Model, left: int) -> None:
+    """Have a worker's device turn out to have less: `left` bytes more than are used."""
+
+    def shrink() -> None:
+        clear_cache()
+        lost = worker.ledger.available() - left
+        worker.ledger.total -= lost
+        worker.ledger.extend(-lost)
+        worker.memory.tell()
+
+    await worker.thread.call(shrink)
+
+
 async def given_back(before: int) -> None:
-    """Wait until MLX holds no more than `before`: a thread that was told to compute beside others'
-    steps lets go of what it had only after it has said that it is done."""
+    """Wait until MLX holds no more than `before`. A worker here leaves to the collector what the
+    end of its process would free."""
     async with asyncio.timeout(30):
-        while mx.get_active_memory() - before >= A_FEW_BYTES:  # noqa: ASYNC110 nobody tells
-            await asyncio.sleep(0.001)
+        while mx.get_active_memory() - before >= A_FEW_BYTES:
+            gc.collect()
+            await asyncio.sleep(0.01)

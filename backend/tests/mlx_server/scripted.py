@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.core import (
     Started,
     Text,
     TextDelta,
+    Tokenized,
     Tokens,
     Usage,
 )
@@ -46,19 +47,6 @@ def says(*pieces: str, reason: str = "stop", prompt_tokens: int = 3, cached: int
         *[[TextDelta(piece)] for piece in pieces],
         [Finished(reason, usage)],
     ]
-
-
-@dataclass
-class ScriptedTokens:
-    words: list[str]
-    context_length: int = 8192
-
-    @property
-    def ids(self) -> list[int]:
-        return list(range(len(self.words)))
-
-    def texts(self) -> list[str]:
-        return self.words
 
 
 @dataclass
@@ -111,7 +99,9 @@ class ScriptedBackend:
                         tokens = event.usage.prompt_tokens
         return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)
 
-    def tokenize(self, prompt: Prompt, special: bool = True) -> ScriptedTokens:
+    async def tokenize(
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+    ) -> Tokenized:
         """A token for each word."""
         match prompt:
             case Conversation(messages):
@@ -120,10 +110,10 @@ class ScriptedBackend:
                 words = text.split()
             case Tokens(ids):
                 words = [str(token) for token in ids]
-        return ScriptedTokens(words)
+        return Tokenized(list(range(len(words))), 8192, words if texts else ())
 
-    def leaves_room(self, request: GenerationRequest) -> bool:
-        prompt = self.tokenize(request.prompt)
+    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+        prompt = await self.tokenize(request.prompt)
         return len(prompt.ids) + (request.max_tokens or 1) <= prompt.context_length
 
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
@@ -139,12 +129,13 @@ class ScriptedLease:
 
 @dataclass
 class ScriptedPool:
-    """A pool of one model. `loading` holds every lease back until it is set."""
+    """A pool of one model. `loading` holds every lease back until it is set. down: why it is."""
 
     backend: ScriptedBackend
     loading: asyncio.Event | None = None
     default: str = MODEL
     leases: int = 0
+    down: str | None = None
 
     def resolve(self, model_id: str | None) -> str:
         return model_id or self.default
@@ -164,7 +155,16 @@ class ScriptedPool:
     def rows(self) -> list[RowStatus]:
         return []
 
-    async def complete(self) -> None: ...
+    async def look(self) -> None: ...
+
+    def workers(self) -> dict[str, int]:
+        return {}
+
+    def failure(self, model_id: str) -> str | None:
+        return self.down
+
+    def doing(self, model_id: str) -> str | None:
+        return None
 
     async def models(self) -> list[ModelStatus]:
         state = "loading" if self.loading is not None and not self.loading.is_set() else "loaded"
@@ -179,6 +179,8 @@ class ScriptedPool:
             "engines": {MODEL: engine},
             "loads": {},
             "unloads": {},
+            "failures": {},
+            "down": {},
         }
 
     @asynccontextmanager

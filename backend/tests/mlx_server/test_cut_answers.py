@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from here import start_here
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -31,7 +32,7 @@ async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.
     """A server of a model without sense, whose tokens are bytes."""
     models = tmp_path_factory.mktemp("models")
     make_tiny_model(models / "tiny")
-    app = create_app(MLXServerSettings(models_dir=models))
+    app = create_app(MLXServerSettings(models_dir=models), start=start_here)
     async with app.router.lifespan_context(app):
         await app.state.server.started.wait()
         transport = httpx.ASGITransport(app)

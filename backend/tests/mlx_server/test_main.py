@@ -6,12 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from here import start_here
 from live import PROGRAM
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 from tiny_models import make_tiny_model
@@ -20,7 +20,6 @@ from mlx_manager.mlx_server import main
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.engine import grammar
 from mlx_manager.mlx_server.errors import ServerNotReady
-from mlx_manager.mlx_server.models import rehearsal
 
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"}
 
@@ -169,7 +168,7 @@ async def test_what_answers_in_json_need_is_there_before_the_first_call(monkeypa
         return vocabulary(*arguments)
 
     monkeypatch.setattr(grammar, "vocabulary", noting)
-    app = main.create_app(MLXServerSettings(hf_cache=False))
+    app = main.create_app(MLXServerSettings(hf_cache=False), start=start_here)
     server = app.state.server
     async with app.router.lifespan_context(app):
         await server.started.wait()
@@ -181,7 +180,8 @@ async def test_a_model_whose_answers_can_t_be_constrained_is_served(tmp_path: Pa
     model = make_tiny_model(tmp_path / "plain")
     file = model / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": None}))
-    app = main.create_app(MLXServerSettings(model=str(model), hf_cache=False))
+    settings = MLXServerSettings(model=str(model), hf_cache=False)
+    app = main.create_app(settings, start=start_here)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -195,43 +195,3 @@ async def test_a_model_whose_answers_can_t_be_constrained_is_served(tmp_path: Pa
         held = await client.post("/v1/chat/completions", json=asked)
         assert held.status_code == 400
         assert held.json()["error"]["param"] == "response_format"
-
-
-@pytest.mark.parametrize("missing", [OSError, RuntimeError])
-def test_without_a_gpu_that_is_compiled_for_no_load_is_rehearsed(monkeypatch, missing):
-    def nowhere() -> str:
-        raise missing
-
-    monkeypatch.setattr(rehearsal, "architecture", nowhere)
-    assert main.make_rehearsals(MLXServerSettings()) is None
-
-
-def test_a_rehearsal_goes_by_the_settings_that_bear_on_loads_and_learns_no_secret(
-    monkeypatch, tmp_path: Path
-):
-    made = []
-    monkeypatch.setattr(rehearsal, "architecture", lambda: "sm_90")
-    monkeypatch.setattr(rehearsal, "Rehearsals", lambda told, *_: made.append(told))
-    settings = MLXServerSettings(
-        model="a",
-        available_models="b,c",
-        model_aliases="claude-*=a,gpt-*=b",
-        models_dir=tmp_path,
-        hf_cache=False,
-        max_rows=3,
-        page_size=32,
-        prefill_chunk=64,
-        prefix_cache=False,
-        weights="keep",
-        trust_remote_code=True,
-        api_key="a-secret",
-        admin_token="another-secret",
-    )
-    main.make_rehearsals(settings)
-    (told,) = made
-    assert "secret" not in json.dumps(told)
-    again = MLXServerSettings(**json.loads(json.dumps(told)))
-    assert again.catalog == settings.catalog
-    assert again.engine == settings.engine
-    limits = replace(settings.pool, memory_limit=again.pool.memory_limit)
-    assert again.pool == limits

@@ -57,6 +57,7 @@ async def read_or_default(request: Request, kind: type[Body], server: Server) ->
 async def list_models(request: Request) -> AdminModels:
     """Every model on offer or loaded, with its memory, and the server's."""
     pool = server_of(request).pool
+    await pool.look()
     figures = pool.figures()
     return AdminModels(
         data=[admin_model(status) for status in await pool.models()],
@@ -122,6 +123,8 @@ def admin_model(status: ModelStatus) -> AdminModel:
     return AdminModel(
         id=status.id,
         state=status.state,
+        doing=status.doing,
+        failure=status.failure,
         origin=status.origin,
         family=status.family,
         context_length=status.context_length,
@@ -147,6 +150,7 @@ def admin_model(status: ModelStatus) -> AdminModel:
 async def list_requests(request: Request) -> RunningRequests:
     """The calls under way, the oldest first. What they say is not shown."""
     server = server_of(request)
+    await server.pool.look()
     drawn: dict[str, list[tuple[int, int]]] = {}
     for row in server.pool.rows():
         drawn.setdefault(row.request_id, []).append((row.prompt_tokens, row.tokens))

@@ -21,7 +21,9 @@ router = APIRouter(prefix="/debug", tags=["debug"])
 @router.get("/memory")
 async def memory(request: Request) -> dict[str, Any]:
     """The ledger's lines and MLX's own figures in bytes, and each engine's rows and pages."""
-    return server_of(request).pool.figures()
+    pool = server_of(request).pool
+    await pool.look()
+    return pool.figures()
 
 
 @router.get("/state")
@@ -29,7 +31,7 @@ async def state(request: Request) -> dict[str, Any]:
     """What a server that leaks has more of each time: `benchmarks/soak.py` compares them.
 
     calls: under way. leases: of models, by their calls. open_files: connections too. rss_bytes: on
-    Linux, null elsewhere.
+    Linux, null elsewhere. workers: the processes' ids, by model.
     """
     server = server_of(request)
     models = await server.pool.models()
@@ -40,6 +42,7 @@ async def state(request: Request) -> dict[str, Any]:
         "threads": threading.active_count(),
         "open_files": len(os.listdir(OPEN_FILES)),
         "rss_bytes": resident_bytes(),
+        "workers": server.pool.workers(),
     }
 
 

@@ -13,7 +13,7 @@ from mlx_manager.mlx_server.api.deadlines import limits_of
 from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
-from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer
 from mlx_manager.mlx_server.observability.records import Recorder
@@ -50,11 +50,10 @@ PROTOCOLS = {
 
 
 class Server:
-    """One server's state. `main` writes it while starting and recovering; the routes read it.
+    """One server's state. `main` writes it while starting; the routes read it.
 
     calls: those under way. drain: begun when the server is to go out of service. failure: why the
-    default model is missing. fault: what is wrong with the MLX thread. lost: set when nothing but
-    a new process can help; see `lose`.
+    default model is missing.
     """
 
     def __init__(self, settings: MLXServerSettings) -> None:
@@ -68,10 +67,6 @@ class Server:
         self.at_end: list[Callable[[], object]] = [self.responses.close, self.audit.close]
         self.started = asyncio.Event()
         self.failure: MLXManagerError | None = None
-        self.fault: MLXManagerError | None = None
-        self.lost = asyncio.Event()
-        self.last_word = ""
-        self.exit_code = 1
         self.calls = Calls(self.refusal)
         self.drain = Drain(self.calls, settings.drain_seconds)
         self._pool: ModelPool | None = None
@@ -94,6 +89,11 @@ class Server:
         """
         return self.pool.figures()
 
+    async def look(self) -> None:
+        """Have loaded models tell their figures, if there is a pool."""
+        if self._pool is not None:
+            await self._pool.look()
+
     def offers(self, model_id: str) -> bool:
         """Whether there is a model of that id, and a pool to know it."""
         return self._pool is not None and self._pool.offers(model_id)
@@ -102,11 +102,15 @@ class Server:
         """Why no calls are taken; None if they are."""
         if (refusal := self.drain.refusal()) is not None:
             return refusal
-        if self.fault is not None:
-            return ServerNotReady(f"The server is recovering: {self.fault.message}", retry_after=5)
         if not self.started.is_set():
-            return ServerNotReady("The server is starting: its default model is being loaded.")
+            return ServerNotReady(f"The server is starting: {self._progress()}.")
         return None
+
+    def _progress(self) -> str:
+        """Return what the start is at, in a person's words."""
+        doing = None if self._pool is None else self._pool.doing(self.settings.model)
+        loads = "its default model is being loaded"
+        return loads if doing is None else f"{loads} ({doing})"
 
     def unready(self) -> ServerNotReady | None:
         """Why nobody should be sent here: no calls are taken, or the default model is missing."""
@@ -114,6 +118,8 @@ class Server:
             return refusal
         if self.failure is not None:
             return ServerNotReady(f"The default model is not loaded: {self.failure.message}")
+        if (down := self.pool.failure(self.settings.model)) is not None:
+            return ServerNotReady(f"The default model is down: {down}.")
         return None
 
     def inference(self, request: Request, body: Timed | None = None) -> Inference:
@@ -155,29 +161,10 @@ class Server:
         """Models can be listed from now on."""
         self._pool = pool
 
-    def close(self) -> None:
-        """There are no models until `open` is called again."""
-        self._pool = None
-
     def finish_start(self, failure: MLXManagerError | None) -> None:
         """Requests are taken from now on; `failure` is why the default model is missing."""
         self.failure = failure
-        self.fault = None
         self.started.set()
-
-    def fail(self, fault: MLXManagerError) -> None:
-        """End every call with `fault`, and take none until `recover` or `finish_start`."""
-        self.fault = fault
-        self.calls.interrupt(lambda: GenerationFailed(fault.message))
-
-    def lose(self, last_word: str, exit_code: int) -> None:
-        """Nothing but a new process can help; says why, and what this one ends with."""
-        self.last_word, self.exit_code = last_word, exit_code
-        self.lost.set()
-
-    def recover(self) -> None:
-        """The MLX thread works again, with the models it had."""
-        self.fault = None
 
 
 def server_of(request: Request) -> Server:

@@ -48,7 +48,7 @@ from mlx_manager.mlx_server.models.sentence import Activation
 from mlx_manager.mlx_server.models.wrapping import Ids, shortened
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.progress import Doing, unheard
 from mlx_manager.mlx_server.utils.text import sized
 
 Vector = NDArray[np.float32]
@@ -74,14 +74,20 @@ class Tokenized:
         return found
 
 
-def preparing_encoder(
-    loaded: LoadedEncoder, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-) -> Steps[EncoderBackend]:
-    """Make a backend on the MLX thread, pausing so that other models' steps fit in between."""
+def prepare_encoder(
+    loaded: LoadedEncoder,
+    thread: MLXThread,
+    limits: EngineLimits,
+    ledger: Ledger,
+    *,
+    doing: Doing = unheard,
+) -> EncoderBackend:
+    """Make a backend, on the MLX thread. doing: told what is begun."""
+    doing("what it reads with is compiled")
     backend = EncoderBackend(loaded, thread, limits, ledger)
     with ExitStack() as undo:
         undo.callback(backend.close)
-        yield from backend.beginning()
+        backend.warm()
         undo.pop_all()
     return backend
 
@@ -99,7 +105,7 @@ class EncoderBackend:
         self._single, self._pair = loaded.single, loaded.pair
         self._threads = DaemonThreads(TOKENISING)
         # With the memory that there is when nobody else has any.
-        self._room = ledger.limit - loaded.nbytes
+        self._room = ledger.total - loaded.nbytes
         lengths = range(loaded.context_length + 1)
         self._readable = bisect_right(lengths, self._room, key=self._bytes_of) - 1
         self._engine = EncoderEngine(
@@ -108,24 +114,20 @@ class EncoderBackend:
             loaded.context_length,
             limits,
             ledger=ledger,
-            shared=lambda: thread.others_work(self._engine),
         )
         thread.attach(self._engine)
 
-    def beginning(self) -> Steps[None]:
+    def warm(self) -> None:
         """Have compiled what reading takes. On the MLX thread."""
-        return self._engine.beginning()
+        self._engine.warm()
 
     def close(self) -> None:
         """Fail what is being read. On the MLX thread."""
-        self._thread.detach(self._engine)
+        self._thread.detach()
         self._engine.close()
 
     def stats(self) -> EncoderStats:
         return self._engine.stats()
-
-    def make_ahead(self) -> None:
-        """It has all that it needs."""
 
     def drop_prefixes(self) -> None:
         """None are kept."""

@@ -38,7 +38,7 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
-from mlx_manager.mlx_server.engine.choice import Choice, choosing
+from mlx_manager.mlx_server.engine.choice import Choice, choose
 from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
 from mlx_manager.mlx_server.engine.forward import Forward
 from mlx_manager.mlx_server.engine.guide import Guide
@@ -48,7 +48,7 @@ from mlx_manager.mlx_server.engine.sandbox import Sandbox
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.step_size import StepSize
-from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.stream import EventStream, Sink
 from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
@@ -60,7 +60,7 @@ from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
 PROMPTS_AT_ONCE = 4
 """Prompts that are rendered and tokenised at once, which can't be ended. Keys take turns."""
@@ -100,26 +100,27 @@ class Tokenized:
         return [self._texts.piece(token).decode("utf-8", "replace") for token in self.ids]
 
 
-def preparing(
+def prepare(
     loaded: LoadedModel,
     thread: MLXThread,
     limits: EngineLimits,
     ledger: Ledger,
-    choice: Choice = choosing,
+    choice: Choice = choose,
     *,
     sandbox: Sandbox | None = None,
-) -> Steps[TextBackend]:
-    """Make a backend on the MLX thread, pausing so that other models' steps fit in between.
+    doing: Doing = unheard,
+) -> TextBackend:
+    """Make a backend, on the MLX thread.
 
-    choice: finds out how the model is run, in pages of so many tokens. sandbox: where grammars are
-    tried first; one of its own unless models share it.
+    sandbox: where grammars are tried first; one of its own unless models share it. doing: told what
+    is begun.
     """
-    forward = yield from choice(loaded.model, limits.page_size)
-    yield None
+    forward = choice(loaded.model, limits.page_size, doing=doing)
+    doing("its pages are made")
     backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox)
     with ExitStack() as undo:
         undo.callback(backend.close)
-        yield from backend.first_pages()
+        backend.make_pages()
         undo.pop_all()
     return backend
 
@@ -165,12 +166,12 @@ class TextBackend:
 
     def close(self) -> None:
         """End every stream and free the pages. On the MLX thread."""
-        self._thread.detach(self._engine)
+        self._thread.detach()
         self._engine.close()
 
-    def first_pages(self) -> Steps[None]:
+    def make_pages(self) -> None:
         """Make pages before the first request; on the MLX thread."""
-        return self._engine.first_pages()
+        self._engine.make_pages()
 
     def make_ahead(self) -> None:
         """What the first request for JSON needs: up to a second with Python's lock held.
@@ -200,24 +201,46 @@ class TextBackend:
             ContextLengthExceeded: the prompt leaves no room for an answer.
             Overloaded: the queue is full.
         """
+        stream = EventStream(asyncio.get_running_loop())
+        cancel = await self.begin(request, stream)
+        try:
+            async for events in stream:
+                yield events
+        finally:
+            if not stream.ended:
+                cancel()
+
+    async def begin(self, request: GenerationRequest, sink: Sink) -> Callable[[], None]:
+        """Have `request` answered into `sink`, from the MLX thread. Return what cancels it.
+
+        Raises:
+            MLXManagerError: as `generate`.
+        """
         # The owner's word, if there is one, has been taken before the model was loaded.
         request = replace(request, sampling=request.sampling.filled(self._loaded.sampling))
         prepared = await self._prepared(request)
         if request.max_tokens == 0 and request.logprobs is None:
-            yield self._nothing(request, prepared)
-            return
-        stream = EventStream(asyncio.get_running_loop())
-        sequence = self._sequence(request, prepared, stream)
+            sink.home.deliver([(sink, self._nothing(request, prepared))])
+            return lambda: None
+        sequence = self._sequence(request, prepared, sink)
+        if request.return_ids or request.echo or prepared.unheld:
+            sequence.shape = partial(self._shaped, request, prepared, sequence)
         self._thread.post(partial(self._engine.submit, sequence))
-        try:
-            async for drawn in stream:
-                events = _with_ids(sequence, drawn) if request.return_ids else drawn
-                if prepared.unheld and isinstance(begun := events[0], Started):
-                    events = [replace(begun, unheld=prepared.unheld), *events[1:]]
-                yield self._echoed(request, prepared, sequence, events) if request.echo else events
-        finally:
-            if not stream.ended:
-                self._thread.post(partial(self._engine.cancel, sequence))
+        return partial(self._thread.post, partial(self._engine.cancel, sequence))
+
+    def _shaped(
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        sequence: Sequence,
+        events: list[Event],
+    ) -> list[Event]:
+        """Add what the request asks for that the engine does not know of."""
+        if request.return_ids:
+            events = _with_ids(sequence, events)
+        if prepared.unheld and isinstance(begun := events[0], Started):
+            events = [replace(begun, unheld=prepared.unheld), *events[1:]]
+        return self._echoed(request, prepared, sequence, events) if request.echo else events
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
         """A prompt's tokens, even if they are too many for the model.
@@ -352,9 +375,7 @@ class TextBackend:
                 param=request.prompt.param,
             )
 
-    def _sequence(
-        self, request: GenerationRequest, prepared: Prepared, stream: EventStream
-    ) -> Sequence:
+    def _sequence(self, request: GenerationRequest, prepared: Prepared, stream: Sink) -> Sequence:
         room = self._context(request) - len(prepared.ids)
         rules = request.stop
         own = frozenset() if rules.ignore_eos else self._stop_ids

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,6 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_manager.mlx_server.engine.compiled import WRONG, Compile
-from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     AloneForward,
     Chunk,
@@ -25,10 +25,10 @@ from mlx_manager.mlx_server.engine.forward import (
     kept_in,
 )
 from mlx_manager.mlx_server.engine.fused.anatomy import attention_shapes
-from mlx_manager.mlx_server.engine.fused.check import checking
+from mlx_manager.mlx_server.engine.fused.check import check
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.forward import FEW, FusedForward
-from mlx_manager.mlx_server.engine.joined import joining
+from mlx_manager.mlx_server.engine.joined import join
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.mapped import carrier
 from mlx_manager.mlx_server.engine.kv import kernels as gpu
@@ -50,16 +50,21 @@ from mlx_manager.mlx_server.engine.likeness import (
 from mlx_manager.mlx_server.engine.modules import ModuleSteps
 from mlx_manager.mlx_server.engine.recurrent import kernels as recurrent
 from mlx_manager.mlx_server.engine.recurrent import short
-from mlx_manager.mlx_server.engine.recurrent.delta import computing_chunks
+from mlx_manager.mlx_server.engine.recurrent.delta import compute_chunks
 from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta
 from mlx_manager.mlx_server.engine.recurrent.short import BuildShort
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.utils.steps import Steps, finish
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 log = logging.getLogger(__name__)
-Choice = Callable[[nn.Module, int], Steps[Forward]]
-"""Finds out how a model is run, in pages of so many tokens."""
+
+
+class Choice(Protocol):
+    """Finds out how a model is run, in pages of so many tokens. doing: told what is begun."""
+
+    def __call__(self, model: nn.Module, page_size: int, *, doing: Doing = unheard) -> Forward: ...
+
 
 # Of running rows, to compare by. Where steps are compiled, the first of two rows is not, the second
 # is, the third repeats that, and the last, of one row, is not.
@@ -80,12 +85,12 @@ class Reference:
     noise: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, page_size: int) -> Steps[Reference]:
+    def of(cls, model: nn.Module, page_size: int) -> Reference:
         texts = _texts(page_size)
         logits: list[list[mx.array]] = []
         try:
             for text, n in texts:
-                logits.append((yield from _alone(model, text, n)))
+                logits.append(_alone(model, text, n))
         except WRONG as error:
             raise ModelNotSupported(f"This model does not run on this machine: {error}") from error
         if all(_has_no_number(each) for text in logits for each in text):
@@ -95,9 +100,9 @@ class Reference:
             )
         return cls(model, page_size, texts, logits)
 
-    def disagreement(self, forward: Forward) -> Steps[str | None]:
+    def disagreement(self, forward: Forward) -> str | None:
         """How `forward` differs, if it does."""
-        distances = self._distances((yield from run_both(forward, self.texts, self.page_size)))
+        distances = self._distances(run_both(forward, self.texts, self.page_size))
         first = self.logits[0][0]
         # Half precision rounds differently in products of different shapes.
         allowed = 2e-3 if first.dtype == mx.float32 else 5e-2
@@ -105,16 +110,16 @@ class Reference:
         rough = strays or carries_on(self.model, first)
         if rough and max(distances) > allowed:
             if self.noise is None:
-                self.noise = yield from self._from_itself()
+                self.noise = self._from_itself()
             allowed = max(allowed, MARGIN * self.noise)
         wrong = difference(distances, allowed, strays=strays)
         return wrong and f"its logits differ from the model's own {wrong}"
 
-    def _from_itself(self) -> Steps[float]:
+    def _from_itself(self) -> float:
         """How far the model is from its logits when it reads a token at a time."""
         again = []
         for text, n in self.texts:
-            again.append((yield from _alone(self.model, text, 1))[n - 1 :])
+            again.append(_alone(self.model, text, 1)[n - 1 :])
         return max(self._distances(again))
 
     def _distances(self, got: list[list[mx.array]]) -> list[float]:
@@ -129,37 +134,25 @@ def choose(  # noqa: PLR0917
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
     writers: BuildWriter = gpu.build_writer,
-    latents: BuildLatents = gpu.building_latents,
+    latents: BuildLatents = gpu.build_latents,
     shorts: BuildShort = short.build,
+    *,
+    doing: Doing = unheard,
 ) -> Forward:
-    """`choosing` in one go."""
-    return finish(choosing(model, page_size, kernels, compile, deltas, writers, latents, shorts))
-
-
-def choosing(  # noqa: PLR0917
-    model: nn.Module,
-    page_size: int,
-    kernels: BuildKernels = gpu.build,
-    compile: Compile = mx.compile,
-    deltas: BuildDelta = recurrent.build,
-    writers: BuildWriter = gpu.build_writer,
-    latents: BuildLatents = gpu.building_latents,
-    shorts: BuildShort = short.build,
-) -> Steps[Forward]:
     """The first way of running `model` whose logits are those of its own forward pass.
 
-    Pauses within each pass through the model, so that others' steps fit in between.
-
     kernels, deltas, writers, latents, shorts: what builds a GPU's kernels; there are none on a CPU.
-    compile: of steps, where there are kernels.
+    compile: of steps, where there are kernels. doing: told what is begun.
 
     Raises:
         ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
     """
-    yield from computing_chunks(model)
-    reference = yield from Reference.of(model, page_size)
+    doing("it is run as it is, to compare with")
+    compute_chunks(model)
+    reference = Reference.of(model, page_size)
     built = KernelSet(kernels, build_writer=writers)
-    decoder = FusedDecoder.building(
+    build = partial(
+        FusedDecoder.build,
         model,
         page_size,
         built.find,
@@ -168,44 +161,49 @@ def choosing(  # noqa: PLR0917
         latents=latents,
         shorts=shorts,
     )
-    forward = yield from _first_right(model, built, decoder, reference, compile)
+    forward = _first_right(model, built, build, reference, compile, doing)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # What draws is compiled and checked here, and not in the step of whoever draws first.
-        yield from one_by_one(every_way(mx.stack(reference.logits[0][:2])))
+        doing("kernels that draw tokens are checked")
+        for drawn in every_way(mx.stack(reference.logits[0][:2])):
+            mx.eval(drawn)
         carrier()
     return forward
 
 
-def _first_right(
+def _first_right(  # noqa: PLR0917
     model: nn.Module,
     built: KernelSet,
-    decoder: Steps[FusedDecoder | Unsupported],
+    build: Callable[[], FusedDecoder | Unsupported],
     reference: Reference,
     compile: Compile,
-) -> Steps[Forward]:
+    doing: Doing,
+) -> Forward:
     page_size = reference.page_size
     if mx.default_device() == mx.gpu:
-        # Others would only be built when a pass through the model asks for them, in one go.
-        yield from built.building(attention_shapes(model, page_size))
-    others: list[Steps[Forward]] = [
-        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES, built, compile)),
-        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built, compile)),
-        joining(model, page_size),
-        _at_once(lambda: RaggedForward(model, page_size, Reading.PAGES)),
-        _at_once(lambda: RaggedForward(model, page_size, Reading.HANDED_ON)),
+        shapes = list(attention_shapes(model, page_size))
+        for shape in counted(doing, "kernels for prompts are checked", shapes):
+            built.chunks(shape)
+    others: list[Callable[[], Forward]] = [
+        lambda: RaggedForward(model, page_size, Reading.PAGES, built, compile),
+        lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built, compile),
+        lambda: join(model, page_size),
+        lambda: RaggedForward(model, page_size, Reading.PAGES),
+        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
     ]
     others += [
-        _at_once(partial(SeparateForward, model, page_size, reading, kernels, compile))
+        partial(SeparateForward, model, page_size, reading, kernels, compile)
         for reading in (Reading.PAGES, Reading.GATHERED, Reading.GROUPED)
         for kernels in (built, None)
     ]
+    ways = [
+        partial(_fused, model, built, build, reference, doing),
+        *(partial(_compared, make, reference) for make in others),
+    ]
     name, reasons = type(model).__module__, []
-    for way in (
-        _fused(model, built, decoder, reference),
-        *(_compared(way, reference) for way in others),
-    ):
+    for way in counted(doing, "a way to run it is compared", ways):
         try:
-            forward = yield from way
+            forward = way()
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", name, error)
             built.order.forget()
@@ -224,20 +222,14 @@ def _first_right(
     return AloneForward(model)
 
 
-def _at_once(make: Callable[[], Forward]) -> Steps[Forward]:
-    forward = make()
-    yield None
-    return forward
-
-
-def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
+def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
     """
     Raises:
         NotApplicable: its logits are others.
     """
-    forward = yield from way
+    forward = make()
     rows = forward.rows if isinstance(forward, RaggedForward | SeparateForward) else None
-    disagreement = yield from _disagreement(forward, rows, reference)
+    disagreement = _disagreement(forward, rows, reference)
     layers = forward.layers if isinstance(forward, RaggedForward | SeparateForward) else ()
     if disagreement is None and any(layer.unread for layer in layers):
         # As of an indexer, whose choice matters only far into a text.
@@ -249,23 +241,21 @@ def _compared(way: Steps[Forward], reference: Reference) -> Steps[Forward]:
     raise NotApplicable(f"not {forward.kind}: {disagreement}")
 
 
-def _disagreement(
-    forward: Forward, rows: ModuleSteps | None, reference: Reference
-) -> Steps[str | None]:
+def _disagreement(forward: Forward, rows: ModuleSteps | None, reference: Reference) -> str | None:
     """How `forward` differs, if it does. Its steps of rows alone are compared as they are compiled,
     too, and are not compiled where that is what is wrong."""
     if rows is None:
-        return (yield from reference.disagreement(forward))
+        return reference.disagreement(forward)
     kinds = rows.kinds
     kinds.early = True
     try:
-        wrong = yield from reference.disagreement(forward)
+        wrong = reference.disagreement(forward)
     except WRONG as error:
         if not kinds.compiled:
             raise
         wrong = str(error)
     kinds.early, compiled = False, kinds.compiled
-    # A load may have a stream of its own.
+    # Other rows come from now on.
     kinds.forget()
     if wrong is None or not compiled:
         return wrong
@@ -275,7 +265,7 @@ def _disagreement(
     forward.abandon()
     for store in forward.stores:
         store.resize(0)
-    still_wrong = yield from reference.disagreement(forward)
+    still_wrong = reference.disagreement(forward)
     if still_wrong is None:
         log.info("%s: steps are not compiled: %s", type(reference.model).__module__, wrong)
     return still_wrong
@@ -284,25 +274,26 @@ def _disagreement(
 def _fused(
     model: nn.Module,
     kernels: KernelSet,
-    building: Steps[FusedDecoder | Unsupported],
+    build: Callable[[], FusedDecoder | Unsupported],
     reference: Reference,
-) -> Steps[Forward]:
+    doing: Doing,
+) -> Forward:
     """The fused decoder over a GPU's kernels.
 
     Raises:
         NotApplicable: there is none, or it is not right.
     """
     size = reference.page_size
-    decoder = yield from building
+    decoder = build()
     if isinstance(decoder, Unsupported):
         raise NotApplicable(decoder.reason)
     fused = FusedForward(decoder.stores(size, kernels), decoder, size, kernels.order)
     try:
-        wrong = yield from checking(decoder, model, size)
+        wrong = check(decoder, model, size, doing=doing)
         if wrong is None:
-            wrong = yield from reference.disagreement(fused)
+            wrong = reference.disagreement(fused)
         if wrong is None:
-            yield from fused.warming()
+            fused.warm(doing)
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
@@ -322,7 +313,7 @@ def _texts(page_size: int) -> list[tuple[list[int], int]]:
 
 def run_both(
     forward: Forward, both: list[tuple[list[int], int]], page_size: int
-) -> Steps[list[list[mx.array]]]:
+) -> list[list[mx.array]]:
     """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
     texts = [text for text, _ in both]
     lengths = [prompt for _, prompt in both]
@@ -337,7 +328,7 @@ def run_both(
     half = max(1, page_size // 2)
     first = Chunk(0, Span(tables[0], half, half), texts[0][:half], False)
     logits = forward.run(None, [first])
-    yield from computed([*forward.state(), logits])
+    mx.eval([*forward.state(), logits])
     last = [
         Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
         Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
@@ -346,7 +337,7 @@ def run_both(
     runs = [[chunk] for chunk in last] if forward.kind == "separate" else [last]
     for chunks in runs:
         logits = forward.run(None, chunks)
-        yield from computed([*forward.state(), logits])
+        mx.eval([*forward.state(), logits])
         for i, chunk in enumerate(chunks):
             got[chunk.key].append(logits[i])
     for step in range(STEPS):
@@ -357,7 +348,7 @@ def run_both(
         ends = [lengths[k] + step + 1 for k in keys]
         decode = Decode(keys, [tables[k] for k in keys], ends, tokens)
         logits = forward.run(decode, [])
-        yield from computed([*forward.state(), logits])
+        mx.eval([*forward.state(), logits])
         for i, k in enumerate(keys):
             got[k].append(logits[i])
         if step == STEPS - 2:
@@ -366,12 +357,12 @@ def run_both(
     return got
 
 
-def _alone(model: nn.Module, text: list[int], prompt: int) -> Steps[list[mx.array]]:
+def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
     caches = make_prompt_cache(model)
     logits: list[mx.array] = []
     for tokens in (text[:prompt], *([token] for token in text[prompt:])):
         logits.append(model(mx.array([tokens], mx.int32), cache=caches)[0, -1])
-        yield from computed([*kept_in(caches), logits[-1]])
+        mx.eval([*kept_in(caches), logits[-1]])
     return logits
 
 

@@ -50,8 +50,7 @@ class Kinds:
         return len(self._compiled)
 
     def forget(self) -> None:
-        """What comes from now on is as if nothing had come before. What has been put together stays
-        on the stream that it was put together for."""
+        """What comes from now on is as if nothing had come before."""
         self._compiled.clear()
         self._seen.clear()
 

@@ -7,12 +7,9 @@ nothing else comes: tokens that had been read when it came, and its own that are
 request passes a long one, but none does that comes when as many tokens as the long one has have
 been read since: nobody waits for ever. The first text's request is read on with it before others,
 and of several keys each has its part of the batch. How many tokens it may have is learned: a batch
-takes about `ALONE` seconds. Beside running streams it is computed a part at a time, on a CPU some
-layers, on a GPU all of them, and has no more tokens than let them keep their pace; but a layer of a
-text is never cut in two, so one that takes longer stops them for as long, and they go on alone
-until that is made up for. A long text that is alone is computed by parts, too, about `ALONE`
-seconds a step, for whoever comes meanwhile. Where any batch takes long whatever is in it, as on a
-GPU, whose host has each operation to launch, others go with it.
+takes about `ALONE` seconds. A long text is computed a part at a time, on a CPU some layers, for
+about as many seconds a step, for whoever comes meanwhile. Where any batch takes long whatever is in
+it, as on a GPU, whose host has each operation to launch, others go with it.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.cost import Cost
-from mlx_manager.mlx_server.engine.evaluation import computed
-from mlx_manager.mlx_server.engine.pace import STRETCH
 from mlx_manager.mlx_server.engine.shares import Shares, by_owner
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
@@ -44,13 +39,12 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
 )
 from mlx_manager.mlx_server.utils.memory import Ledger, working_line
-from mlx_manager.mlx_server.utils.steps import Steps
 from mlx_manager.mlx_server.utils.text import sized
 
 Vectors = list[NDArray[np.float32]]
 
 ALONE = 0.1
-"""Seconds of a batch when nothing else runs: what a chat that arrives may wait for."""
+"""Seconds of a batch: what a text that arrives meanwhile may wait for."""
 FIRST, MOST = 512, 32_768
 """Tokens, padding included, of the first batch and of any."""
 WITH_IT = 1.0
@@ -64,8 +58,6 @@ BEGUN_WITH = (1, 65)
 takes other code with more than 64."""
 KEPT = 512
 """Tokens of a text that can always be read, whatever else the memory is used for."""
-PATIENCE = 60.0
-"""Seconds that a request with longer ones gets no further for want of memory, at most."""
 PADDED = 0.75
 """The shortest row of a batch has that share of the longest's tokens, at least."""
 
@@ -127,7 +119,7 @@ class Reading:
     to the MLX thread, the future stays in the event loop, where `tell` is called when the first of
     them is read. owner: who has it counted, by name; owners share the engine evenly. priority:
     lower ones go first. came: how many tokens the engine had begun to read when it came. queued:
-    tokens of its rows that may be taken. last_read: when one of its rows last was, or when it came.
+    tokens of its rows that may be taken.
     """
 
     rows: Sequence[Sequence[int]]
@@ -143,7 +135,6 @@ class Reading:
     left: int = 0
     begun: bool = False
     given_up: bool = False
-    last_read: float = field(default_factory=perf_counter)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -181,7 +172,6 @@ class EncoderEngine:
 
     Args:
         longest: tokens of the longest text that the model takes.
-        shared: whether other engines have work.
 
     Raises:
         OutOfMemory: there is no room for the memory that a short text takes, which is kept.
@@ -195,7 +185,6 @@ class EncoderEngine:
         limits: EngineLimits,
         *,
         ledger: Ledger,
-        shared: Callable[[], bool],
     ) -> None:
         self._model = model
         self._longest = longest
@@ -204,15 +193,13 @@ class EncoderEngine:
         if not ledger.reserve_if_attainable(self._line, self._kept):
             raise OutOfMemory(
                 f"To read a text {name} takes {sized(self._kept)}, and "
-                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside "
+                f"{sized(ledger.attainable())} of {sized(ledger.total)} are left beside "
                 "its weights.",
                 retry_after=10,
             )
         self._max_waiting = limits.max_waiting
         self._ledger = ledger
-        self._shared = shared
         self._waiting: list[Row] = []
-        self._short: list[Row] = []
         self._readings: list[Reading] = []
         self._shares = Shares()
         self._batch: list[Row] = []
@@ -220,27 +207,20 @@ class EncoderEngine:
         self._pass: Pass | None = None
         # Bytes for it beyond those kept.
         self._granted = 0
-        # Of the last pass.
-        self._parts = 1
         self._serial = 0
         # Tokens of all texts whose reading has begun.
         self._taken = 0
         self._cost = Cost(2)
         self._tried = 0
-        # When the last step ended, if there was work left, and what the others' took since.
-        self._returned: float | None = None
-        self._others_took = 0.0
-        # Before that, who else has work goes on alone.
-        self._resume = 0.0
         self._steps = self._batches = self._rows = self._tokens = self._padded = 0
 
-    def beginning(self) -> Steps[None]:
+    def warm(self) -> None:
         """Have compiled what reading takes, before anybody waits for it."""
         for tokens in BEGUN_WITH:
             ids = np.full(self._model.filled_up(1, min(tokens, self._longest)), self._model.padding)
             read = mx.array(ids, mx.int32)
             lengths = mx.ones(len(ids), mx.int32)
-            yield from computed([self._model(read, mx.zeros_like(read), lengths)])
+            mx.eval([self._model(read, mx.zeros_like(read), lengths)])
 
     def submit(self, reading: Reading) -> None:
         if (refusal := self._refusal(reading)) is not None:
@@ -275,7 +255,6 @@ class EncoderEngine:
             reading.given_up = True
             self._dismiss(reading)
             self._waiting = [row for row in self._waiting if row.reading is not reading]
-            self._short = [row for row in self._short if row.reading is not reading]
             under_way = self._pass
             if under_way and all(row.reading.given_up for row in under_way.rows):
                 self._end_pass()
@@ -286,25 +265,17 @@ class EncoderEngine:
         return self._steps
 
     def has_work(self) -> bool:
-        return bool(self._pass or self._waiting or self._short)
+        return bool(self._pass or self._waiting)
 
     def step(self) -> None:
+        """Read some of the texts that wait."""
         started = perf_counter()
         self._steps += 1
-        self._others_took = 0.0 if self._returned is None else started - self._returned
-        if started >= self._resume or not self._shared():
-            self._read(started)
-        self._returned = perf_counter() if self.has_work() else None
-
-    def _read(self, started: float) -> None:
-        """Read some of the texts that wait."""
         under_way = self._pass or self._begin()
         if under_way is None:
             return
         vectors = self._go_on(under_way, started)
-        ended = perf_counter()
-        self._resume = ended + (ended - started) / (STRETCH - 1)
-        under_way.seconds += ended - started
+        under_way.seconds += perf_counter() - started
         if vectors is None:
             return
         # First: who has the answer may look at the metrics at once.
@@ -339,7 +310,7 @@ class EncoderEngine:
         return EncoderStats(
             begun,
             len(self._readings) - begun,
-            len(self._waiting) + len(self._short),
+            len(self._waiting),
             self._batches,
             self._rows,
             self._tokens,
@@ -350,8 +321,6 @@ class EncoderEngine:
 
     def _begin(self) -> Pass | None:
         """The next batch's pass, put together; None: there is nothing that can be read now."""
-        if self._short:
-            self._look_again()
         if not self._waiting:
             return None
         self._batch = self._take(self._budget())
@@ -362,19 +331,17 @@ class EncoderEngine:
         longest = longest_of(self._batch)
         made: list[mx.array] = []
         vectors = self._put_together(self._batch, longest, made if self._by_layers else None)
-        self._parts = len(made) + 1
         self._pass = Pass(self._batch, longest, vectors, deque(made))
         return self._pass
 
     def _go_on(self, under_way: Pass, started: float) -> NDArray[np.float32] | None:
-        """Compute what is left of the pass; beside others as much as their pace allows, and a part
-        at least; of a long one no more than whoever comes may wait for. Its vectors, once it is
-        through."""
-        if not self._shared() and self._is_short(under_way):
+        """Compute what is left of the pass, a part at least, of a long one no more than whoever
+        comes may wait for. Return its vectors, once it is through."""
+        if self._is_short(under_way):
             under_way.left.clear()
         before = longest = 0.0
         while under_way.left:
-            if before and before + longest > (self._allowed if self._shared() else ALONE):
+            if before and before + longest > ALONE:
                 return None
             mx.eval(under_way.left.popleft())
             spent = perf_counter() - started
@@ -392,20 +359,12 @@ class EncoderEngine:
         self._pass = None
         self._batch = []
 
-    @property
-    def _allowed(self) -> float:
-        """Seconds that others may be kept waiting between two of their steps."""
-        return (STRETCH - 1) * self._others_took
-
     def _budget(self) -> int:
         """Tokens of the next batch, padding included."""
         if not self._cost.known:
             return FIRST
-        allowed = ALONE
-        if self._shared():
-            allowed = min(ALONE, self._parts * self._allowed)
         tokens, batch = self._cost.prices
-        left = max(allowed - batch, WITH_IT * batch)
+        left = max(ALONE - batch, WITH_IT * batch)
         most = min(MOST, BOLDNESS * self._tried)
         return int(min(TOKENS * left / tokens, most)) if tokens else most
 
@@ -491,9 +450,7 @@ class EncoderEngine:
             self._batch = self._batch[:keep]
 
     def _begin_readings(self) -> None:
-        now = perf_counter()
         for row in self._batch:
-            row.reading.last_read = now
             begin(row.reading)
             self._taken += row.length
             if self._shares.contested:
@@ -503,11 +460,10 @@ class EncoderEngine:
         return max(0, self._model.working_bytes(rows, longest) - self._kept)
 
     def _put_off(self) -> None:
-        """The batch's one text waits until others, which work, have left room; but not for ever.
-        Shorter texts go on."""
+        """The batch's one text waits while more memory is on its way."""
         [row] = self._batch
-        if self._may_wait(row):
-            self._short.append(row)
+        if self._ledger.more_to_come():
+            self._queue(row)
             self._batch = []
             return
         self.fail(
@@ -517,19 +473,6 @@ class EncoderEngine:
                 f"{sized(self._kept + max(self._ledger.attainable(), 0))} can be had."
             )
         )
-
-    def _may_wait(self, row: Row) -> bool:
-        return self._shared() and perf_counter() - row.reading.last_read < PATIENCE
-
-    def _look_again(self) -> None:
-        """Take up the texts that there is memory for now, or that may not wait longer."""
-        attainable = self._ledger.attainable()
-        short, self._short = self._short, []
-        for row in short:
-            if self._may_wait(row) and self._beyond_kept(1, row.length) > attainable:
-                self._short.append(row)
-            else:
-                self._queue(row)
 
     def _put_together(
         self, batch: list[Row], longest: int, made: list[mx.array] | None

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import (
     ABREAST_ON_CPU,
     Chunk,
@@ -37,7 +36,6 @@ from mlx_manager.mlx_server.engine.kv.attention import StepPlan, attend
 from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape
 from mlx_manager.mlx_server.engine.kv.lane import has_lane, in_halves
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.utils.steps import Steps
 
 ByParts = Callable[..., mx.array]
 """As `in_halves`, or the whole at once."""
@@ -195,7 +193,7 @@ class JoinedLayer:
 
 
 class JoinedForward(OnPages):
-    """All tokens of a step in one pass, by joined products; made by `joining`."""
+    """All tokens of a step in one pass, by joined products; made by `join`."""
 
     kind: ClassVar[str] = "fused"
     abreast: int = ABREAST_ON_CPU
@@ -229,7 +227,7 @@ class JoinedForward(OnPages):
         return self._vocabulary(self._norm(hidden))
 
 
-def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
+def join(model: nn.Module, page_size: int) -> JoinedForward:
     """The joined form of `model`, which goes on working: its weights become views of the joined
     ones, a layer at a time. Nothing has been compared yet.
 
@@ -260,7 +258,7 @@ def joining(model: nn.Module, page_size: int) -> Steps[JoinedForward]:
         number = list(rotations).index(key)
         layers.append(JoinedLayer.of(anatomy, number, rotations[key]))
         # Before the next layer is joined, so that one alone is there twice.
-        yield from computed(anatomy.weights())
+        mx.eval(anatomy.weights())
     return JoinedForward(common, layers, page_size)
 
 

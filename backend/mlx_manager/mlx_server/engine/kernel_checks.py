@@ -15,13 +15,12 @@ from mlx_manager.mlx_server.engine.draws.check import self_check as check_draws
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv import kernels as paged
 from mlx_manager.mlx_server.engine.kv.kernels import latent
-from mlx_manager.mlx_server.engine.kv.kernels.check import check_writer, checking_chunks, self_check
+from mlx_manager.mlx_server.engine.kv.kernels.check import check_chunks, check_writer, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary
-from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_latent
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import check_latent
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
-from mlx_manager.mlx_server.utils.steps import finish
 
 Outcome = str | Unsupported | None
 """Outcome of a check: the text of an error, the reason for having no kernel, or None if right."""
@@ -129,7 +128,7 @@ def _prompts(shape: AttentionShape) -> Outcome:
         return found
     wrong = []
     for kernels in found:
-        outcome = finish(checking_chunks(kernels.of_heads(KV_HEADS)))
+        outcome = check_chunks(kernels.of_heads(KV_HEADS))
         if outcome is not None:
             wrong.append(f"{kernels.tiles.name}: {outcome}")
     return "; ".join(wrong) or None
@@ -144,7 +143,7 @@ def _latent(dtype: mx.Dtype) -> Outcome:
     found = latent.build(replace(LATENT, dtype=dtype))
     if isinstance(found, Unsupported):
         return found
-    return finish(checking_latent(found, traditional=False))
+    return check_latent(found, traditional=False)
 
 
 def _draws(dtype: mx.Dtype) -> Outcome:

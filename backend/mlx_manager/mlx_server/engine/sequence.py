@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
-from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.stream import Sink
 from mlx_manager.mlx_server.errors import MLXManagerError
 
 _keys = count(1)
@@ -65,7 +65,7 @@ class Sequence:
         min_tokens: int,
         sampler: SamplerState,
         parser: OutputParser,
-        stream: EventStream,
+        stream: Sink,
         cutting_ids: frozenset[int] = frozenset(),
         guide: Guide | None = None,
         scoring: Scoring | None = None,
@@ -84,6 +84,7 @@ class Sequence:
         self.sampler = sampler
         self.parser = parser
         self.stream = stream
+        self.shape: Callable[[list[Event]], list[Event]] | None = None
         self.guide = guide
         self.scoring = scoring
         self.prompt_scores: list[TokenLogprob] = []

@@ -1,25 +1,58 @@
-"""From the MLX thread to asyncio: one wake-up a step for all rows, coalesced for slow readers."""
+"""From one thread to those who read rows' events: one message a step for all rows, and in an event
+loop coalesced for slow readers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, Taker, TextDelta
 from mlx_manager.mlx_server.errors import MLXManagerError
 
 
+class Home(Protocol):
+    """Where rows' events are delivered, those of a step together."""
+
+    def deliver(self, batch: list[Delivery]) -> None:
+        """Deliver events and failures, in order. From any thread; it does not wait."""
+        ...
+
+
+class Sink(Protocol):
+    """Who gets a row's events."""
+
+    @property
+    def home(self) -> Home: ...
+
+    def shorten(self, take: Taker) -> None:
+        """Hand events to `take`; see `core.Started.shortcut`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopHome:
+    """The streams that an event loop reads."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def deliver(self, batch: list[Delivery]) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_deliver, batch)
+
+
 class EventStream:
     """One request's events on their way to its reader.
 
-    The MLX thread never touches it: it puts what a step has to tell into its `Outbox`, and the
-    event loop delivers that. Iterating gives all events that have come since the last time,
+    Other threads never touch it: they put what a step has to tell into an `Outbox`, and the event
+    loop delivers that. Iterating gives all events that have come since the last time,
     neighbouring text merged, so a slow reader gets fewer, longer lists and delays nobody.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self.home = LoopHome(loop)
         self._take: Taker | None = None
         self._events: list[Event] = []
         self._error: MLXManagerError | None = None
@@ -40,7 +73,7 @@ class EventStream:
                 raise self._error
             if self.ended:
                 raise StopAsyncIteration
-            self._waiter = self.loop.create_future()
+            self._waiter = self.home.loop.create_future()
             await self._waiter
         if type(self._events[0]) is Admitted:
             return [self._events.pop(0)]
@@ -89,7 +122,8 @@ class EventStream:
         return None if waiter is None or waiter.done() else waiter
 
 
-Delivery = tuple[EventStream, list[Event] | MLXManagerError]
+Delivery = tuple[Any, list[Event] | MLXManagerError]
+"""A sink, one of its home's own kind, and what it gets."""
 
 
 def merge(events: list[Event]) -> list[Event]:
@@ -108,23 +142,22 @@ def merge(events: list[Event]) -> list[Event]:
 
 
 class Outbox:
-    """What a step has to tell its readers; `flush` costs one wake-up per event loop."""
+    """What a step has to tell its readers; `flush` costs one message to each of their homes."""
 
     def __init__(self) -> None:
-        self._by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+        self._by_home: defaultdict[Home, list[Delivery]] = defaultdict(list)
 
-    def put(self, stream: EventStream, events: list[Event]) -> None:
+    def put(self, sink: Sink, events: list[Event]) -> None:
         if events:
-            self._by_loop[stream.loop].append((stream, events))
+            self._by_home[sink.home].append((sink, events))
 
-    def fail(self, stream: EventStream, error: MLXManagerError) -> None:
-        self._by_loop[stream.loop].append((stream, error))
+    def fail(self, sink: Sink, error: MLXManagerError) -> None:
+        self._by_home[sink.home].append((sink, error))
 
     def flush(self) -> None:
-        for loop, batch in self._by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, batch)
-        self._by_loop.clear()
+        batches, self._by_home = self._by_home, defaultdict(list)
+        for home, batch in batches.items():
+            home.deliver(batch)
 
 
 def _deliver(batch: list[Delivery]) -> None:

@@ -56,11 +56,9 @@ from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,
     clear_cache,
-    out_of_reach,
     working_line,
 )
-from mlx_manager.mlx_server.utils.pressure import Pressure
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.pressure import Pressure, out_of_reach
 from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
@@ -211,7 +209,7 @@ class TextEngine:
         if not ledger.reserve_if_attainable(self._working_line, working_bytes):
             raise OutOfMemory(
                 f"A step of {name} works on up to {sized(working_bytes)}, and "
-                f"{sized(ledger.attainable())} of {sized(ledger.limit)} are left beside its "
+                f"{sized(ledger.attainable())} of {sized(ledger.total)} are left beside its "
                 "weights.",
                 retry_after=10,
             )
@@ -316,6 +314,8 @@ class TextEngine:
     def _refuse_stranded(self) -> None:
         """Fail who waits for memory that others have taken since; no row's end will free it."""
         if self._scheduler.running or self._scheduler.prefilling:
+            return
+        if self._scheduler.waiting and self._ledger.more_to_come():
             return
         for sequence in tuple(self._scheduler.waiting):
             shortage: OutOfMemory | None
@@ -690,7 +690,7 @@ class TextEngine:
                 events.append(TextDelta("", (score,)))
             events.append(_finished(row, row.outcome))
             self._end(row)
-        return events
+        return events if row.shape is None or not events else row.shape(events)
 
     def _end(self, row: Sequence) -> None:
         row.ended = True
@@ -787,15 +787,11 @@ class TextEngine:
             self._pool.grow(granted)
         return granted > 0
 
-    def first_pages(self) -> Steps[None]:
-        """Make pages before somebody waits for them, where they are many: a layer at a time. For a
-        load, which submits no row before it is done."""
+    def make_pages(self) -> None:
+        """Make pages before somebody waits for them, where they are many. For a load, which submits
+        no row before it is done."""
         if self._forward.horizon:
-            self._pool.grow(self._granted(1, urgent=False))
-            for store in self._forward.stores:
-                # Others may have needed some of the pages meanwhile.
-                store.resize(self._pool.size)
-                yield None
+            self._grow(1, urgent=False)
 
     def _granted(self, lacking: int, *, urgent: bool) -> int:
         """How many pages to add, which the ledger has granted; 0 if it has not."""

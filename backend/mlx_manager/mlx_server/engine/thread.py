@@ -1,29 +1,27 @@
 """The one thread that owns every mlx call: load, step, free.
 
-MLX's streams are thread-local, so an array made here can only be computed here (`models/streams.py`
-has the one exception, for loads). Everybody else sends messages: `call` (awaits the result), `post`
-(does not wait). Between messages the thread steps the engines that have work; with neither it
-blocks in the queue and never polls.
+MLX's streams are thread-local, so an array made here can only be computed here. Everybody else
+sends messages: `call` (awaits the result), `post` (does not wait). Between messages the thread
+steps the engine, if it has work; with neither it blocks in the queue and never polls.
 
 This is one of the two places that catch every exception (the other is `api/errors.py`): whatever
 a step raises fails the rows of that engine alone, and the thread lives on. What ends the thread
-all the same (SystemExit, say) fails every message that waits for it; `engine/watchdog.py` notices.
+all the same (SystemExit, say) fails every message that waits for it, and with it ends the process
+(`workers/host.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
-from weakref import ref
 
 from mlx_manager.mlx_server.engine.faults import GPUFaults
-from mlx_manager.mlx_server.errors import MLXThreadFailed, ServerNotReady
+from mlx_manager.mlx_server.errors import ServerNotReady
 from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
 from mlx_manager.mlx_server.utils.graphs import (
     keep_cpu_kernels,
@@ -76,13 +74,6 @@ class Post:
         pass
 
 
-class Notice(Post):
-    """Somebody on another thread waits for it, or for the thread's end."""
-
-    def abandon(self) -> None:
-        self._function()
-
-
 class Question:
     """Somebody in an event loop waits for what it returns or raises."""
 
@@ -120,11 +111,11 @@ class Question:
 
 
 class MLXThread:
-    """Runs callables and engine steps, one after the other, on a thread of its own."""
+    """Runs callables and steps of one engine, one after the other, on a thread of its own."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._inbox: SimpleQueue[Message] = SimpleQueue()
-        self._engines: list[Engine] = []
+        self._engine: Engine | None = None
         self._closing = False
         self._ended = False
         self._clock = clock
@@ -164,11 +155,6 @@ class MLXThread:
         """Run `message` between steps. What it raises is logged: nobody waits for it."""
         self._put(Post(message))
 
-    def after_step(self, function: Callable[[], None]) -> None:
-        """Run `function` when all engines with work have made a step from now on, or the thread has
-        ended. From any thread."""
-        self._put(Notice(lambda: self._put(Notice(function))))
-
     async def call(self, function: Callable[[], T]) -> T:
         """Run `function` between steps and return what it returns.
 
@@ -190,23 +176,11 @@ class MLXThread:
 
     def attach(self, engine: Engine) -> None:
         """Step `engine` whenever it has work. On the MLX thread only."""
-        self._engines.append(engine)
+        self._engine = engine
 
-    def detach(self, engine: Engine) -> None:
-        """Stop stepping `engine`. On the MLX thread only."""
-        self._engines.remove(engine)
-
-    def others_work(self, engine: Engine) -> bool:
-        """Whether another engine has work: `engine`'s steps come between its. On the MLX thread."""
-        return any(other.has_work() for other in self._engines if other is not engine)
-
-    def interrupt(self) -> None:
-        """Raise MLXThreadFailed in whatever the thread is doing, once it is back in Python."""
-        ident = self._thread.ident
-        assert ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ident), ctypes.py_object(MLXThreadFailed)
-        )
+    def detach(self) -> None:
+        """Step no engine. On the MLX thread only."""
+        self._engine = None
 
     def close(self, timeout: float = 30.0) -> None:
         """Finish the messages sent so far, then end the thread. Safe to call twice."""
@@ -221,23 +195,23 @@ class MLXThread:
 
         try:
             while True:
-                working = any(engine.has_work() for engine in self._engines)
+                working = self._engine is not None and self._engine.has_work()
                 self._read_inbox(block=not working and not self._closing)
                 if self._closing:
                     break
-                self._step_all()
+                self._step()
             self._read_inbox(block=False)
         finally:
             self._ended = True
-            self._engines.clear()
+            self._engine = None
             self._abandon_inbox()
             mx.clear_streams()
 
     def _read_inbox(self, *, block: bool) -> None:
         """Run the messages that are there, or with `block` the next one.
 
-        Those sent meanwhile wait for a step: who asks again at each answer, as a load does for its
-        next piece, would keep the engines from theirs.
+        Those sent meanwhile wait for a step: who asks again at each answer would keep the engine
+        from its own.
         """
         if block:
             self._progress = None
@@ -262,20 +236,17 @@ class MLXThread:
             except Empty:
                 return
 
-    def _step_all(self) -> None:
-        """No name here or in `_run` may keep an engine alive that is not being stepped: a message,
-        or the step of another that needs room, may be unloading its model."""
-        for attached in [ref(engine) for engine in self._engines]:
-            engine = attached()
-            if engine is None or not engine.has_work():
-                continue
-            before = engine.steps
-            try:
-                engine.step()
-            except Exception as error:
-                log.exception("a step failed; its rows are failed and the engine goes on")
-                self._faults.note(error)
-                engine.fail(error)
-                self._progress = self._clock()
-            if engine.steps != before:
-                self._progress = self._clock()
+    def _step(self) -> None:
+        engine = self._engine
+        if engine is None or not engine.has_work():
+            return
+        before = engine.steps
+        try:
+            engine.step()
+        except Exception as error:
+            log.exception("a step failed; its rows are failed and the engine goes on")
+            self._faults.note(error)
+            engine.fail(error)
+            self._progress = self._clock()
+        if engine.steps != before:
+            self._progress = self._clock()

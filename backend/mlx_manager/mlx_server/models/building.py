@@ -79,10 +79,8 @@ def planned(folder: ModelFolder) -> Plan:
     return Plan(folder, {**config, **untied}, heads)
 
 
-def build(plan: Plan, found: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
+def build(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
     """The module, whose parameters are not evaluated, and its config. On the MLX thread.
-
-    found: gets the arrays of the files by their names there.
 
     Raises:
         ModelLoadFailed: the weights are not those of such a model, or the class has no place for
@@ -96,16 +94,15 @@ def build(plan: Plan, found: dict[str, mx.array]) -> tuple[nn.Module, dict[str, 
         model_config=deepcopy(
             {name: value for name, value in plan.config.items() if name != "model_file"}
         ),
-        get_model_classes=_classes(plan, found),
+        get_model_classes=_classes(plan),
     )
     check_rotations(model, plan.config, plan.folder.path / "config.json")
     return model, config
 
 
-def _classes(plan: Plan, found: dict[str, mx.array]) -> Classes:
+def _classes(plan: Plan) -> Classes:
     """Return the function by which `load_model` finds an architecture's classes. A model made by
-    the function takes the files' arrays in place of the arrays that it is given. It notes the
-    files' arrays in `found`."""
+    the function takes the files' arrays in place of the arrays that it is given."""
     standard = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
@@ -120,7 +117,7 @@ def _classes(plan: Plan, found: dict[str, mx.array]) -> Classes:
 
             def with_the_files(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 del model.sanitize
-                found.update(arrays_in(plan.folder.weights))
+                found = arrays_in(plan.folder.weights)
                 sanitized = sanitize(dict(found)) if sanitize else dict(found)
                 return fitting(model, sanitized, found, plan)
 

@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.models.removal import Removal, plan_removal
 from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.models.weight_files import INDEX
-from mlx_manager.mlx_server.utils.steps import BROKEN
+from mlx_manager.mlx_server.utils.broken import BROKEN
 from mlx_manager.mlx_server.utils.text import encodable
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,21 @@ from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.building import arrays_in
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.encoder import DenseLayer, Encoder, head_of
+from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.files import read_json
 from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading import (
     NONE,
     Checked,
-    Doing,
     Foresight,
     allowed_context,
     check_room,
     check_size,
     check_steps,
-    explained,
     granted,
-    settled,
-    unheard,
+    settle,
 )
-from mlx_manager.mlx_server.models.reading import read
 from mlx_manager.mlx_server.models.renamed import with_old_names
 from mlx_manager.mlx_server.models.rope import in_all_forms
 from mlx_manager.mlx_server.models.rotations import check_rotations
@@ -49,21 +45,21 @@ from mlx_manager.mlx_server.models.sentence import (
     rank_activation,
 )
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
-from mlx_manager.mlx_server.models.tokenizers import Tokenizers
+from mlx_manager.mlx_server.models.tokenizers import read_encoder_tokenizer
 from mlx_manager.mlx_server.models.weight_files import (
     SINGLE,
     WeightFiles,
     check_safetensors,
 )
 from mlx_manager.mlx_server.models.weights import (
-    WeightsForm,
     activation_dtype,
     widened,
 )
 from mlx_manager.mlx_server.models.wrapping import Wrapping
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import Steps, beside
+from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
 PREFIXES = ("bert.", "roberta.", "model.")
 """What a checkpoint of a model with a head puts before the names of the bare model."""
@@ -95,7 +91,7 @@ class LoadedEncoder:
     weights: WeightsForm
 
 
-def loading_encoder(
+def load_encoder(
     source: ModelSource,
     limits: PoolLimits,
     ledger: Ledger,
@@ -103,8 +99,9 @@ def loading_encoder(
     *,
     foresight: Foresight = NONE,
     prepared: PreparedEncoder | None = None,
-) -> Steps[LoadedEncoder]:
-    """Load an encoder a piece at a time; see `loading.loading`.
+    doing: Doing = unheard,
+) -> LoadedEncoder:
+    """Load an encoder; see `loading.load`.
 
     Raises:
         ModelNotSupported: an architecture or a variation that is not known here.
@@ -115,26 +112,22 @@ def loading_encoder(
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
-        ready = prepared or (
-            yield from beside(partial(prepared_encoder, source, limits, recipe, ledger.limit))
-        )
+        ready = prepared or prepared_encoder(source, limits, recipe, ledger.total, doing=doing)
         checked, tokenizer = ready.checked, ready.tokenizer
         folder, kind, sentence = checked.folder, checked.kind, checked.sentence
         check_room(source.id, checked.nbytes, ledger)
-        found = arrays_in(folder.weights)
-        model = build(folder, kind, sentence, source.id, found)
-    yield None
+        doing("its modules are made")
+        model = build(folder, kind, sentence, source.id)
     check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
         single = Wrapping.single(tokenizer)
         pair = Wrapping.pair(tokenizer) if kind == "reranker" else single
         check_wrapping(pair, model, source.id)
-        yield from read(model, found, folder.weights)
-        found.clear()
+        doing("its weights are read")
         # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
         if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
             model.update(tree_map(widened, model.parameters()))
-        weights, nbytes = yield from settled(model, source.id, limits, ledger)
+        weights, nbytes = settle(model, source.id, limits, ledger, doing=doing)
         return LoadedEncoder(
             source.id,
             folder.path,
@@ -176,7 +169,6 @@ def prepared_encoder(
     recipe: Recipe,
     most: int,
     *,
-    tokenizers: Tokenizers | None = None,
     doing: Doing = unheard,
 ) -> PreparedEncoder:
     """Read all but the weights; see `loading.prepared_text`.
@@ -190,8 +182,8 @@ def prepared_encoder(
     checked = checked_encoder(source, recipe)
     check_size(source.id, checked.nbytes, most)
     doing("its tokenizer is read")
-    tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
-    return PreparedEncoder(checked, tokenizers.encoder(checked.folder.path))
+    tokenizer = read_encoder_tokenizer(checked.folder.path, limits.trust_remote_code)
+    return PreparedEncoder(checked, tokenizer)
 
 
 def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
@@ -221,14 +213,8 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     return CheckedEncoder(folder, context, folder.nbytes, kind, sentence, activation)
 
 
-def build(
-    folder: ModelFolder,
-    kind: Kind,
-    sentence: Sentence,
-    model_id: str,
-    found: Mapping[str, mx.array],
-) -> Encoder:
-    """The encoder with its weights, lazily. found: the arrays of its folder's files."""
+def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) -> Encoder:
+    """Return the encoder with its weights, not evaluated."""
     head = None
     if kind == "reranker":
         head = head_of(folder.config, labels_of(folder.config), model_id)
@@ -237,6 +223,7 @@ def build(
     check_rotations(model, config, folder.path / "config.json")
     check_padding(model, model_id)
     model.dense = [dense_layer(layer) for layer in sentence.dense]
+    found = arrays_in(folder.weights)
     weights = dict(body_weights(found, model))
     if head is not None:
         weights |= head_weights(found)

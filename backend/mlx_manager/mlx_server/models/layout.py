@@ -32,7 +32,7 @@ from mlx_manager.mlx_server.models.blocked import (
 )
 from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, CacheFlush, part_of, seconds
 from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 SMALLEST = 2**16
 """Numbers of a weight whose layout is tried."""
@@ -47,7 +47,7 @@ GAIN = 0.9
 MANY_ROWS = 64
 """Of a prompt. A BLAS may have several threads for them, and for blocks it has one."""
 MOST_OUTPUTS = 65 * 64
-"""Of a layer that is multiplied by so many, since running streams wait for it."""
+"""Of a layer that is multiplied by so many: all of a vocabulary's would take long."""
 FEW_EXPERTS = 4
 """Of a layer, that a prompt's rows are shared out among when it is timed."""
 LOSS = 1.1
@@ -79,8 +79,8 @@ class Layout:
         )
 
 
-def lay_out(model: nn.Module, cache: int | None = None) -> Steps[Layout]:
-    """Turn the weights whose products are faster for it, pausing after each product timed.
+def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) -> Layout:
+    """Turn the weights whose products are faster for it.
 
     Lazily, as `weights.convert`. All that can be in blocks is, or nothing: what is not alike could
     not be joined. cache: bytes of the CPU's largest, this machine's unless told.
@@ -88,8 +88,8 @@ def lay_out(model: nn.Module, cache: int | None = None) -> Steps[Layout]:
     cache = cache or last_level_cache()
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     flush = CacheFlush(cache).before(nbytes)
-    columns = yield from _lay_out_layers(model, flush)
-    yield from _lay_out_experts(model, flush)
+    columns = _lay_out_layers(model, flush, doing)
+    _lay_out_experts(model, flush)
     modules = [module for _, module in model.named_modules()]
     blocks = sum(isinstance(module, BlockedLinear | BlockedExperts) for module in modules)
     rows = sum(
@@ -99,24 +99,23 @@ def lay_out(model: nn.Module, cache: int | None = None) -> Steps[Layout]:
     return Layout(blocks, columns, rows - columns, cache, flush is None)
 
 
-def _lay_out_layers(model: nn.Module, flush: CacheFlush | None) -> Steps[int]:
+def _lay_out_layers(model: nn.Module, flush: CacheFlush | None, doing: Doing) -> int:
     """Returns how many lie by columns."""
     blockable = blockable_layers(model)
     in_blocks = {id(layer) for layer in blockable.values()}
     turned: list[nn.Linear] = []
     without: list[Times] = []
     with_blocks: list[Times] = []
-    for layers in layers_alike(model):
-        best = yield from times_of(layers, lambda layer: layer, flush)
-        columns = yield from times_of(layers, by_columns, flush)
+    for layers in counted(doing, "layouts of its weights are timed", layers_alike(model)):
+        best = times_of(layers, lambda layer: layer, flush)
+        columns = times_of(layers, by_columns, flush)
         if gains(columns, best):
             best = columns
             turned += layers
         blocked = [layer for layer in layers if id(layer) in in_blocks]
-        times = (yield from times_of(blocked, BlockedLinear, flush)) if blocked else best
+        times = times_of(blocked, BlockedLinear, flush) if blocked else best
         without += [best] * len(layers)
         with_blocks += [times] * len(blocked) + [best] * (len(layers) - len(blocked))
-        yield None
     if are_better(with_blocks, without):
         model.update_modules(
             tree_unflatten([(name, BlockedLinear(layer)) for name, layer in blockable.items()])
@@ -127,16 +126,15 @@ def _lay_out_layers(model: nn.Module, flush: CacheFlush | None) -> Steps[int]:
     return len(turned)
 
 
-def _lay_out_experts(model: nn.Module, flush: CacheFlush | None) -> Steps[None]:
+def _lay_out_experts(model: nn.Module, flush: CacheFlush | None) -> None:
     for alike in experts_alike(model):
         first = next(iter(alike.values()))
-        stored = yield from times_of_experts(first, lambda experts: experts, flush)
-        times = yield from times_of_experts(first, BlockedExperts, flush)
+        stored = times_of_experts(first, lambda experts: experts, flush)
+        times = times_of_experts(first, BlockedExperts, flush)
         if are_better([times], [stored]):
             model.update_modules(
                 tree_unflatten([(name, BlockedExperts(layer)) for name, layer in alike.items()])
             )
-        yield None
 
 
 def are_better(with_blocks: Sequence[Times], without: Sequence[Times]) -> bool:
@@ -192,16 +190,16 @@ def times_of(
     layers: Sequence[nn.Linear],
     laid: Callable[[nn.Linear], nn.Linear],
     flush: CacheFlush | None = None,
-) -> Steps[Times]:
+) -> Times:
     """Of a product with one of `layers`, which are alike, in that layout."""
     sample = [laid(layer) for layer in layers[: -(-SAMPLE // layers[0].weight.nbytes)]]
     times = []
     for rows in ROWS:
-        times.append((yield from seconds(sample, rows, mx.float32, flush)) / len(sample))
+        times.append(seconds(sample, rows, mx.float32, flush) / len(sample))
     outputs = layers[0].weight.shape[0]
     whole = max(1.0, outputs / MOST_OUTPUTS)
     first = part_of(layers[0], (slice(MOST_OUTPUTS),))
-    times.append(whole * (yield from seconds([laid(first)], MANY_ROWS, mx.float32, flush)))
+    times.append(whole * seconds([laid(first)], MANY_ROWS, mx.float32, flush))
     return times
 
 
@@ -220,7 +218,7 @@ def times_of_experts(
     experts: SwitchLinear,
     laid: Callable[[SwitchLinear], SwitchLinear],
     flush: CacheFlush | None = None,
-) -> Steps[Times]:
+) -> Times:
     """Of a product with `experts` in that layout: a row has other ones than the row before, and of
     a prompt's rows each expert has many."""
     count, outputs, inputs = experts.weight.shape
@@ -233,7 +231,7 @@ def times_of_experts(
         starts = [number * together for number in range(parts)]
         cuts = [(slice(start, start + together), slice(most)) for start in starts]
         sample = [laid(part_of(experts, cut)) for cut in cuts]
-        times.append((yield from seconds(sample, rows, mx.float32, flush)) / parts)
+        times.append(seconds(sample, rows, mx.float32, flush) / parts)
     few = laid(part_of(experts, (slice(FEW_EXPERTS), slice(MOST_OUTPUTS))))
-    times.append((yield from seconds([few], MANY_ROWS, mx.float32, flush)))
+    times.append(seconds([few], MANY_ROWS, mx.float32, flush))
     return times

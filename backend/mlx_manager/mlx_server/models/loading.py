@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from mlx_lm.utils import load_adapters
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import (
-    MLXManagerError,
     ModelLoadFailed,
     ModelNotSupported,
     ModelTooLarge,
@@ -35,33 +33,31 @@ from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.building import Plan, build, planned
 from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.files import read_json
 from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.layout import lay_out
-from mlx_manager.mlx_server.models.reading import read
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
 from mlx_manager.mlx_server.models.timing import fastest
-from mlx_manager.mlx_server.models.tokenizers import Tokenizers
+from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.models.weight_files import check_safetensors
 from mlx_manager.mlx_server.models.weights import (
-    WeightsForm,
     activation_dtype,
     convert,
     default_device,
-    evaluated,
+    evaluate,
     forms_of,
     shortlist,
 )
 from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import BROKEN, Steps, beside, finish
+from mlx_manager.mlx_server.utils.progress import Doing, unheard
 from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 ADAPTER_KEYS = ("num_layers", "lora_parameters")
-LONGEST_PROBLEM = 500
-"""Characters of a library's error that are passed on; the log has all of it."""
 KV_SHARE = 0.2
 """Of the limit, that a conversion of the weights leaves for KV pages."""
 
@@ -107,22 +103,9 @@ class Foresight:
 
 
 NONE = Foresight()
-Doing = Callable[[str], object]
-"""Told what a load has begun to do, in the words of a person."""
-
-
-def unheard(doing: str) -> None:
-    """Nobody asks."""
 
 
 def load(
-    source: ModelSource, limits: PoolLimits, ledger: Ledger, recipe: Recipe = AS_IT_IS
-) -> LoadedModel:
-    """Load a model in one go; see `loading`."""
-    return finish(loading(source, limits, ledger, recipe))
-
-
-def loading(
     source: ModelSource,
     limits: PoolLimits,
     ledger: Ledger,
@@ -130,12 +113,13 @@ def loading(
     *,
     foresight: Foresight = NONE,
     prepared: PreparedText | None = None,
-) -> Steps[LoadedModel]:
-    """Load a model a piece at a time, so that others' steps fit in between. On the MLX thread.
+    doing: Doing = unheard,
+) -> LoadedModel:
+    """Load a model, on the MLX thread.
 
-    prepared: what `prepared_text` made of the same source and recipe.
+    prepared: what `prepared_text` made of the same source and recipe. doing: told what is begun.
 
-    The weights stand in the ledger as `weights:<id>`; when it is raised, or closed, they don't.
+    The weights stand in the ledger as `weights:<id>`; when it is raised, they don't.
 
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
@@ -145,24 +129,19 @@ def loading(
     """
     load_fast_blas()
     limits = replace(limits, weights=recipe.weights or limits.weights)
-    found: dict[str, mx.array] = {}
     with explained(source.id):
-        ready = prepared or (
-            yield from beside(partial(prepared_text, source, limits, recipe, ledger.limit))
-        )
+        ready = prepared or prepared_text(source, limits, recipe, ledger.total, doing=doing)
         checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
         check_room(source.id, checked.nbytes, ledger)
         folder = checked.folder
-        model, config = build(checked.plan, found)
-    yield None
+        doing("its modules are made")
+        model, config = build(checked.plan)
     check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
-        yield from read(model, found, folder.weights)
-        found.clear()
+        doing("its weights are read")
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
-        yield None
-        weights, nbytes = yield from settled(model, source.id, limits, ledger, foresight)
+        weights, nbytes = settle(model, source.id, limits, ledger, foresight, doing=doing)
         return LoadedModel(
             source.id,
             folder.path,
@@ -179,21 +158,22 @@ def loading(
         )
 
 
-def settled(
+def settle(
     model: nn.Module,
     model_id: str,
     limits: PoolLimits,
     ledger: Ledger,
     foresight: Foresight = NONE,
-) -> Steps[tuple[WeightsForm, int]]:
+    *,
+    doing: Doing = unheard,
+) -> tuple[WeightsForm, int]:
     """Bring the weights into memory in the form that is fastest; their form, and their bytes as
     the ledger has them from now on."""
-    weights = yield from settle_weights(model, model_id, limits, ledger, foresight)
-    yield None
+    doing("the fastest form of its weights is chosen")
+    weights = settle_weights(model, model_id, limits, ledger, foresight)
     if default_device() == "cpu":
-        layout = yield from lay_out(model)
-        log.info("%s: %s", model_id, layout)
-    yield from evaluated(model)
+        log.info("%s: %s", model_id, lay_out(model, doing=doing))
+    evaluate(model, doing)
     nbytes = bytes_of(model)
     ledger.record(weights_line(model_id), nbytes)
     mx.clear_cache()
@@ -234,13 +214,11 @@ def prepared_text(
     recipe: Recipe,
     most: int,
     *,
-    tokenizers: Tokenizers | None = None,
     doing: Doing = unheard,
 ) -> PreparedText:
     """Read all but the weights: any thread may, for as long as a template or a disk takes.
 
-    most: bytes that its weights may take. tokenizers: where its own may have been made before.
-    doing: told what is begun.
+    most: bytes that its weights may take. doing: told what is begun.
 
     Raises:
         ModelNotSupported, ModelLoadFailed: as `checked_text` does.
@@ -251,8 +229,7 @@ def prepared_text(
     checked = checked_text(source, limits, recipe)
     check_size(source.id, checked.nbytes, most)
     doing("its tokenizer is read")
-    tokenizers = tokenizers or Tokenizers(trust_remote_code=limits.trust_remote_code)
-    tokenizer = tokenizers.text(checked.folder.path)
+    tokenizer = read_tokenizer(checked.folder.path, limits.trust_remote_code)
     doing("its chat template is tried out")
     adapter = get_adapter(checked.plan.config, source.id, tokenizer)
     return PreparedText(checked, tokenizer, adapter)
@@ -352,7 +329,7 @@ def settle_weights(
     limits: PoolLimits,
     ledger: Ledger,
     foresight: Foresight,
-) -> Steps[WeightsForm]:
+) -> WeightsForm:
     """Choose the weights' form and convert them to it, lazily.
 
     Raises:
@@ -368,7 +345,7 @@ def settle_weights(
     if form.keeps:
         reason = "few rows are multiplied as they are stored, many by dense weights"
     elif len(forms) > 1:
-        form, reason = yield from fastest(model, forms, device)
+        form, reason = fastest(model, forms, device)
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)
     return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
@@ -383,7 +360,7 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
     """
     line = weights_line(model_id)
     if not ledger.reserve(line, nbytes):
-        raise crowded(model_id, nbytes, ledger.available(), ledger.limit)
+        raise crowded(model_id, nbytes, ledger.available(), ledger.total)
     loaded = False
     try:
         yield None
@@ -401,9 +378,9 @@ def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
         ModelTooLarge: there is less memory than that.
         OutOfMemory: there will be less left, even after relief.
     """
-    check_size(model_id, nbytes, ledger.limit)
+    check_size(model_id, nbytes, ledger.total)
     if nbytes > (attainable := ledger.attainable()):
-        raise crowded(model_id, nbytes, attainable, ledger.limit)
+        raise crowded(model_id, nbytes, attainable, ledger.total)
 
 
 def check_size(model_id: str, nbytes: int, most: int) -> None:
@@ -425,13 +402,13 @@ def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -
     """
     needed = bytes_of(model) + working
     said = f"The weights of {model_id} and what its steps work on take {sized(needed)}, and "
-    if needed > ledger.limit:
+    if needed > ledger.total:
         raise ModelTooLarge(
-            f"{said}the memory limit is {sized(ledger.limit)} (MLX_SERVER_MEMORY_LIMIT_GB)."
+            f"{said}the memory limit is {sized(ledger.total)} (MLX_SERVER_MEMORY_LIMIT_GB)."
         )
     if needed > (attainable := ledger.attainable()):
         raise OutOfMemory(
-            f"{said}{sized(attainable)} of {sized(ledger.limit)} are left beside the models in use "
+            f"{said}{sized(attainable)} of {sized(ledger.total)} are left beside the models in use "
             "or pinned.",
             retry_after=10,
         )
@@ -448,22 +425,3 @@ def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:
         "left beside the models in use or pinned.",
         retry_after=10,
     )
-
-
-@contextmanager
-def explained(model_id: str) -> Iterator[None]:
-    """Turn what the libraries raise into an error that says which model, and what is wrong."""
-    try:
-        yield None
-    except MLXManagerError:
-        raise
-    except BROKEN as error:
-        log.info("loading %s failed", model_id, exc_info=error)
-        raise ModelLoadFailed(f"{model_id} can't be loaded: {problem(error)}") from error
-
-
-def problem(error: Exception) -> str:
-    """What a library says is wrong, which may be a line for each of a thousand weights."""
-    said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-    said = said.strip() or type(error).__name__
-    return said if len(said) <= LONGEST_PROBLEM else f"{said[:LONGEST_PROBLEM]} ..."

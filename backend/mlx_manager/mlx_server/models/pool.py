@@ -3,186 +3,88 @@
 What the owner's file says of single models is read here, again whenever somebody asks for it; what
 it can't change while a model is loaded takes effect once that model is idle.
 
-Loads run piece by piece on the MLX thread, between the steps of models that are answering. One
-load a model, however many ask for it; who asks for a model that does not fit beside those in use
-waits for them to be given back, for a while.
+Each model is loaded by a worker, a process of its own (`models.loads`). One load a model, however
+many ask for it; who asks for a model that does not fit beside those in use waits for them to be
+given back, for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
-import mlx.core as mx
-
-from mlx_manager.mlx_server.config import CatalogSources, PoolLimits
+from mlx_manager.mlx_server.config import (
+    CatalogSources,
+    EngineLimits,
+    MLXServerSettings,
+    PoolLimits,
+)
 from mlx_manager.mlx_server.core import Kind, Overlay, RowStatus
 from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ModelInUse,
-    ModelLoadFailed,
-    ModelLoadStalled,
     ModelNotFound,
-    OutOfMemory,
     StorageFailed,
 )
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
-from mlx_manager.mlx_server.models.encoder_loading import (
-    LoadedEncoder,
-    PreparedEncoder,
-    checked_encoder,
-    loading_encoder,
-    prepared_encoder,
-)
 from mlx_manager.mlx_server.models.kinds import wrong_kind
-from mlx_manager.mlx_server.models.loading import (
-    NONE,
-    Checked,
-    Foresight,
-    LoadedModel,
-    PreparedText,
-    check_room,
-    checked_text,
-    explained,
-    loading,
-    prepared_text,
-    weights_line,
-)
+from mlx_manager.mlx_server.models.loads import PATIENCE, Loads, Start
 from mlx_manager.mlx_server.models.policy import Policy
-from mlx_manager.mlx_server.models.rehearsal import Rehearsals
-from mlx_manager.mlx_server.models.residents import ModelBackend, Resident, Residents
-from mlx_manager.mlx_server.models.settings import NEVER, Recipe, Wishes, read_models_file
+from mlx_manager.mlx_server.models.residents import Resident, Residents
+from mlx_manager.mlx_server.models.settings import NEVER, Wishes, read_models_file
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
-from mlx_manager.mlx_server.models.streams import on_stream, side_stream
-from mlx_manager.mlx_server.models.tokenizers import Tokenizers
-from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Job
-from mlx_manager.mlx_server.utils.memory import (
-    Ledger,
-    Relief,
-    clear_cache,
-    default_limit,
-    device_memory,
-    gigabytes,
-    in_words,
-    out_of_reach,
-    set_memory_limit,
-    wire,
-    working_line,
-)
+from mlx_manager.mlx_server.utils.broken import explained
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.pressure import Pressure, is_told
-from mlx_manager.mlx_server.utils.steps import (
-    BROKEN,
-    Aside,
-    Done,
-    Steps,
-    advance,
-    beside,
-    whereabouts,
-)
-from mlx_manager.mlx_server.utils.text import sized
+from mlx_manager.mlx_server.workers.messages import DropPrefixes
+from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings, start_process
 
 T = TypeVar("T")
 P = ParamSpec("P")
-PATIENCE = 60.0
-"""Seconds that a load waits for models in use to be given back."""
 LOOK_AT_MEMORY = 10.0
 """Seconds between two looks at how short of memory a Mac is, while nobody is answered."""
 DISK_AT_ONCE = 8
 """Threads that look at the disk for the catalog: one that hangs must not keep the others from it,
 nor the program from its end."""
-QUIET = 2.0
-"""Seconds without a request after which something is made ahead; most of it takes less than one."""
-SLOW_PIECE = 0.02
-"""Seconds of a load in one go, on the MLX thread, that the log tells of: others waited for it."""
-REHEARSED_BESIDES = 2**30
-"""Bytes, and an eighth of the weights', for what steps work on when a model is loaded by a process
-of its own."""
+MOST_OFTEN, LEAST_OFTEN = 0.05, 1.0
+"""Seconds between two looks for workers that hang."""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How models of a kind are loaded.
-
-    check: raises what is wrong with a model's files. prepare: reads all but the weights, or raises
-    that. tokenizer: reads it, or has it.
-    """
-
-    check: Callable[[ModelSource, PoolLimits, Recipe], Checked]
-    prepare: Callable[..., PreparedText | PreparedEncoder]
-    loading: Callable[..., Steps[LoadedModel | LoadedEncoder]]
-    tokenizer: Callable[[Tokenizers, Path], object]
-
-
-TEXT = Way(checked_text, prepared_text, loading, Tokenizers.text)
-ENCODER = Way(
-    lambda source, _, recipe: checked_encoder(source, recipe),
-    prepared_encoder,
-    loading_encoder,
-    Tokenizers.encoder,
-)
-
-
-def way_of(source: ModelSource) -> Way:
-    return ENCODER if source.kind in ("embedding", "reranker") else TEXT
-
-
-class Thread(Protocol):
-    """The MLX thread: everything that touches arrays runs there."""
-
-    async def call(self, function: Callable[[], T]) -> T: ...
-
-    def after_step(self, function: Callable[[], None]) -> None: ...
-
-
 class ModelPoolManager:
-    """Hands out loaded models. Its methods run in asyncio, `_on_mlx` ones on the MLX thread.
+    """Hands out loaded models. Its methods run in asyncio.
 
     To make one reads the disk, as the catalog does.
-    make_backend: its steps are run on the MLX thread. foresight: what is known of a model that it
-    will run. wishes: the owner's, of single models, kept up to date here; None: what their file
-    says.
-    rehearsals: of first loads; None: there is nothing to rehearse.
+    wishes: the owner's, of single models, kept up to date here; None: what their file says.
+    start: starts a worker.
     """
 
     def __init__(
         self,
         limits: PoolLimits,
         sources: CatalogSources,
-        thread: Thread,
-        make_backend: Callable[[LoadedModel | LoadedEncoder, Ledger], Steps[ModelBackend]],
+        engine: EngineLimits | None = None,
         *,
-        foresight: Foresight = NONE,
         wishes: Wishes | None = None,
-        rehearsals: Rehearsals | None = None,
         catalog: Catalog | None = None,
+        start: Start = start_process,
+        log_settings: LogSettings = NO_LOG,
         patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models_file = sources.models_file
-        self.ledger = Ledger(limits.memory_limit or default_limit())
-        self.ledger.add_relief(Relief.IDLE_MODELS, self._relieve_on_mlx, self._spare)
         self.catalog = catalog or Catalog(sources)
         self._default = sources.default_model
         self._aliases = sources.model_aliases
-        self._limits = limits
-        self._thread = thread
-        self._make_backend = make_backend
-        self._foresight = foresight
-        self._rehearsals = rehearsals
-        self._patience = patience
         self._residents = Residents(clock)
         self._policy = Policy(
             wishes or Wishes(read_models_file(sources.models_file)),
@@ -190,25 +92,25 @@ class ModelPoolManager:
             self.catalog,
             self._residents,
         )
+        self._loads = Loads(
+            limits,
+            engine or EngineLimits(),
+            self._source,
+            self._policy,
+            self._residents,
+            start=start,
+            log_settings=log_settings,
+            patience=patience,
+        )
+        self.grants = self._loads.grants
+        self._returns = self._loads.returns
         self._reading = asyncio.Lock()
         self._preloads: set[asyncio.Task[None]] = set()
         self._looks: set[asyncio.Task[object]] = set()
-        self._loads_done: Counter[str] = Counter()
-        self._unloads_done: Counter[str] = Counter()
-        self._loads: dict[str, asyncio.Task[None]] = {}
-        self._stuck: dict[str, Job[None]] = {}
         self._disk = DaemonThreads(DISK_AT_ONCE)
-        self._loading = asyncio.Lock()
-        self._returns = Returns()
-        self._tokenizers = Tokenizers(limits.max_models, trust_remote_code=limits.trust_remote_code)
-        self._looked_at: set[str] = set()
-        # Of the MLX thread, hence made there.
-        self._beside: mx.Stream | None = None
-        self._undo_limit = set_memory_limit(self.ledger.limit)
         self._pressed = Pressure.NORMAL
         # Before any name is asked about.
         self.catalog.configure(self._policy.models)
-        self._tell("ready to load models")
 
     # -- asking for a model --------------------------------------------------------------------
 
@@ -240,7 +142,8 @@ class ModelPoolManager:
         engine = self._policy.engine_of(name)
         resident = self._residents.lease(engine) or await self._lease_loaded(engine, kind)
         try:
-            self._check_kind(name, resident.loaded.kind, kind)
+            self._check_kind(name, resident.facts.kind, kind)
+            self.grants.tell(resident.worker)
             yield resident
         finally:
             self._residents.give_back(resident)
@@ -255,7 +158,7 @@ class ModelPoolManager:
                     if kind is not None:
                         source = await self._on_disk(self.catalog.find, name)
                         self._check_kind(name, source.kind, kind)
-                    await self._load_once(name)
+                    await self._loads.once(name)
             return resident
         finally:
             if resident is None and name in self._residents:
@@ -313,7 +216,7 @@ class ModelPoolManager:
         """What is drawn by where a request is silent: what the owner has set, and for a model that
         is loaded what its makers say."""
         resident = self._residents.get(self._policy.engine_of(model_id))
-        makers = {} if resident is None else resident.sampling
+        makers = {} if resident is None else resident.facts.sampling
         return {**makers, **self._policy.sampling(model_id)}
 
     def _check_kind(self, model_id: str, kind: Kind | None, wanted: Kind | None) -> None:
@@ -343,26 +246,39 @@ class ModelPoolManager:
         found = (status for status in await self.models() if status.id == name)
         return next(found, None) or self._status(await self._on_disk(self.catalog.find, name), None)
 
+    async def look(self) -> None:
+        """Have workers tell their figures, which `rows`, `figures` and `status` then know."""
+        await self._loads.look()
+
     def rows(self) -> list[RowStatus]:
-        """Every row of every model that has not ended."""
-        return [row for resident in self._residents.all() for row in resident.backend.rows()]
+        """Every row of every model that had not ended at the last look."""
+        return [row for r in self._residents.all() for row in r.worker.figures.rows]
+
+    def workers(self) -> dict[str, int]:
+        """Return the ids of the models' processes, by model."""
+        return {r.id: r.worker.process.pid for r in self._residents.all()}
 
     def figures(self) -> dict[str, Any]:
-        """`ledger` and `mlx` in bytes; `engines`, and `loads` and `unloads` so far, by model."""
-        return {
-            "ledger": self.ledger.figures(),
-            "mlx": self.ledger.usage(),
-            "engines": {r.id: asdict(r.backend.stats()) for r in self._residents.all()},
-            "loads": dict(self._loads_done),
-            "unloads": dict(self._unloads_done),
-        }
+        """`ledger` and `mlx` in bytes; `engines`, `loads`, `unloads` and `failures` so far, and
+        the reasons of those that are left `down`, by model. As at the last look."""
+        return self._loads.figures()
+
+    def failure(self, model_id: str) -> str | None:
+        """Return why a model is left down; None if it is not."""
+        return self._loads.strikes.reason(self._policy.engine_of(self.resolve(model_id)))
+
+    def doing(self, model_id: str) -> str | None:
+        """Return what a model's load is at; None if it is not being loaded."""
+        return self._loads.doing(self._policy.engine_of(self.resolve(model_id)))
 
     def _status(self, source: ModelSource, resident: Resident | None) -> ModelStatus:
         settings = self._policy.of(source.id)
+        engine = self._policy.engine_of(source.id)
         context = min(source.context_length, settings.context_length or source.context_length)
+        doing, failure = self._loads.doing(engine), self._loads.strikes.reason(engine)
         status = ModelStatus(
             source.id,
-            "loading" if self._policy.engine_of(source.id) in self._loads else "loadable",
+            "loading" if doing is not None else "down" if failure is not None else "loadable",
             source.origin,
             source.family,
             source.model_type,
@@ -374,35 +290,35 @@ class ModelPoolManager:
             preload=settings.preload,
             ttl=self._policy.ttl(source.id),
             kind=source.kind,
+            doing=doing,
+            failure=failure,
         )
         if resident is None:
             return status
-        loaded = resident.loaded
+        facts = resident.facts
         shares = resident.id != source.id
         if shares:
-            context = min(loaded.context_length, settings.context_length or loaded.context_length)
+            context = min(facts.context_length, settings.context_length or facts.context_length)
         return replace(
             status,
             state="loaded",
-            family=loaded.family,
-            context_length=context if shares else loaded.context_length,
-            nbytes=loaded.nbytes,
-            weights=loaded.weights,
+            family=facts.family,
+            context_length=context if shares else facts.context_length,
+            nbytes=facts.nbytes,
+            weights=facts.weights,
             leases=resident.leases,
             recipe=settings.recipe if shares else resident.recipe,
             idle=None if resident.leases else self._residents.idle_for(resident),
             outdated=self._policy.is_outdated(resident),
             memory={} if shares else self._memory(resident.id),
-            kind=loaded.kind,
-            sampling=self.sampling(source.id) if loaded.kind == "text" else {},
-            thinks=loaded.adapter.thinks(loaded.tokenizer)
-            if isinstance(loaded, LoadedModel)
-            else None,
+            kind=facts.kind,
+            sampling=self.sampling(source.id) if facts.kind == "text" else {},
+            thinks=facts.thinks,
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:
         """The ledger's lines of a model, in bytes: weights, pages, states, prefill, snapshots."""
-        lines = ((*line.partition(":"), n) for line, n in self.ledger.figures().items())
+        lines = ((*line.partition(":"), n) for line, n in self.figures()["ledger"].items())
         return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -419,7 +335,8 @@ class ModelPoolManager:
             ModelNotFound: nothing of that name is offered.
         """
         name = self._policy.engine_of(self.resolve(model_id))
-        if name in self._loads:
+        self._loads.strikes.forget(name)
+        if name in self._loads.under_way:
             raise ModelInUse(f"{name} is being loaded.", param="model")
         gone = await self._evict(lambda r: r.id == name)
         if gone is not None:
@@ -498,27 +415,24 @@ class ModelPoolManager:
         name = None
         if model_id is not None:
             name = self._policy.engine_of((await self.status(model_id)).id)
-        return await self._thread.call(partial(self._clear_prefixes_on_mlx, name))
+        freed: dict[str, int] = {}
+        for resident in self._residents.all():
+            if name in (None, resident.id):
+                with suppress(MLXManagerError):
+                    freed[resident.id] = await resident.worker.ask(DropPrefixes())
+        return freed
 
     async def tend(self) -> None:
-        """Preload what is to be, unload what has been idle for too long, and make ahead, while
-        nobody is answered, what would hold streams up; until cancelled."""
+        """Preload what is to be, and unload what has been idle for too long; until cancelled."""
         await self._tell_unknown()
         self._preload(self._preloaded())
-        complete_at = -1
         while True:
             seen = self._returns.count
             rest = await self.expire()
             if is_told():
                 await self._mind_others()
                 rest = LOOK_AT_MEMORY if rest is None else min(rest, LOOK_AT_MEMORY)
-            if complete_at == seen or not self._is_quiet():
-                await self._returns.wait(seen, rest)
-                continue
-            await self._returns.wait(seen, QUIET if rest is None else min(rest, QUIET))
-            still = self._returns.count == seen and self._is_quiet()
-            if still and not await self._make_one_ahead():
-                complete_at = seen
+            await self._returns.wait(seen, rest)
 
     async def expire(self) -> float | None:
         """Unload what has been idle for too long, or must be loaded anew, which what is preloaded
@@ -538,7 +452,7 @@ class ModelPoolManager:
 
     async def _mind_others(self) -> None:
         """Give up what is only kept for reuse when other programs have come to want the memory."""
-        before, self._pressed = self._pressed, self.ledger.pressure()
+        before, self._pressed = self._pressed, self._loads.pressure()
         if self._pressed > max(before, Pressure.NORMAL):
             freed = await self.clear_prefixes(None)
             log.info("other programs want memory: prompts are kept no more: %s", freed)
@@ -546,62 +460,21 @@ class ModelPoolManager:
     async def _evict(self, fits: Callable[[Resident], bool]) -> Unloaded | None:
         """Free the least recently used idle model of those that fit, pinned ones too: none that
         waits for room could have made those go."""
-        gone = await self._thread.call(partial(self._evict_on_mlx, fits))
-        if gone is not None:
-            self._returns.announce()
+        resident = self._residents.remove_idle(fits)
+        if resident is None:
+            return None
+        gone = await self._loads.unload(resident)
+        self._returns.announce()
         return gone
 
-    async def complete(self) -> None:
-        """Make what the first request for JSON needs, of every model in memory: before anybody is
-        answered, since Python's lock is held for up to a second a model."""
-        while await self._complete_one():
-            pass
-
-    async def make_ahead(self) -> None:
-        """All at once what `tend` has made while nobody is answered."""
-        while await self._make_one_ahead():
-            pass
-
-    async def _make_one_ahead(self) -> bool:
-        """Something that Python's lock is held for, up to a second: of a model in memory what its
-        first request for JSON needs, then tokenizers of models on disk. False: nothing is left."""
-        if await self._complete_one():
-            return True
-        # Their own code is run for who asks for them.
-        if self._limits.trust_remote_code or self._tokenizers.full:
-            return False
-        for source in await self._on_disk(self.catalog.models):
-            new = source.id not in self._looked_at and source.id not in self._residents
-            useful = source.origin != "embedded" and source.nbytes <= self.ledger.limit
-            if new and useful and source.path is not None:
-                self._looked_at.add(source.id)
-                read = way_of(source).tokenizer
-                await self._tried(source.id, partial(read, self._tokenizers, source.path))
-                return True
-        return False
-
-    async def _complete_one(self) -> bool:
-        for resident in self._residents.all():
-            if not resident.complete:
-                resident.complete = True
-                await self._tried(resident.id, resident.backend.make_ahead)
-                return True
-        return False
-
-    async def _tried(self, model_id: str, make: Callable[[], object]) -> None:
-        """Who asks for it hears what is wrong."""
-        try:
-            await Job(make).result(self._limits.load_timeout)
-        except (MLXManagerError, *BROKEN) as error:
-            # A TimeoutError among them.
-            log.debug("%s: not made ahead: %s", model_id, error or type(error).__name__)
-
-    def _is_quiet(self) -> bool:
-        return not self._loads and len(self._idle()) == len(self._residents.all())
+    async def end_hanging(self, seconds: float) -> None:
+        """End the workers that do no step for so long while there is work; until cancelled."""
+        while seconds:
+            self._loads.end_hanging(seconds)
+            await asyncio.sleep(max(MOST_OFTEN, min(seconds / 10, LEAST_OFTEN)))
 
     def _idle(self) -> list[Resident]:
-        residents = self._residents
-        return [resident for resident in residents.all() if not residents.in_use(resident)]
+        return self._residents.idle()
 
     async def reload(self) -> Reloaded:
         """Read the models' settings again. What is idle and made otherwise is unloaded.
@@ -615,6 +488,7 @@ class ModelPoolManager:
             # What it names is known before its patterns of names count.
             await self._on_disk(self.catalog.configure, new)
             self._policy.follow(new)
+            self._loads.strikes.forget()
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
             self._returns.announce()
@@ -667,55 +541,12 @@ class ModelPoolManager:
                 await self.get_model(model_id)
 
     async def close(self) -> None:
-        """Abandon loads and free every model, in use or not; MLX has the limit that it had."""
-        tasks = [*self._preloads, *self._looks, *self._loads.values()]
+        """Abandon loads and end every worker, in use or not."""
+        tasks = [*self._preloads, *self._looks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._thread.call(self._close_on_mlx)
-
-    # -- loading -------------------------------------------------------------------------------
-
-    async def _load_once(self, model_id: str) -> None:
-        """Wait for the one load of this model; it goes on if this caller gives up."""
-        load = self._loads.get(model_id)
-        if load is None:
-            load = asyncio.create_task(self._load(model_id), name=f"load {model_id}")
-            self._loads[model_id] = load
-            load.add_done_callback(partial(self._loaded, model_id))
-        await asyncio.shield(load)
-
-    def _loaded(self, model_id: str, load: asyncio.Task[None]) -> None:
-        del self._loads[model_id]
-        if load.cancelled():
-            return
-        # Everybody who waited may have gone: the failure is logged, and so retrieved, here, and the
-        # time that the model may be idle begins.
-        if (error := load.exception()) is not None:
-            level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
-            log.log(level, "%s was not loaded: %s", model_id, error)
-        else:
-            self._returns.announce()
-
-    async def _load(self, model_id: str) -> None:
-        # A download takes its time: patience begins when it is done.
-        await self._source(model_id)
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._patience
-        while True:
-            seen = self._returns.count
-            # The settings may have been read again meanwhile. If they are from here on, the model
-            # is outdated by its recipe, whatever is found for its source.
-            recipe = self._policy.of(model_id).recipe
-            try:
-                return await self._load_pieces(await self._source(model_id), recipe)
-            except MLXManagerError as error:
-                if not isinstance(error, OutOfMemory) or loop.time() >= give_up:
-                    raise without_frames(error) from None
-                in_use = any(map(self._residents.in_use, self._residents.all()))
-                if not in_use and seen == self._returns.count:
-                    raise without_frames(error) from None
-            await self._returns.wait(seen, give_up - loop.time())
+        await self._loads.close()
 
     async def _source(self, model_id: str) -> ModelSource:
         """Where the model is on disk, now if it was not."""
@@ -739,290 +570,10 @@ class ModelPoolManager:
         self.catalog.rescan()
         return path
 
-    async def _load_pieces(self, source: ModelSource, recipe: Recipe) -> None:
-        """Load between other models' steps and beside them, one model at a time.
-
-        All but the weights is read before: nobody waits for room for what can't be loaded, nor for
-        a file or a template that never ends.
-        """
-        prepared = await self._prepared(source, recipe)
-        async with self._loading:
-            load = self._bring_on_mlx(source, recipe, prepared)
-            steps = self._beside_on_mlx(load)
-            try:
-                while True:
-                    match await self._thread.call(partial(_next_piece, source.id, steps, load)):
-                        case Done():
-                            return
-                        case Aside() as aside:
-                            await self._done_aside(source.id, aside, lambda: whereabouts(load))
-                        case None:
-                            pass
-            finally:
-                await self._thread.call(partial(_end_load, steps))
-
-    async def _prepared(
-        self, source: ModelSource, recipe: Recipe
-    ) -> PreparedText | PreparedEncoder:
-        """Return the prepared parts of a model's small files, or raise an error that says what is
-        wrong with these files."""
-        doing = ["it is begun"]
-
-        def prepare() -> PreparedText | PreparedEncoder:
-            with explained(source.id):
-                return way_of(source).prepare(
-                    source,
-                    self._limits,
-                    recipe,
-                    self.ledger.limit,
-                    tokenizers=self._tokenizers,
-                    doing=doing.append,
-                )
-
-        aside = Aside(prepare)
-        await self._done_aside(source.id, aside, lambda: doing[-1])
-        return aside.result()
-
-    async def _done_aside(
-        self, model_id: str, aside: Aside[Any], whereabouts: Callable[[], str]
-    ) -> None:
-        """Have it done beside other models' steps.
-
-        Raises:
-            ModelLoadStalled: it takes longer than a load may go without getting further.
-        """
-        stuck = self._stuck.pop(model_id, None)
-        if stuck is not None and stuck.alive:
-            self._stuck[model_id] = stuck
-            raise ModelLoadStalled(
-                f"The last attempt to load {model_id} still hangs, on a disk that does not answer "
-                "it seems. Mend that, or start the server again."
-            )
-        job = Job(partial(aside.run, self._thread.after_step))
-        try:
-            await job.result(self._limits.load_timeout)
-        except TimeoutError:
-            self._stuck[model_id] = job
-            limit = self._limits.load_timeout
-            raise ModelLoadStalled(
-                f"The load of {model_id} got no further for {limit:g} s "
-                f"(MLX_SERVER_LOAD_TIMEOUT_SECONDS), after this had begun: {whereabouts()}."
-            ) from None
-
-    def _make_place_on_mlx(self) -> None:
-        """Evict until one more model may be loaded."""
-        while len(self._residents.all()) >= self._limits.max_models:
-            if not self._evict_on_mlx():
-                raise OutOfMemory(self._crowd(), retry_after=10)
-
-    def _crowd(self) -> str:
-        residents = self._residents.all()
-        in_use = sum(map(self._residents.in_use, residents))
-        pinned = sum(1 for resident in residents if self._policy.is_pinned(resident.id))
-        return (
-            f"{len(residents)} models are loaded, {in_use} in use and {pinned} pinned, and no more "
-            "may be (MLX_SERVER_MAX_MODELS)."
-        )
-
-    def _beside_on_mlx(self, load: Steps[None]) -> Steps[None]:
-        if self._beside is None or any(job.alive for job in self._stuck.values()):
-            # What still hangs may be computing on the one before.
-            self._beside = side_stream()
-        return (yield from on_stream(self._beside, load))
-
-    def _bring_on_mlx(
-        self, source: ModelSource, recipe: Recipe, prepared: PreparedText | PreparedEncoder
-    ) -> Steps[None]:
-        """Make place, load a model, make its backend, and take it among the residents."""
-        begun = time.perf_counter()
-        if self.ledger.pressure() is Pressure.CRITICAL:
-            raise out_of_reach(f"{source.id} is not loaded")
-        way = way_of(source)
-        # No model goes for one that can't be loaded.
-        check_room(source.id, prepared.checked.nbytes, self.ledger)
-        self._make_place_on_mlx()
-        yield from self._rehearse_on_mlx(source, recipe, prepared.checked.nbytes)
-        with self._blaming_the_device(source.id):
-            loaded = yield from way.loading(
-                source,
-                self._limits,
-                self.ledger,
-                recipe,
-                foresight=self._foresight,
-                prepared=prepared,
-            )
-            backend: ModelBackend | None = None
-            try:
-                backend = yield from self._make_backend(loaded, self.ledger)
-            finally:
-                if backend is None:
-                    self.ledger.record(weights_line(loaded.id), 0)
-        self._residents.add(Resident(loaded.id, loaded, backend, source, recipe))
-        self._wire_on_mlx()
-        self._loads_done[loaded.id] += 1
-        if self._rehearsals is not None:
-            yield from beside(partial(self._rehearsals.note, source, recipe))
-        took = time.perf_counter() - begun
-        self._tell(
-            f"{loaded.id} is loaded in {took:.1f} s: {gigabytes(loaded.nbytes)} of weights, "
-            f"{loaded.weights.name} ({loaded.weights.reason})",
-            model=loaded.id,
-            seconds=round(took, 3),
-            weights_bytes=loaded.nbytes,
-        )
-
-    def _tell(self, said: str, **facts: object) -> None:
-        """Log what has happened, and what MLX holds now: in words, and in bytes for machines."""
-        usage = self.ledger.usage()
-        told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
-        log.info("%s; %s", said, in_words(usage), extra={"facts": {**facts, **told}})
-
-    @contextmanager
-    def _blaming_the_device(self, model_id: str) -> Iterator[None]:
-        """That others have filled the device says nothing of the model.
-
-        Raises:
-            OutOfMemory: the device had no more memory.
-        """
-        try:
-            yield None
-        except (RuntimeError, ModelLoadFailed) as error:
-            if not self.ledger.heed(error):
-                raise
-            raise OutOfMemory(
-                f"The device has no more memory for {model_id}. Other programs use it, too: of its "
-                f"{sized(device_memory())} models get {sized(self.ledger.limit)} now.",
-                retry_after=10,
-            ) from error
-
-    def _rehearse_on_mlx(self, source: ModelSource, recipe: Recipe, nbytes: int) -> Steps[None]:
-        """Have a process of its own load a model that is new to this machine, if somebody is being
-        answered who would wait for what it compiles."""
-        if self._rehearsals is None or not self.rows():
-            return
-        if (yield from beside(partial(self._rehearsals.is_due, source, recipe))):
-            least = nbytes + nbytes // 8 + REHEARSED_BESIDES
-            with self.ledger.lending(f"rehearsal:{source.id}", least) as lent:
-                if lent:
-                    yield from self._rehearsals.running(source.id, lent)
-
-    # -- on the MLX thread ---------------------------------------------------------------------
-
-    def _relieve_on_mlx(self, lacking: int) -> None:
-        """Evict idle models, the least recently used first, until the bytes are there."""
-        enough = self.ledger.available() + lacking
-        while self.ledger.available() < enough and self._evict_on_mlx():
-            pass
-
-    def _spare(self) -> int:
-        """Bytes that the idle models which may go have, less their pages."""
-        lines = self.ledger.figures()
-        idle = (resident.id for resident in self._idle() if self._policy.may_make_place(resident))
-        return sum(lines.get(f(id), 0) for id in idle for f in (weights_line, working_line))
-
-    def _evict_on_mlx(self, fits: Callable[[Resident], bool] | None = None) -> Unloaded | None:
-        """Free the least recently used idle model of those that fit, or are not pinned."""
-        remove = partial(self._residents.remove_idle, fits or self._policy.may_make_place)
-        return self._free_on_mlx(remove)
-
-    def _close_on_mlx(self) -> None:
-        while self._free_on_mlx(self._residents.remove_any):
-            pass
-        self._undo_limit()
-
-    def _free_on_mlx(self, remove: Callable[[], Resident | None]) -> Unloaded | None:
-        resident = remove()
-        if resident is None:
-            return None
-        model_id, nbytes, leases = resident.id, resident.loaded.nbytes, resident.leases
-        before = self.ledger.usage()["active"]
-        self._unloads_done[model_id] += 1
-        resident.backend.close()
-        self.ledger.record(weights_line(resident.id), 0)
-        # The last reference, but for those among modules and bound methods of their own.
-        del resident
-        gc.collect()
-        clear_cache()
-        after = self.ledger.usage()["active"]
-        self._wire_on_mlx()
-        gone = Unloaded(model_id, nbytes, before, after)
-        freed = gigabytes(max(0, gone.before - gone.after))
-        self._tell(f"{model_id} is unloaded: {freed} are free again", model=model_id)
-        # What another load reads meanwhile, or a caller that is cut off holds on to, is no leak.
-        quiet = not self._loads and not leases
-        if quiet and gone.before - gone.after < nbytes:
-            whole = gigabytes(nbytes)
-            log.warning("of the weights of %s, %s, not all came back", model_id, whole)
-        return gone
-
-    def _wire_on_mlx(self) -> None:
-        """Have macOS keep the weights in memory, if the owner wants that."""
-        if self._limits.wire_weights:
-            wire(sum(resident.loaded.nbytes for resident in self._residents.all()))
-
-    def _clear_prefixes_on_mlx(self, model_id: str | None) -> dict[str, int]:
-        freed: dict[str, int] = {}
-        for resident in self._residents.all():
-            if model_id in (None, resident.id):
-                before = sum(self._memory(resident.id).values())
-                resident.backend.drop_prefixes()
-                freed[resident.id] = before - sum(self._memory(resident.id).values())
-        clear_cache()
-        return freed
-
-
-def without_frames(error: MLXManagerError) -> MLXManagerError:
-    """The error without its tracebacks, whose frames would keep a model's weights alive."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
-
-
-def _next_piece(
-    model_id: str, steps: Steps[None], load: Steps[None]
-) -> Done[None] | Aside[Any] | None:
-    """The next of `steps`, which are those of `load` on a stream."""
-    begun = time.perf_counter()
-    piece = advance(steps)
-    taken = time.perf_counter() - begun
-    if taken > SLOW_PIECE:
-        log.debug("loading %s: %.0f ms up to %s", model_id, 1e3 * taken, whereabouts(load))
-    return piece
-
-
-def _end_load(steps: Steps[None]) -> None:
-    """Modules draw their weights when they are made, and the files' come instead before any is
-    computed. By what they were to be drawn goes with them: MLX would keep each key for the sake of
-    the next one, 100 KB a load and more, for ever."""
-    steps.close()
-    mx.random.seed(0)
-
-
-class Returns:
-    """Counts the leases given back, and wakes who waits for the next."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._next = asyncio.Event()
-
-    def announce(self) -> None:
-        self.count += 1
-        self._next.set()
-
-    async def wait(self, seen: int, seconds: float | None) -> None:
-        """Until `count` exceeds `seen`, or the seconds have passed."""
-        if self.count > seen:
-            return
-        self._next.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._next.wait()
-
 
 @cache
 def get_model_pool() -> ModelPoolManager:
-    """A pool of the process's own, for scripts, by the environment's settings.
-
-    `main` composes it. It is asked by name, since nothing here may import what stands above.
-    """
-    main = importlib.import_module("mlx_manager.mlx_server.main")
-    return cast(ModelPoolManager, main.make_script_pool())
+    """A pool of the process's own, for scripts, by the environment's settings; it lasts as they
+    do."""
+    settings = MLXServerSettings()
+    return ModelPoolManager(settings.pool, settings.catalog, settings.engine)

@@ -1,79 +1,45 @@
 """The models in memory, and who uses them.
 
-The one table that two threads share: asyncio takes and gives back leases, the MLX thread adds
-models and removes idle ones. A lock, held for a few lines at a time, makes "nobody uses it, so it
-goes" one step: no model in use is ever evicted, nor one that somebody has waited for and not had.
+Several threads share this table: asyncio takes and gives back leases, and a worker's connection
+removes what has died or goes for another. A lock, held for a few lines at a time, makes "nobody
+uses it, so it goes" one step: no model in use is ever evicted, nor one that somebody has waited for
+and not had.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import RowStatus, TokenizerInfo
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
-from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.facts import ModelFacts
 from mlx_manager.mlx_server.models.settings import Recipe
-
-
-class ModelBackend(Protocol):
-    """A backend whose model this process holds. What it answers depends on the model's kind."""
-
-    def tokenizer_info(self) -> TokenizerInfo:
-        """What clients need to know of the tokenizer."""
-        ...
-
-    def rows(self) -> list[RowStatus]:
-        """Every row that has not ended. Any thread may ask."""
-        ...
-
-    def stats(self) -> Any:
-        """Figures of its engine, a dataclass."""
-        ...
-
-    def make_ahead(self) -> None:
-        """Make what a request may need and would hold every stream up for. Any thread may ask."""
-        ...
-
-    def drop_prefixes(self) -> None:
-        """Forget the prompts that are kept for reuse. On the MLX thread."""
-        ...
-
-    def close(self) -> None:
-        """Fail what is running and free everything. On the MLX thread."""
-        ...
+from mlx_manager.mlx_server.workers.proxy import Proxy
+from mlx_manager.mlx_server.workers.worker import Worker
 
 
 @dataclass(eq=False, slots=True)
 class Resident:
     """A loaded model, where it came from and what it was made by.
 
-    backend: a `ModelBackend` that answers what `loaded.kind` says; who leases it names that kind.
-    complete: whether its backend was told to make ahead what it can.
     The rest belongs to `Residents`: `uses` counts everybody's uses up to its last one, which was
     at `used_at` by the clock.
     """
 
     id: str
-    loaded: LoadedModel | LoadedEncoder
-    backend: Any
+    facts: ModelFacts
+    backend: Proxy
     source: ModelSource
     recipe: Recipe
-    complete: bool = field(default=False, init=False)
+    worker: Worker
     leases: int = field(default=0, init=False)
     uses: int = field(default=0, init=False)
     used_at: float = field(default=0.0, init=False)
-
-    @property
-    def sampling(self) -> Mapping[str, float]:
-        """What its makers have it drawn by."""
-        return self.loaded.sampling if isinstance(self.loaded, LoadedModel) else {}
 
 
 class Residents:
@@ -99,6 +65,10 @@ class Residents:
         """The model, which may go at any time; None if it is not here."""
         with self._lock:
             return self._models.get(model_id)
+
+    def of(self, worker: Worker) -> Resident | None:
+        """Return the model in that worker; None if it is not here."""
+        return next((r for r in self.all() if r.worker is worker), None)
 
     def lease(self, model_id: str) -> Resident | None:
         """The model, which stays until it is given back; None if it is not here."""
@@ -130,6 +100,12 @@ class Residents:
             resident.leases -= 1
             self._touch(resident)
 
+    def idle(self) -> list[Resident]:
+        """Those that nobody uses, the least recently used first."""
+        with self._lock:
+            idle = [r for r in self._models.values() if not self.in_use(r)]
+            return sorted(idle, key=lambda resident: resident.uses)
+
     def remove_idle(self, fits: Callable[[Resident], bool]) -> Resident | None:
         """Take out the least recently used model that fits and is not in use; None if none."""
         with self._lock:
@@ -138,14 +114,15 @@ class Residents:
                 return None
             return self._models.pop(min(idle, key=lambda resident: resident.uses).id)
 
+    def remove(self, resident: Resident) -> None:
+        """Take out a model, in use or not, if it is here."""
+        with self._lock:
+            if self._models.get(resident.id) is resident:
+                del self._models[resident.id]
+
     def idle_for(self, resident: Resident) -> float:
         """Seconds since the last lease ended; 0 while there is one."""
         return 0.0 if resident.leases else self._clock() - resident.used_at
-
-    def remove_any(self) -> Resident | None:
-        """Take out a model, in use or not; None if there is none."""
-        with self._lock:
-            return self._models.popitem()[1] if self._models else None
 
     def all(self) -> tuple[Resident, ...]:
         with self._lock:
@@ -155,3 +132,24 @@ class Residents:
         self._uses += 1
         resident.uses = self._uses
         resident.used_at = self._clock()
+
+
+class Returns:
+    """Counts the leases given back, and wakes who waits for the next."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next = asyncio.Event()
+
+    def announce(self) -> None:
+        self.count += 1
+        self._next.set()
+
+    async def wait(self, seen: int, seconds: float | None) -> None:
+        """Until `count` exceeds `seen`, or the seconds have passed."""
+        if self.count > seen:
+            return
+        self._next.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._next.wait()

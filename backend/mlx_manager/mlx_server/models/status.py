@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_manager.mlx_server.core import Kind
+from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, NEVER, Recipe
-from mlx_manager.mlx_server.models.weights import WeightsForm
 
-State = Literal["loaded", "loading", "loadable"]
+State = Literal["loaded", "loading", "loadable", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class ModelStatus:
     while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
     its settings have changed since it was loaded; it is loaded anew once it is idle. sampling: what
     a model that is loaded is drawn by where a request is silent, beyond the protocols' defaults.
-    thinks: True if its answers may begin with thinking; None while it is not loaded.
+    thinks: True if its answers may begin with thinking; None while it is not loaded. doing: what
+    its load is at. failure: why it is down.
     """
 
     id: str
@@ -45,6 +46,8 @@ class ModelStatus:
     kind: Kind | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     thinks: bool | None = None
+    doing: str | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

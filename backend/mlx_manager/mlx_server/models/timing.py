@@ -20,13 +20,11 @@ from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
     activation_dtype,
-    computed,
     converted,
     default_device,
     elements,
 )
 from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
-from mlx_manager.mlx_server.utils.steps import TURN, Steps, in_turns
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)
@@ -49,14 +47,12 @@ else a busy machine does lengthens single ones."""
 FLUSHED, LEAST_FLUSHED, MOST_FLUSHED = 2, 2**26, 2**29
 """Times the last-level cache that are read to empty it, and bytes at least and at most: a virtual
 machine may be told a size that is not its own."""
-FLUSHED_AT_ONCE = 2**24
-"""Bytes, which take a millisecond or two."""
 AT_ONCE = 0.001
 """Seconds of products that are timed together, as a step has many: to wake the thread that computes
 may take 0.1 ms, ten times a small product."""
 
 
-def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tuple[Form, str]]:
+def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Form, str]:
     """The form with the least product of its times with one row and with many, and the figures.
 
     Evaluates one layer of `model`, which stays in the form it has.
@@ -77,7 +73,7 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> Steps[tu
                 if rows != ROWS[0] and is_hopeless(form, times):
                     break
                 cold = flush.before(form.nbytes) if device == "cpu" else None
-                taken = yield from seconds([sample], rows, dtype, cold)
+                taken = seconds([sample], rows, dtype, cold)
                 times[form][rows] = min(taken, times[form].get(rows, inf))
     best = min(times, key=lambda form: prod(times[form].get(rows, inf) for rows in ROWS))
     figures = ", ".join(
@@ -131,29 +127,24 @@ class CacheFlush:
     def __init__(self, cache: int) -> None:
         self._cache = cache
         self.nbytes = min(max(FLUSHED * cache, LEAST_FLUSHED), MOST_FLUSHED)
-        self._parts: list[mx.array] = []
+        self._other: mx.array | None = None
 
     def before(self, nbytes: int) -> CacheFlush | None:
         """Itself if steps that go through weights of `nbytes` find none in the caches."""
         return self if nbytes > self._cache else None
 
-    def __call__(self) -> Steps[None]:
-        if not self._parts:
-            shape = FLUSHED_AT_ONCE // 4096, 1024
-            self._parts = [mx.ones(shape) for _ in range(-(-self.nbytes // FLUSHED_AT_ONCE))]
-            yield from computed(self._parts)
+    def __call__(self) -> None:
+        if self._other is None:
+            self._other = mx.ones((self.nbytes // 4096, 1024))
+            mx.eval(self._other)
         # By the thread that computes the products: some caches are a core's own. Sums of columns
         # are the fastest that MLX reads.
-        yield from in_turns(map(_read, self._parts))
-
-
-def _read(array: mx.array) -> None:
-    mx.eval(array.sum(axis=0))
+        mx.eval(self._other.sum(axis=0))
 
 
 def seconds(
     layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype, flush: CacheFlush | None = None
-) -> Steps[float]:
+) -> float:
     """The least time of products with `layers`, which are alike, and `rows` rows of activations.
 
     flush: before each time that is taken.
@@ -174,30 +165,26 @@ def seconds(
             arguments = (x[order // chosen], experts.flatten()[order])
             how["sorted_indices"] = True
     weights = [array for layer in layers for array in layer.parameters().values()]
-    yield from computed([*arguments, *weights])
+    mx.eval([*arguments, *weights])
     # The first is not counted: it may compile a kernel, or wake threads.
-    yield from computed([layer(*arguments, **how) for layer in layers])
+    mx.eval([layer(*arguments, **how) for layer in layers])
 
     def products(times: int) -> None:
         mx.eval([layer(*arguments, **how) for _ in range(times) for layer in layers])
 
-    alone = yield from least_seconds(partial(products, 1), flush)
+    alone = least_seconds(partial(products, 1), flush)
     times = 1 if flush else int(AT_ONCE / alone)
-    return (yield from least_seconds(partial(products, times))) / times if times > 1 else alone
+    return least_seconds(partial(products, times)) / times if times > 1 else alone
 
 
-def least_seconds(work: Callable[[], object], flush: CacheFlush | None = None) -> Steps[float]:
-    """Of several times that `work` is done, with pauses."""
+def least_seconds(work: Callable[[], object], flush: CacheFlush | None = None) -> float:
+    """Of several times that `work` is done."""
     taken_by = cpu_seconds if default_device() == "cpu" else wall_seconds
     taken: list[float] = []
-    turn = 0
     while not is_believed(taken):
         if flush is not None:
-            yield from flush()
+            flush()
         taken.append(taken_by(work))
-        if sum(taken[turn:]) > TURN:
-            turn = len(taken)
-            yield None
     return min(taken)
 
 

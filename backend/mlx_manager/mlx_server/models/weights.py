@@ -4,15 +4,14 @@ MLX's quantised and 16-bit products are fast on Metal and slow elsewhere. So at 
 is timed in every form that memory allows, and the fastest is taken (design, "Weights policy").
 Where the engine multiplies few rows by packed weights faster than by any dense ones, and many
 rows not, a model has both, if they fit.
-A conversion is lazy: `evaluated` carries it out a piece at a time, and a piece's stored form is
+A conversion is lazy: `evaluate` carries it out a piece at a time, and a piece's stored form is
 freed before the next is read, so that both forms of a whole model are never in memory together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import mlx.core as mx
@@ -22,11 +21,11 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
+from mlx_manager.mlx_server.models.facts import FormName
 from mlx_manager.mlx_server.utils import devices
-from mlx_manager.mlx_server.utils.steps import Steps, beside
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 from mlx_manager.mlx_server.utils.text import sized
 
-FormName = Literal["stored", "float32", "dequantized", "dequantized-float32", "stored+dequantized"]
 Setting = Literal["auto", "keep", "dequantize"]
 Device = devices.Kind
 
@@ -40,22 +39,8 @@ class Sized(Protocol):
 
 Measured = TypeVar("Measured", bound=Sized)
 
-PIECE = 32 * 2**20
-"""Bytes evaluated at once: what a running stream waits for where it shares their stream."""
-PIECE_BESIDE = 128 * 2**20
-"""The same where it has a stream of its own: what the end of the program waits for."""
-MOST_ARRAYS = 2
-"""Each may be read, converted and turned. MLX holds up whoever evaluates anything, on whatever
-stream, while ten operations are under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsForm:
-    """What was chosen, and why. `dtype` is that of the activations, hence of the KV pages."""
-
-    name: FormName
-    dtype: str
-    reason: str
+PIECE = 128 * 2**20
+"""Bytes evaluated at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +142,7 @@ def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form
 
 
 def convert(model: nn.Module, form: Form) -> None:
-    """Bring `model` into `form`, lazily: nothing is computed before `evaluated`."""
+    """Bring `model` into `form`, lazily: nothing is computed before `evaluate`."""
     layers = [(name, layer) for name, layer in model.named_modules() if unpacks(layer, form)]
     dense = [
         (name, dequantized(layer, form, keep=form.keeps and keeps(model, layer)))
@@ -183,13 +168,14 @@ def converted(layer: nn.Module, form: Form) -> nn.Module:
     return layer
 
 
-def evaluated(model: nn.Module) -> Steps[None]:
+def evaluate(model: nn.Module, doing: Doing = unheard) -> None:
     """Compute (read, convert) the parameters, and what the modules keep beside them."""
-    most = PIECE_BESIDE if default_device() == "cpu" else PIECE
     kept = [value for module in model.modules() for value in kept_by(module)]
     parameters = [array for _, array in tree_flatten(model.parameters())]
-    for piece in in_groups([*parameters, *kept], most):
-        yield from computed(piece)
+    # A piece that nothing refers to any more is freed before the next one is computed.
+    pieces = list(in_groups([*parameters, *kept], PIECE))
+    for piece in counted(doing, "its weights are read", pieces):
+        mx.eval(piece)
 
 
 def in_groups(items: Iterable[Measured], most: int) -> Iterator[list[Measured]]:
@@ -211,19 +197,6 @@ def kept_by(module: nn.Module) -> list[mx.array]:
         for name, value in module.items()
         if name.startswith("_") and isinstance(value, mx.array)
     ]
-
-
-def computed(arrays: Sequence[mx.array]) -> Steps[None]:
-    """Compute `arrays`: on a CPU on another thread, elsewhere waited for on another thread."""
-    if default_device() != "cpu":
-        # What is under way needs no stream of the waiting thread's own.
-        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-    yield from beside(partial(_evaluate, arrays))
-
-
-def _evaluate(arrays: Sequence[mx.array]) -> None:
-    for start in range(0, len(arrays), MOST_ARRAYS):
-        mx.eval(arrays[start : start + MOST_ARRAYS])
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, TextIO
 
 from mlx_manager.mlx_server.core import (
@@ -40,13 +41,21 @@ NOISY = ("httpx", "uvicorn.error", "asyncio", "opentelemetry.exporter", "urllib3
 
 
 def configure(
-    level: str, form: Literal["pretty", "json"], stream: TextIO | None = None
+    level: str,
+    form: Literal["pretty", "json"],
+    stream: TextIO | None = None,
+    *,
+    worker: str = "",
 ) -> logging.Handler:
     """Log everything from `level` on to `stream`, or else stderr; returns the root logger's new
-    handler."""
+    handler.
+
+    worker: the model of whose process every line says that it is from there.
+    """
     stream = stream or _beneath(sys.stderr)
     handler = logging.StreamHandler(stream)
     handler.addFilter(_name_request)
+    handler.addFilter(partial(_name_worker, worker))
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     colour = stream.isatty() and not plain
     handler.setFormatter(JsonFormatter() if form == "json" else PrettyFormatter(colour=colour))
@@ -170,6 +179,11 @@ def let_go() -> None:
             os.close(nowhere)
 
 
+def _name_worker(worker: str, record: logging.LogRecord) -> bool:
+    record.worker = worker
+    return True
+
+
 def _name_request(record: logging.LogRecord) -> bool:
     record.request_id = current_request.get()
     return True
@@ -188,6 +202,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := record.__dict__["request_id"]:
             said["request_id"] = request_id
+        if worker := record.__dict__.get("worker"):
+            said["worker"] = worker
         said |= record.__dict__.get("facts", {})
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
@@ -212,7 +228,9 @@ class PrettyFormatter(logging.Formatter):
         request_id = record.__dict__["request_id"] or facts.get("request_id", "")
         message = CONTROL.sub(lambda found: ascii(found[0])[1:-1], record.getMessage())
         about = self._paint(f"  {request_id}", 2) if request_id not in message else ""
-        text = f"{when} {level} {message}{about}"
+        worker = record.__dict__.get("worker", "")
+        whose = self._paint(f"[{worker}] ", 2) if worker else ""
+        text = f"{when} {level} {whose}{message}{about}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text

@@ -412,4 +412,17 @@ def _models(figures: Mapping[str, Any]) -> Iterator[Metric]:
     )
     for model, times in (dict.fromkeys(figures["loads"], 0) | figures["unloads"]).items():
         unloads.add_metric([model], times)
-    yield from (loaded, loads, unloads)
+    failures = CounterMetricFamily(
+        f"{PREFIX}worker_failures", "Processes of models that have failed", None, [MODEL]
+    )
+    for model, times in (dict.fromkeys(figures["loads"], 0) | figures["failures"]).items():
+        failures.add_metric([model], times)
+    down = GaugeMetricFamily(
+        f"{PREFIX}model_down",
+        "1 for a model whose process has failed too often to be started again",
+        None,
+        [MODEL, "reason"],
+    )
+    for model, reason in figures["down"].items():
+        down.add_metric([model, reason], 1)
+    yield from (loaded, loads, unloads, failures, down)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
@@ -285,7 +284,7 @@ def _template_args(body: ChatCompletionRequest) -> Mapping[str, Any]:
         thinks = agreed("enable_thinking", thinks, "thinking", switch == "enabled")
     if thinks is not None:
         args["enable_thinking"] = thinks
-    return MappingProxyType(args | (body.chat_template_kwargs or {}))
+    return args | (body.chat_template_kwargs or {})
 
 
 def _message(message: ChatMessage, path: str) -> Message:

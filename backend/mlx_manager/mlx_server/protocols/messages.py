@@ -246,7 +246,7 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
     own = body.chat_template_kwargs or {}
     thinking = body.thinking
     if thinking is None:
-        return MappingProxyType(args | own)
+        return args | own
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise InvalidParameter(
             "`thinking.budget_tokens` goes with type 'enabled', and only with it.",
@@ -254,7 +254,7 @@ def _template_args(body: CountTokensRequest) -> Mapping[str, Any]:
         )
     if thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = thinking.type == "enabled"
-    return MappingProxyType(args | own)
+    return args | own
 
 
 def _effort(body: CountTokensRequest) -> str | None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
@@ -237,7 +236,7 @@ def _template_args(body: OllamaBody) -> Mapping[str, Any]:
             args = {"enable_thinking": thinks}
         case effort:
             args = {"enable_thinking": True, "reasoning_effort": effort}
-    return MappingProxyType(args)
+    return args
 
 
 def _refuse_images(images: list[Any] | None, param: str) -> None:

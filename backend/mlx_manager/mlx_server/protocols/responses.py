@@ -387,9 +387,8 @@ def _conversation(
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_args=MappingProxyType(
-            _template_args(body.reasoning, [*history, *items]) | (body.chat_template_kwargs or {})
-        ),
+        template_args=_template_args(body.reasoning, [*history, *items])
+        | (body.chat_template_kwargs or {}),
         param="input",
     )
 

@@ -31,7 +31,9 @@ class AdminModel(Wire):
     """
 
     id: str
-    state: Literal["loaded", "loading", "loadable"]
+    state: Literal["loadable", "loading", "loaded", "down"]
+    doing: str | None = None
+    failure: str | None = None
     origin: str
     family: str
     context_length: int

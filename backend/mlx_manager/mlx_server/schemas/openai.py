@@ -646,7 +646,9 @@ class ModelCard(Wire):
     created: int
     owned_by: str
     kind: Literal["text", "embedding", "reranker"] | None = None
-    state: Literal["loadable", "loading", "loaded"]
+    state: Literal["loadable", "loading", "loaded", "down"]
+    doing: str | None = None
+    failure: str | None = None
     origin: str
     root: str
     family: str

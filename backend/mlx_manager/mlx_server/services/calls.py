@@ -10,18 +10,10 @@ from typing import Any, Literal, TypeVar
 from mlx_manager.mlx_server.config import TimeLimits
 from mlx_manager.mlx_server.core import Admitted, Finished, GenerationRequest, Progress, Usage
 from mlx_manager.mlx_server.errors import MLXManagerError, RequestNotFound, RequestTimedOut
-from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
-from mlx_manager.mlx_server.utils.garbage import Garbage
 
 T = TypeVar("T")
 Phase = Literal["load", "queue", "prompt", "answer"]
 UNHURRIED = TimeLimits()
-ASKED_AT_ONCE = 2
-"""Questions to tokenizers, which can't be ended: those of callers who have left are answered, too,
-and loads and chats need threads beside them."""
-
-LONG = 4096
-"""Characters or tokens of prompts that are as much as all else that a call leaves behind."""
 
 WHERE: dict[Phase, str] = {
     "load": "its model was still being loaded",
@@ -169,15 +161,9 @@ class Calls:
     """Every call under way. Belongs to the event loop.
 
     refusal: why no more are taken, if they are not.
-
-    Attributes:
-        questions: where tokenizers are asked.
-        garbage: what ended calls leave behind.
     """
 
     def __init__(self, refusal: Callable[[], MLXManagerError | None] = lambda: None) -> None:
-        self.garbage = Garbage()
-        self.questions = DaemonThreads(ASKED_AT_ONCE)
         self._calls: dict[Call, None] = {}
         self._refusal = refusal
         self._none = asyncio.Event()
@@ -214,8 +200,6 @@ class Calls:
             if not self._calls:
                 self._none.set()
                 self._some.clear()
-            size = sum(request.prompt.size for request in requests)
-            self.garbage.leave(1 + size // LONG, lambda: self._calls)
 
     def find(self, request_id: str) -> list[Call]:
         """Those of an HTTP request, by its id or its answer's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from mlx_manager.mlx_server.core import GenerationRequest, Progress
+from mlx_manager.mlx_server.core import GenerationRequest, Progress, TokenizerInfo
 from mlx_manager.mlx_server.errors import ContextLengthExceeded
 from mlx_manager.mlx_server.services.inference import EverShorter, Inference
 
@@ -16,7 +16,9 @@ async def context_length(inference: Inference, model: str) -> int:
     Raises:
         MLXManagerError: as `Inference.ask`.
     """
-    info = await inference.ask(model, lambda backend: backend.tokenizer_info(), "text")
+    info: TokenizerInfo = await inference.ask(
+        model, lambda model, key: model.tokenizer_info(key=key), "text"
+    )
     return info.context_length
 
 
@@ -27,10 +29,12 @@ async def is_longer(inference: Inference, asked: GenerationRequest, threshold: i
         MLXManagerError: as `Inference.ask`.
     """
     try:
-        ids = await inference.ask(asked.model, lambda backend: backend.tokenize(asked.prompt).ids)
+        found = await inference.ask(
+            asked.model, lambda model, key: model.tokenize(asked.prompt, key=key)
+        )
     except ContextLengthExceeded:
         return True
-    return len(ids) >= threshold
+    return len(found.ids) >= threshold
 
 
 async def compacting(

@@ -24,7 +24,6 @@ from contextlib import (
     asynccontextmanager,
 )
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from mlx_manager.mlx_server.config import TimeLimits
@@ -41,6 +40,7 @@ from mlx_manager.mlx_server.core import (
     Prompt,
     RowStatus,
     Started,
+    Tokenized,
     TokenizerInfo,
     Tokens,
 )
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 L = TypeVar("L")
-Ask = Callable[[Callable[[], bool]], Coroutine[Any, Any, bool]]
-"""Has a question answered on another thread."""
+Question = Callable[..., Coroutine[Any, Any, T]]
+"""A method of a model's backend, given the backend and, as `key`, who asks."""
 
 Report = Callable[[int, int], None]
 """Told of a download's progress: bytes there, bytes in all."""
@@ -72,44 +72,35 @@ class EverShorter(Protocol):
     def __getitem__(self, index: int, /) -> GenerationRequest: ...
 
 
-class Tokenized(Protocol):
-    """A prompt as tokens, and how many the model can take."""
-
-    @property
-    def ids(self) -> list[int]: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    def texts(self) -> list[str]:
-        """Each token's text."""
-        ...
-
-
 class TokenBackend(Backend, Protocol):
-    """A backend that knows its model's tokens. These methods take a while, on any thread.
+    """A backend that knows its model's tokens. key: the name of the caller's API key; keys take
+    turns.
 
-    They raise InvalidRequest: the prompt can't be rendered, or has unknown token ids.
+    The methods raise InvalidRequest: the prompt can't be rendered, or has unknown token ids.
     """
 
-    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
-        """A prompt's tokens. `special`: a text's begin with the model's BOS."""
+    async def tokenize(
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+    ) -> Tokenized:
+        """Return a prompt's tokens. special: a text's begin with the model's BOS. texts: also as
+        texts."""
         ...
 
-    def leaves_room(self, request: GenerationRequest) -> bool:
-        """Whether an answer as long as is asked for, or half the context long, can follow."""
+    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+        """Return whether an answer as long as is asked for, or half the context long, can
+        follow."""
         ...
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+    async def detokenize(self, ids: Sequence[int], *, key: str = "") -> str:
+        """Return the text of tokens, special ones included."""
         ...
 
-    def render(self, conversation: Conversation) -> str:
-        """A conversation as text."""
+    async def render(self, conversation: Conversation, *, key: str = "") -> str:
+        """Return a conversation as text."""
         ...
 
-    def tokenizer_info(self) -> TokenizerInfo:
-        """What clients need to know of the tokenizer."""
+    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+        """Return what clients need to know of the tokenizer."""
         ...
 
 
@@ -156,6 +147,22 @@ class ModelPool(Protocol):
 
     async def models(self) -> Sequence[ModelStatus]:
         """What a request may name."""
+        ...
+
+    def failure(self, model_id: str) -> str | None:
+        """Return why a model is left down; None if it is not."""
+        ...
+
+    def doing(self, model_id: str) -> str | None:
+        """Return what a model's load is at; None if it is not being loaded."""
+        ...
+
+    async def look(self) -> None:
+        """Have loaded models tell their figures, which `rows`, `figures` and `status` then know."""
+        ...
+
+    def workers(self) -> Mapping[str, int]:
+        """Return the ids of the models' processes, by model."""
         ...
 
     def figures(self) -> dict[str, Any]:
@@ -225,10 +232,6 @@ class ModelPool(Protocol):
         Raises:
             InvalidSettings: those in force stay.
         """
-        ...
-
-    async def complete(self) -> None:
-        """Make what requests may need of models in memory and streams would stand still for."""
         ...
 
     async def clear_prefixes(self, model_id: str | None = None) -> Mapping[str, int]:
@@ -311,8 +314,7 @@ class Inference:
         whole = self._own([requests[0]])
 
         def work(lease: Lease, _: Call) -> AsyncGenerator[Progress, None]:
-            ask = partial(self.calls.questions.run, key=self.caller.key)
-            return fitting(lease.backend, requests, self._own, ask)
+            return fitting(lease.backend, requests, self._own)
 
         return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
 
@@ -366,10 +368,10 @@ class Inference:
     async def ask(
         self,
         model: str,
-        question: Callable[[TokenBackend], T],
+        question: Question[T],
         kind: Literal["text"] | None = None,
     ) -> T:
-        """What a model's tokenizer knows; `question` is asked in another thread.
+        """Return what a model's tokenizer answers to `question`.
 
         kind: "text" if an embedding model has no answer to it.
 
@@ -378,8 +380,7 @@ class Inference:
             MLXManagerError: there is no such model, or it has no answer.
         """
         async with self._asking(model, kind) as (call, backend):
-            asked = self.calls.questions.run(partial(question, backend), self.caller.key)
-            return await call.wait(asked)
+            return await call.wait(question(backend, key=self.caller.key))
 
     async def count(self, requests: EverShorter) -> int:
         """The tokens of the prompt that `generate_fitting` would read.
@@ -388,9 +389,9 @@ class Inference:
             MLXManagerError: as `ask`.
         """
         async with self._asking(requests[0].model, "text") as (call, backend):
-            ask = partial(self.calls.questions.run, key=self.caller.key)
-            fitting = await call.wait(first_fitting(backend, requests, self._own, ask))
-            return len((await call.wait(ask(partial(backend.tokenize, fitting.prompt)))).ids)
+            fitting = await call.wait(first_fitting(backend, requests, self._own))
+            asked = backend.tokenize(fitting.prompt, key=self.caller.key)
+            return len((await call.wait(asked)).ids)
 
     @asynccontextmanager
     async def _asking(
@@ -426,10 +427,9 @@ async def fitting(
     backend: TokenBackend,
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
-    ask: Ask,
 ) -> AsyncGenerator[Progress, None]:
     """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await first_fitting(backend, requests, own, ask)
+    request = await first_fitting(backend, requests, own)
     async with aclosing(rows(backend, [request])) as progress:
         async for step in progress:
             yield step
@@ -439,17 +439,13 @@ async def first_fitting(
     backend: TokenBackend,
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
-    ask: Ask,
 ) -> GenerationRequest:
     """Found by halves; who has hung up costs no more than the look at the one under way."""
-
-    def fits(index: int) -> bool:
-        return backend.leaves_room(own([requests[index]])[0])
-
     first, last = 0, len(requests) - 1
     while first < last:
         middle = (first + last) // 2
-        if await ask(partial(fits, middle)):
+        asked = own([requests[middle]])[0]
+        if await backend.leaves_room(asked, key=asked.caller.key):
             last = middle
         else:
             first = middle + 1

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import copy_context
 from time import monotonic
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from mlx_manager.mlx_server.errors import MLXManagerError
 
 T = TypeVar("T")
-
-AGAIN_SECONDS = 1.0
-"""Until a function that has been interrupted, and goes on, is interrupted again."""
 
 
 class AbandonedError(RuntimeError):
@@ -97,7 +93,7 @@ class DaemonThreads:
 
         def job() -> None:
             # It imports huggingface_hub, which the server's start need not wait for.
-            from mlx_manager.mlx_server.utils.steps import BROKEN
+            from mlx_manager.mlx_server.utils.broken import BROKEN
 
             if not outcome.set_running_or_notify_cancel():
                 return
@@ -146,92 +142,3 @@ class DaemonThreads:
             with self._lock:
                 self._running -= 1
             self._start()
-
-
-class Interrupted(SystemExit):
-    """Raised in a job that has had its time, once it is back in Python. Ends its thread quietly."""
-
-
-class Job(Generic[T]):
-    """A function on a daemon thread of its own, which can be given up."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._outcome: Future[T] = Future()
-        self._context = copy_context()
-        self._lock = threading.Lock()
-        self._over = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the job is still under way, waited for or not."""
-        return self._thread.is_alive()
-
-    async def result(self, seconds: float | None) -> T:
-        """Return the function's result. A caller that is cancelled, or has waited so long,
-        interrupts the job.
-
-        Raises:
-            TimeoutError: it has taken so many seconds.
-            Exception: what the function raises.
-        """
-        waiting = asyncio.wrap_future(self._outcome)
-        try:
-            done, _ = await asyncio.wait([waiting], timeout=seconds)
-        except asyncio.CancelledError:
-            self._interrupt()
-            waiting.cancel()
-            raise
-        if not done:
-            self._interrupt()
-            waiting.cancel()
-            raise TimeoutError
-        return waiting.result()
-
-    def _run(self) -> None:
-        with suppress(Interrupted):
-            self._do()
-
-    def _do(self) -> None:
-        from mlx_manager.mlx_server.utils.steps import BROKEN
-
-        try:
-            result = self._context.run(self._function)
-        except (MLXManagerError, *BROKEN) as error:
-            self._end()
-            if self._outcome.set_running_or_notify_cancel():
-                self._outcome.set_exception(error)
-        else:
-            self._end()
-            if self._outcome.set_running_or_notify_cancel():
-                self._outcome.set_result(result)
-        finally:
-            self._end()
-            if not self._outcome.done():
-                self._outcome.set_exception(RuntimeError("its thread has died"))
-
-    def _end(self) -> None:
-        """Be interrupted no more."""
-        with self._lock:
-            self._over = True
-
-    def _interrupt(self) -> None:
-        threading.Thread(target=self._insist, daemon=True).start()
-
-    def _insist(self) -> None:
-        """Raise in the function until it has ended: a callback of the garbage collector, or a
-        finalizer, swallows what is raised in it."""
-        while self._raise():
-            self._thread.join(AGAIN_SECONDS)
-
-    def _raise(self) -> bool:
-        """Only while the function runs: nothing may come between its end and the news of it."""
-        with self._lock:
-            if self._over or self._thread.ident is None:
-                return False
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
-            )
-            return True

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.errors import OutOfMemory
+from mlx_manager.mlx_server.errors import ModelLoadFailed, OutOfMemory
 from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.driver import Driver
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge
@@ -52,17 +52,6 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
     }
 
 
-def gigabytes(nbytes: int) -> str:
-    """Return `6.26 GB`: powers of 1024, as in the settings, in one unit for all sizes of a line."""
-    return f"{nbytes / 2**30:,.2f} GB"
-
-
-def in_words(usage: Mapping[str, int]) -> str:
-    """Return the findings of `get_memory_usage` in words, for the log."""
-    active, peak, cache = (gigabytes(usage[name]) for name in ("active", "peak", "cache"))
-    return f"memory: {active} active, {peak} peak, {cache} cache"
-
-
 def set_memory_limit(nbytes: int) -> Callable[[], None]:
     """Tell MLX's allocator to stay under `nbytes`; returns what sets the limit that it had.
 
@@ -89,15 +78,6 @@ def wire(nbytes: int) -> None:
     """
     if mx.metal.is_available():
         mx.set_wired_limit(min(nbytes, device_memory()))
-
-
-def out_of_reach(what: str) -> OutOfMemory:
-    """Why nothing new is begun while macOS is about to end programs for their memory."""
-    return OutOfMemory(
-        f"{what}: this machine is critically short of memory, as macOS says. Other programs use "
-        "it, too.",
-        retry_after=10,
-    )
 
 
 def _move_limit(nbytes: int) -> None:
@@ -206,8 +186,11 @@ class Ledger:
     arrays. `available` and `figures` may be read from any thread.
 
     Attributes:
+        limit: bytes that may be promised. total: bytes that all models of the machine may have.
         room: what MLX counts beyond all that, for arrays that take no memory yet.
         pressure: says how short of memory the machine is, whoever has it.
+        more_to_come: waits a moment for bytes that have been asked for elsewhere; False if none
+            are on their way.
     """
 
     def __init__(
@@ -217,11 +200,11 @@ class Ledger:
         drop_cache: Callable[[], None] = clear_cache,
         pressure: Callable[[], Pressure] | None = None,
     ) -> None:
-        self.limit = limit
+        self.limit = self.total = limit
         self.pressure = pressure or PressureGauge()
+        self.more_to_come: Callable[[], bool] = lambda: False
         self.room = 0
         self._peak = 0
-        self._lent = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
@@ -247,6 +230,27 @@ class Ledger:
         with self._lock:
             promised = sum(self._lines.values())
         return self.limit - promised + self.relievable()
+
+    def used(self) -> int:
+        """Return the bytes that are promised, or in the buffer cache beyond that."""
+        with self._lock:
+            return self._taken()
+
+    def kept(self) -> int:
+        """Return the bytes that are only kept for reuse."""
+        return sum(spare() for rank, _, spare in self._relief if rank is Relief.PAGES)
+
+    def extend(self, nbytes: int) -> None:
+        """Promise up to so many bytes more from now on (fewer, if negative)."""
+        self.limit += nbytes
+        _move_limit(nbytes)
+
+    def free(self, nbytes: int) -> None:
+        """Give up what is only kept for reuse until `nbytes` are available."""
+        for rank in (Relief.PAGES, Relief.BUFFER_CACHE):
+            for release in [release for its, release, _ in self._relief if its is rank]:
+                if (lacking := nbytes - self.available()) > 0:
+                    release(lacking)
 
     def spare(self, nbytes: int) -> bool:
         """Whether `nbytes` can be had at nobody's cost; the buffer cache goes if that helps."""
@@ -336,8 +340,7 @@ class Ledger:
         said = str(error).lower()
         if not any(text in said for text in NO_MORE):
             return False
-        others = max(0, taken_by_others() - self._lent)
-        had = max(0, device_memory() - others - HEADROOM)
+        had = max(0, device_memory() - taken_by_others() - HEADROOM)
         self._drop_cache()
         if had < self.limit:
             log.warning(
@@ -346,28 +349,9 @@ class Ledger:
                 f"{had:,}",
                 f"{self.limit:,}",
             )
-            _move_limit(had - self.limit)
-            self.limit = had
+            self.total -= self.limit - had
+            self.extend(had - self.limit)
         return True
-
-    @contextmanager
-    def lending(self, line: str, least: int) -> Iterator[int]:
-        """Bytes for another process: `least`, and half of what nobody has asked for yet. MLX keeps
-        clear of them meanwhile. 0: they can't be had."""
-        if not self.reserve_if_attainable(line, least):
-            yield 0
-            return
-        more = max(0, self.available() // 2)
-        lent = least + (more if self._promise(line, more) <= 0 else 0)
-        self._lent += lent
-        _move_limit(-lent)
-        self._drop_cache()
-        try:
-            yield lent
-        finally:
-            self._lent -= lent
-            _move_limit(lent)
-            self.record(line, 0)
 
     def add_relief(
         self, rank: Relief, free: Callable[[int], None], spare: Callable[[], int] = int
@@ -392,3 +376,23 @@ class Ledger:
             lines, cache = dict(self._lines), self._excess()
             rest = self.limit - sum(lines.values()) - cache
         return {**lines, "buffer_cache": cache, "limit": self.limit, "available": rest}
+
+
+@contextmanager
+def blaming_the_device(model_id: str, ledger: Ledger) -> Iterator[None]:
+    """Say of an error in this context that others have filled the device, if that is what it is:
+    it says nothing of the model.
+
+    Raises:
+        OutOfMemory: the device had no more memory.
+    """
+    try:
+        yield None
+    except (RuntimeError, ModelLoadFailed) as error:
+        if not ledger.heed(error):
+            raise
+        raise OutOfMemory(
+            f"The device has no more memory for {model_id}. Other programs use it, too: of its "
+            f"{sized(device_memory())} models get {sized(ledger.total)} now.",
+            retry_after=10,
+        ) from error

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
+from mlx_manager.mlx_server.errors import OutOfMemory
+
 NAME = b"kern.memorystatus_vm_pressure_level"
 """Name of the memory pressure level in macOS (sysctl(3); xnu's
 bsd/kern/kern_memorystatus_notify.c)."""
@@ -63,3 +65,12 @@ class PressureGauge:
         if now >= self._good_until:
             self._level, self._good_until = self._read(), now + FRESH
         return self._level
+
+
+def out_of_reach(what: str) -> OutOfMemory:
+    """Why nothing new is begun while macOS is about to end programs for their memory."""
+    return OutOfMemory(
+        f"{what}: this machine is critically short of memory, as macOS says. Other programs use "
+        "it, too.",
+        retry_after=10,
+    )

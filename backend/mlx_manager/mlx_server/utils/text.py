@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _SURROGATES = re.compile(r"[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]")
 
@@ -30,6 +31,17 @@ def sized(nbytes: float) -> str:
         nbytes, unit = nbytes / 1024, next(units)
     digits = 2 if abs(nbytes) < 9.995 else 1 if abs(nbytes) < 99.95 else 0
     return f"{nbytes:,.{digits}f} {unit}"
+
+
+def gigabytes(nbytes: int) -> str:
+    """Return `6.26 GB`: powers of 1024, as in the settings, in one unit for all sizes of a line."""
+    return f"{nbytes / 2**30:,.2f} GB"
+
+
+def in_words(usage: Mapping[str, int]) -> str:
+    """Return the findings of `get_memory_usage` in words, for the log."""
+    active, peak, cache = (gigabytes(usage[name]) for name in ("active", "peak", "cache"))
+    return f"memory: {active} active, {peak} peak, {cache} cache"
 
 
 def _character(halves: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from here import start_here
 from openai_spec import check
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
@@ -58,7 +59,7 @@ async def test_several_answers_and_prompts_come_in_one_response(serve):
 
 async def test_more_answers_than_a_model_ever_takes_in_are_refused_for_good_and_no_fewer():
     """By a real engine, which says how many those are: it tells whoever may try again to do so."""
-    app = create_app(MLXServerSettings(max_rows=2, max_waiting=1, hf_cache=False))
+    app = create_app(MLXServerSettings(max_rows=2, max_waiting=1, hf_cache=False), start=start_here)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client,

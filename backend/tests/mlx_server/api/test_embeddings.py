@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
+from here import start_here
 from openai_spec import check
 from tiny_encoders import make_tiny_encoder
 
@@ -37,7 +38,7 @@ async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.
         model_aliases="text-*=bert",
         max_inputs=700,
     )
-    app = create_app(settings)
+    app = create_app(settings, start=start_here)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

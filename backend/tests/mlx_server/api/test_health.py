@@ -10,7 +10,6 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Started
-from mlx_manager.mlx_server.errors import MLXThreadFailed
 from mlx_manager.mlx_server.main import create_app
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -81,23 +80,18 @@ async def test_a_draining_server_is_alive_and_says_when_to_come_back():
         running.cancel()
 
 
-async def test_a_server_that_recovers_is_alive_and_tells_what_was_lost():
-    probed = Probed(ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()])))
-    async with probed.answering() as (_, running):
-        probed.server.fail(MLXThreadFailed("It got stuck."))
-        lost = await running
-        assert (lost.status_code, lost.json()["error"]["code"]) == (500, "generation_failed")
-        assert lost.json()["error"]["message"] == "It got stuck."
-        assert await probed.statuses() == ALIVE_ONLY
-        probed.server.recover()
-        probed.pool.backend.script = lambda _: says("x")
-        assert await probed.statuses() == ALL_WELL
-
-
-async def test_a_server_that_is_lost_is_not_alive():
+async def test_a_server_whose_default_model_is_down_is_alive_and_says_why():
     probed = Probed(ScriptedPool(ScriptedBackend(lambda _: says("x"))))
     async with probed.app.router.lifespan_context(probed.app):
         await probed.server.started.wait()
-        probed.server.fail(MLXThreadFailed("It hangs."))
-        probed.server.lost.set()
-        assert await probed.statuses() == ALIVE_ONLY | {"/livez": 503}
+        probed.pool.down = "its process has failed 3 times in a row"
+        async with probed.client() as client:
+            refused = await client.get("/readyz")
+            assert refused.status_code == 503
+            assert "failed 3 times in a row" in refused.text
+            assert (await client.get("/livez")).status_code == 200
+            assert "mlx_manager_ready 0.0" in (await client.get("/metrics")).text
+            # Other models answer.
+            assert (await client.post(CHAT, json=ASK)).status_code == 200
+        probed.pool.down = None
+        assert await probed.statuses() == ALL_WELL

@@ -58,7 +58,9 @@ async def test_models_are_listed_while_one_loads(serve):
 async def test_memory_is_accounted_for(serve):
     async with serve() as client:
         figures = (await client.get("/debug/memory")).json()
-    assert set(figures) == {"ledger", "mlx", "engines", "loads", "unloads"}
+    assert set(figures) == {
+        *("ledger", "mlx", "engines", "loads", "unloads", "failures", "down"),
+    }
 
 
 def shown(**fields: Any) -> dict[str, Any]:

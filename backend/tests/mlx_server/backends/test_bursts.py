@@ -28,18 +28,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def waited_for(demo: Demo, rows: int, seconds: float) -> bool:
     """Whether the engine comes to have so many rows, with nobody else at work in this thread."""
     deadline = time.monotonic() + seconds
-    while len(demo.pool.rows()) != rows and time.monotonic() < deadline:
+    while len(demo.backend.rows()) != rows and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len(demo.pool.rows()) == rows
+    return len(demo.backend.rows()) == rows
 
 
 async def arrives_at_once(demo: Demo, prompt: Prompt, seconds: float) -> bool:
-    """Whether it is with the engine, in so long, when the event loop has been through what there
-    was once."""
+    """Whether it is with the engine, in so long, when the event loop that the worker's backend is
+    asked in has been through what there was once."""
     request = GenerationRequest(MODEL, prompt, max_tokens=200, stop=StopRules(ignore_eos=True))
-    async with demo.pool.lease(MODEL) as lease:
+    async with demo.pool.lease(MODEL):
         assert waited_for(demo, 0, seconds=60)
-        answer = lease.backend.generate(request)
+        answer = demo.backend.generate(request)
         first = asyncio.ensure_future(anext(answer))
         await asyncio.sleep(0)
         found = waited_for(demo, 1, seconds)

@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import pytest_asyncio
+from here import start_here
 from mlx_lm.utils import load_tokenizer
 from thorough import slow
 
@@ -90,7 +91,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(models: Path) -> AsyncIterator[ModelPool]:
-    async with open_pool(MLXServerSettings(models_dir=models)) as pool:
+    async with open_pool(MLXServerSettings(models_dir=models), start=start_here) as pool:
         yield pool
 
 

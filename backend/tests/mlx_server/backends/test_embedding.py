@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import pytest_asyncio
+from here import start_here
 from minilm import TEXTS, minilm_folder
 from safetensors.numpy import load_file, save_file
 from tiny_encoders import CLS, SEP, make_tiny_encoder
@@ -27,6 +28,7 @@ from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
+from mlx_manager.mlx_server.engine import encoder_engine
 from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
@@ -105,7 +107,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(models_dir: Path) -> AsyncIterator[ModelPoolManager]:
     settings = MLXServerSettings(models_dir=models_dir, hf_cache=False, max_models=30)
-    async with open_pool(settings) as opened:
+    async with open_pool(settings, start=start_here) as opened:
         assert isinstance(opened, ModelPoolManager)
         yield opened
 
@@ -170,16 +172,14 @@ async def test_a_text_gives_the_same_a_layer_at_a_time(
         monkeypatch.setattr(engine, "_by_layers", True)
         return begin(engine)
 
-    def beside_others(engine: EncoderEngine, *given: Any) -> Any:
-        # As if others had work, whose steps take no time.
-        monkeypatch.setattr(engine, "_shared", lambda: True)
-        monkeypatch.setattr(engine, "_resume", 0.0)
-        monkeypatch.setattr(engine, "_others_took", 0.0)
+    def in_parts(engine: EncoderEngine, *given: Any) -> Any:
+        # As if each layer took long.
+        monkeypatch.setattr(encoder_engine, "ALONE", 0.0)
         parts.append(1)
         return go_on(engine, *given)
 
     monkeypatch.setattr(EncoderEngine, "_begin", begun)
-    monkeypatch.setattr(EncoderEngine, "_go_on", beside_others)
+    monkeypatch.setattr(EncoderEngine, "_go_on", in_parts)
     assert np.abs(matrix(await ask(pool, name, *SAID)) - alone).max() < 2e-5
     assert len(parts) > 1
 
@@ -217,7 +217,7 @@ async def test_minilm_gives_its_published_references_vectors():
     packed = json.loads((REFERENCES / "minilm.json").read_text())
     expected = np.stack([np.frombuffer(base64.b64decode(row), "<f2") for row in packed])
     settings = MLXServerSettings(model=str(folder), hf_cache=False)
-    async with open_pool(settings) as pool:
+    async with open_pool(settings, start=start_here) as pool:
         found = await embed(pool, str(folder), *TEXTS, truncate=-1)
         few = matrix(await embed(pool, str(folder), *TEXTS[::-3], truncate=-1))
     # The references are kept in 16 bits.
@@ -229,8 +229,8 @@ async def test_minilm_gives_its_published_references_vectors():
 async def test_token_ids_are_read_as_they_are(pool: ModelPoolManager):
     given = (CLS, *b"hello", SEP)
     async with pool.lease("bert-mean") as lease:
-        ids = lease.backend.tokenize(Text("hello")).ids
-        assert lease.backend.detokenize(ids) == "[CLS]hello[SEP]"
+        ids = (await lease.backend.tokenize(Text("hello"))).ids
+        assert await lease.backend.detokenize(ids) == "[CLS]hello[SEP]"
     by_text, by_ids = matrix(await embed(pool, "bert-mean", "hello", tuple(ids)))
     assert are_alike(by_text, by_ids)
     assert len(ids) == len(given)
@@ -329,7 +329,7 @@ async def test_a_text_that_there_will_never_be_memory_for_is_too_long(tmp_path: 
         memory_limit_gb=0.05,
     )
     refusal = r"{} resulted in (\d+) tokens\. .* [\d.,]+ \w+\..* enough for (\d+) .*`: \2\.$"
-    async with open_pool(settings) as pool:
+    async with open_pool(settings, start=start_here) as pool:
         assert isinstance(pool, ModelPoolManager)
         with pytest.raises(ContextLengthExceeded, match=refusal.format("input 1")) as error:
             await embed(pool, "long", "x", "y" * 3000)
@@ -450,7 +450,7 @@ async def test_a_model_is_refused_what_its_kind_can_not_do(pool: ModelPoolManage
 
 async def test_a_model_is_not_loaded_only_to_be_refused(models_dir: Path):
     settings = MLXServerSettings(models_dir=models_dir, hf_cache=False)
-    async with open_pool(settings) as pool:
+    async with open_pool(settings, start=start_here) as pool:
         with pytest.raises(WrongModelKind):
             async with pool.lease("bert-mean", "text"):
                 pass
@@ -458,11 +458,18 @@ async def test_a_model_is_not_loaded_only_to_be_refused(models_dir: Path):
         assert states["bert-mean"] == "loadable"
 
 
+async def lines(pool: ModelPoolManager, model: str) -> set[str]:
+    """Return what the ledger has lines for of a model."""
+    await pool.look()
+    return {line for line in pool.figures()["ledger"] if line.endswith(f":{model}")}
+
+
 async def test_work_is_in_the_ledger_and_gone_when_it_is_done(pool: ModelPoolManager):
-    before = set(pool.ledger.figures())
+    await embed(pool, "bert-mean", "x")
+    before = await lines(pool, "bert-mean")
+    assert "weights:bert-mean" in before
     await embed(pool, "bert-mean", *SAID)
-    assert "weights:bert-mean" in pool.ledger.figures()
-    assert set(pool.ledger.figures()) - before <= {"weights:bert-mean"}
+    assert await lines(pool, "bert-mean") == before
 
 
 async def test_a_text_that_is_too_long_worries_nobody_who_reads_the_log(
@@ -478,21 +485,28 @@ async def test_a_text_that_is_too_long_worries_nobody_who_reads_the_log(
     assert not [record for record in caplog.records if record.name.startswith("transformers")]
 
 
+async def waiting(pool: ModelPoolManager, model: str) -> int:
+    """Return how many texts wait to be read."""
+    await pool.look()
+    found: int = pool.figures()["engines"][model]["rows_waiting"]
+    return found
+
+
 async def test_a_caller_who_goes_takes_the_work_along(pool: ModelPoolManager):
     async with pool.lease("bert-mean", "embedding") as lease:
         texts = tuple("x" * (n % 100) for n in range(2000))
         request = EmbeddingRequest("bert-mean", texts)
         asking = asyncio.create_task(lease.backend.embed(request, lambda: None))
-        while not lease.backend.stats().rows_waiting:  # noqa: ASYNC110 the engine tells nobody
-            await asyncio.sleep(0)
+        while not await waiting(pool, "bert-mean"):
+            pass
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         await embed(pool, "bert-mean", "after")
-        assert lease.backend.stats().rows_waiting == 0
+        assert await waiting(pool, "bert-mean") == 0
 
 
-async def test_chats_and_embeddings_share_the_thread(pool: ModelPoolManager):
+async def test_chats_and_embeddings_are_answered_beside_each_other(pool: ModelPoolManager):
     async def chat() -> int:
         async with pool.lease("mlx-manager/demo", "text") as lease:
             asked = GenerationRequest("mlx-manager/demo", Text("Hello"), max_tokens=40)
@@ -521,7 +535,9 @@ async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, 
     make_tiny_encoder(tmp_path / "odd")
     config = tmp_path / "odd" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises((ModelNotSupported, ModelLoadFailed), match=message):
             await pool.get_model("odd")
 
@@ -554,10 +570,12 @@ async def test_a_tokenizer_that_does_not_fit_is_told_before_the_weights_are_read
         case _:
             tokenizer |= change
     file.write_text(json.dumps(tokenizer))
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises(ModelLoadFailed, match=message):
             await pool.get_model("odd")
-        assert "weights:odd" not in pool.ledger.figures()
+        assert not await lines(pool, "odd")
 
 
 @pytest.mark.parametrize(("reranker", "known"), [(True, 1), (False, 0)])
@@ -567,7 +585,9 @@ async def test_a_segment_that_the_model_has_not_is_told(tmp_path: Path, reranker
     segments = next(key for key in arrays if "token_type" in key)
     arrays[segments] = arrays[segments][:known]
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises(
             ModelLoadFailed, match=rf"type_vocab_size of its config\.json is {known}"
         ):
@@ -586,7 +606,9 @@ async def test_broken_settings_of_an_encoder_are_named_with_their_file(
     tmp_path: Path, text: str, message: str
 ):
     (make_tiny_encoder(tmp_path / "odd") / "sentence_bert_config.json").write_text(text)
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises(ModelLoadFailed, match=message):
             await pool.get_model("odd")
 
@@ -615,7 +637,7 @@ async def test_quantised_weights_give_nearly_the_same(tmp_path: Path, name: str,
     quantize(make_tiny_encoder(tmp_path / "q", kind, **EMBEDDERS[name]))
     make_tiny_encoder(tmp_path / "f", kind, **EMBEDDERS[name])
     settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False, weights=weights)
-    async with open_pool(settings) as pool:
+    async with open_pool(settings, start=start_here) as pool:
         rough, exact = matrix(await embed(pool, "q", *SAID)), matrix(await embed(pool, "f", *SAID))
     assert (rough * exact).sum(axis=1).min() > 0.995
 
@@ -633,7 +655,9 @@ async def test_prompts_that_are_no_texts_are_told_when_the_model_is_loaded(
 ):
     file = make_tiny_encoder(tmp_path / "odd") / "config_sentence_transformers.json"
     file.write_text(json.dumps(said))
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises(ModelLoadFailed, match=rf"{re.escape(file.name)}: {message}"):
             await pool.get_model("odd")
 
@@ -643,7 +667,9 @@ async def test_a_pooling_that_is_missing_is_in_the_log(
 ):
     pooling = make_tiny_encoder(tmp_path / "odd", pooling="cls_token") / "1_Pooling" / "config.json"
     pooling.unlink()
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         await pool.get_model("odd")
     said = f"names a Pooling, and {pooling} is missing: the pooling is mean"
     assert [record.levelname for record in caplog.records if said in record.message] == ["WARNING"]
@@ -654,6 +680,8 @@ async def test_a_module_that_nobody_knows_is_refused(tmp_path: Path):
     modules = json.loads((folder / "modules.json").read_text())
     modules.append({"idx": 9, "name": "9", "path": "", "type": "custom.WordWeights"})
     (folder / "modules.json").write_text(json.dumps(modules))
-    async with open_pool(MLXServerSettings(models_dir=tmp_path, hf_cache=False)) as pool:
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
         with pytest.raises(ModelNotSupported, match="a module 'WordWeights'"):
             await pool.get_model("odd")

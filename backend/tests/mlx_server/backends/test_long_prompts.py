@@ -72,15 +72,15 @@ async def test_an_answer_has_room_up_to_the_contexts_last_token(demo: Demo):
     asked = GenerationRequest(MODEL, Text("some words " * 2500))
     async with demo.pool.lease(MODEL, "text") as lease:
         model = lease.backend
-        prompt = model.tokenize(asked.prompt)
+        prompt = await model.tokenize(asked.prompt)
         room = prompt.context_length - len(prompt.ids)
         assert 0 < room < prompt.context_length // 2
-        assert model.leaves_room(replace(asked, max_tokens=room))
-        assert not model.leaves_room(replace(asked, max_tokens=room + 1))
-        assert not model.leaves_room(replace(asked, prompt=Text(LONG)))
+        assert await model.leaves_room(replace(asked, max_tokens=room))
+        assert not await model.leaves_room(replace(asked, max_tokens=room + 1))
+        assert not await model.leaves_room(replace(asked, prompt=Text(LONG)))
 
 
 async def test_an_answer_half_the_context_long_is_room_enough(demo: Demo):
     asked = GenerationRequest(MODEL, Text("some words " * 1000), max_tokens=8192)
     async with demo.pool.lease(MODEL, "text") as lease:
-        assert lease.backend.leaves_room(asked)
+        assert await lease.backend.leaves_room(asked)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from here import start_here
 from live import live_server
 from tiny_models import EOT_ID, VOCAB_SIZE, make_tiny_model
 
@@ -49,7 +50,7 @@ async def test_a_token_that_the_model_was_never_given_is_refused(tmp_path: Path)
 async def test_an_end_that_the_model_lacks_stands_in_no_answers_way(tmp_path: Path, absent: int):
     make_tiny_model(tmp_path / "m", eos_token_id=[EOT_ID, absent])
     settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False)
-    async with open_pool(settings) as pool:
+    async with open_pool(settings, start=start_here) as pool:
         for asked in ({"response_format": {"type": "json_object"}}, {"min_tokens": 2}):
             said = [{"role": "user", "content": "a"}]
             body = await generate_chat_completion("m", said, pool=pool, max_tokens=4, **asked)

@@ -159,7 +159,7 @@ class Traceable(Portable):
 
 
 class PortableLatents:
-    """`LatentKernels`, as `kernels.building_latents` would give them."""
+    """`LatentKernels`, as `kernels.build_latents` would give them."""
 
     expansion: Expansion | None = None
 
@@ -167,14 +167,13 @@ class PortableLatents:
         self.shape = shape
 
     @staticmethod
-    def building(shape: LatentShape, *, traditional: bool):
-        yield None
+    def build(shape: LatentShape, *, traditional: bool):
         return PortableLatents(shape)
 
     @staticmethod
-    def expanding(shape: LatentShape, *, traditional: bool):
-        """As `building`, and latents may be expanded for prompts."""
-        kernels = yield from PortableLatents.building(shape, traditional=traditional)
+    def build_expanding(shape: LatentShape, *, traditional: bool):
+        """As `build`, and latents may be expanded for prompts."""
+        kernels = PortableLatents.build(shape, traditional=traditional)
         kernels.expansion = Expansion(shape, PortableChunks(shape.expanded), turning(shape))
         return kernels
 

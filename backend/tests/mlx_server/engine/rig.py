@@ -119,7 +119,7 @@ class Rig:
         self.thread.attach(self.engine)
 
     def _unload(self) -> None:
-        self.thread.detach(self.engine)
+        self.thread.detach()
         self.engine.close()
 
     def row(

@@ -1,41 +1,33 @@
-"""How the choice of a forward goes on beside other models' steps. What it chooses is in
-test_forward.py."""
+"""How a forward is chosen. What is chosen is in test_forward.py."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import mlx.core as mx
 import pytest
+from engine.portable import Portable, plainly
 from tiny_models import FAMILIES, random_model
 
-from mlx_manager.mlx_server.engine.choice import choose, choosing
+from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.models.streams import on_stream, side_stream
-from mlx_manager.mlx_server.utils.steps import Aside, Done, advance
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "fused"), ("olmo2", "ragged"), ("deepseek_v3", "separate")]
-)
-def test_every_pass_of_a_comparison_is_computed_aside(family: str, kind: str) -> None:
+@pytest.mark.parametrize(("family", "tried"), [("llama", 4), ("olmo2", 5)])
+def test_it_says_which_way_of_how_many_is_compared(family: str, tried: int) -> None:
+    said: list[str] = []
     model = random_model({"model_type": family, **FAMILIES[family]}, seed=0, dtype=mx.float32)
-    step = mx.ones((64, 64)) @ mx.ones((64, 64))
-    steps = on_stream(side_stream(), choosing(model, 16))
-    passes = 0
-    with ThreadPoolExecutor(1) as other:
-        while not isinstance(piece := advance(steps), Done):
-            if isinstance(piece, Aside):
-                passes += 1
-                waiting = other.submit(piece.run)
-                # Another model's step, meanwhile.
-                step = step @ mx.ones((64, 64)) / 64
-                mx.eval(step)
-                waiting.result()
-    assert piece.value.kind == kind
-    # Of the two sequences by the model itself, and then by the forward.
-    assert passes >= 4 + 4 + 5
-    assert mx.all(step == 64)
+    choose(model, 16, doing=said.append)
+    ways = [f"a way to run it is compared ({number + 1} of 12)" for number in range(tried)]
+    assert said == ["it is run as it is, to compare with", *ways]
+
+
+def test_on_a_gpu_it_says_which_kernels_are_checked_and_compiled() -> None:
+    said: list[str] = []
+    model = random_model({"model_type": "llama", **FAMILIES["llama"]}, seed=0, dtype=mx.float32)
+    assert choose(model, 16, Portable, plainly, doing=said.append).kind == "fused"
+    rest = said[2:]
+    assert rest[:5] == [f"kernels of step 1 are checked ({n + 1} of 5)" for n in range(5)]
+    assert rest[10:13] == [f"its steps are compiled ({n + 1} of 3)" for n in range(3)]
+    assert rest[13:] == ["kernels that draw tokens are checked"]
 
 
 def test_a_model_whose_logits_are_no_numbers_is_refused() -> None:

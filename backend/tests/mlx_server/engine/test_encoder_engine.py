@@ -23,10 +23,8 @@ from mlx_manager.mlx_server.engine.encoder_engine import (
     EncoderEngine,
     Reading,
 )
-from mlx_manager.mlx_server.engine.pace import STRETCH
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief
-from mlx_manager.mlx_server.utils.steps import finish
 
 LONGEST = 2000
 LAYERS = 8
@@ -84,12 +82,11 @@ def ledger_of(nbytes: int = KEPT + FREE) -> Ledger:
 
 def engine_of(
     ledger: Ledger,
-    shared: Callable[[], bool] = lambda: False,
     model: Zeros | None = None,
     **limits: int,
 ) -> EncoderEngine:
     model = model or Zeros()
-    return EncoderEngine("m", model, LONGEST, EngineLimits(**limits), ledger=ledger, shared=shared)
+    return EncoderEngine("m", model, LONGEST, EngineLimits(**limits), ledger=ledger)
 
 
 def reading_of(
@@ -109,7 +106,7 @@ async def answer(engine: EncoderEngine, reading: Reading) -> list[list[float]]:
 
 async def test_short_texts_are_read_whatever_else_takes_the_memory():
     ledger = ledger_of()
-    engine = engine_of(ledger, shared=lambda: True)
+    engine = engine_of(ledger)
     ledger.record("pages:other", FREE + 50)
     reading = reading_of(KEPT, KEPT, KEPT)
     engine.submit(reading)
@@ -117,9 +114,10 @@ async def test_short_texts_are_read_whatever_else_takes_the_memory():
     assert ledger.available() == -50
 
 
-async def test_a_long_text_waits_for_memory_that_others_will_leave():
+async def test_a_long_text_waits_for_memory_that_is_on_its_way():
     ledger = ledger_of()
-    engine = engine_of(ledger, shared=lambda: True)
+    ledger.more_to_come = lambda: True
+    engine = engine_of(ledger)
     ledger.record("pages:other", FREE)
     reading = reading_of(KEPT + 10, KEPT + 20)
     engine.submit(reading)
@@ -133,7 +131,8 @@ async def test_a_long_text_waits_for_memory_that_others_will_leave():
 
 async def test_a_caller_is_told_once_that_its_turn_has_come():
     ledger = ledger_of()
-    engine = engine_of(ledger, shared=lambda: True)
+    ledger.more_to_come = lambda: True
+    engine = engine_of(ledger)
     ledger.record("pages:other", FREE)
     told: list[str] = []
     reading = reading_of(KEPT + 10, KEPT + 20, tell=lambda: told.append("begun"))
@@ -151,7 +150,7 @@ async def test_nothing_cached_is_given_up_for_a_text_that_would_not_fit_all_the_
     ledger = ledger_of()
     asked: list[int] = []
     ledger.add_relief(Relief.PAGES, asked.append, lambda: 50)
-    engine = engine_of(ledger, shared=lambda: True)
+    engine = engine_of(ledger)
     ledger.record("pages:other", FREE)
     engine.submit(reading_of(KEPT + 51))
     engine.step()
@@ -162,30 +161,9 @@ async def test_nothing_cached_is_given_up_for_a_text_that_would_not_fit_all_the_
     assert asked == [50]
 
 
-async def test_a_text_that_waits_for_memory_does_not_keep_shorter_ones():
+async def test_a_long_text_fails_when_no_memory_is_on_its_way():
     ledger = ledger_of()
-    engine = engine_of(ledger, shared=lambda: True)
-    ledger.record("pages:other", FREE)
-    long, short = reading_of(1000), reading_of(KEPT)
-    engine.submit(long)
-    engine.submit(short)
-    for _ in range(3):
-        engine.step()
-    async with asyncio.timeout(10):
-        await short.future
-    assert engine.stats().rows_waiting == 1
-    engine.cancel(long)
-    assert not engine.has_work()
-
-
-@pytest.mark.parametrize("others_work", [False, True])
-async def test_a_long_text_fails_when_nobody_will_leave_memory_or_does_in_time(
-    others_work: bool, monkeypatch: pytest.MonkeyPatch
-):
-    if others_work:
-        monkeypatch.setattr(encoder_engine, "PATIENCE", 0)
-    ledger = ledger_of()
-    engine = engine_of(ledger, shared=lambda: others_work)
+    engine = engine_of(ledger)
     ledger.record("pages:other", FREE)
     reading = reading_of(1000)
     engine.submit(reading)
@@ -208,21 +186,6 @@ def test_an_engine_that_is_closed_gives_its_memory_back():
     ledger = ledger_of()
     engine_of(ledger).close()
     assert ledger.available() == ledger.limit
-
-
-@pytest.mark.parametrize(("others_work", "batches"), [(True, 3), (False, 13)])
-async def test_others_have_the_time_back_that_a_text_took_beyond_their_pace(
-    others_work: bool, batches: int, monkeypatch: pytest.MonkeyPatch
-):
-    model = Clocked(lambda _: 5 * (STRETCH - 1), monkeypatch)
-    engine = engine_of(ledger_of(), shared=lambda: others_work, model=model)
-    for _ in range(20):
-        engine.submit(reading_of(KEPT))
-    # A step of the others takes a second, and a text is worth five of them.
-    for _ in range(13):
-        engine.step()
-        model.now += 1
-    assert engine.stats().batches == batches
 
 
 async def test_a_batch_is_filled_up_to_the_shape_that_the_model_knows():
@@ -248,7 +211,7 @@ async def test_what_fills_a_batch_up_is_part_of_its_size():
 
 async def test_others_go_with_a_text_that_takes_as_long_by_itself(monkeypatch: pytest.MonkeyPatch):
     model = Clocked(lambda tokens: 0.01 + 1e-6 * tokens, monkeypatch)
-    engine = engine_of(ledger_of(100 * KEPT), shared=lambda: True, model=model)
+    engine = engine_of(ledger_of(100 * KEPT), model=model)
     for length in range(60, 300, 10):
         engine.submit(reading_of(length))
     while engine.has_work():
@@ -278,7 +241,7 @@ async def test_a_batch_is_not_many_times_as_large_as_any_before(monkeypatch: pyt
 async def test_what_reading_takes_is_compiled_before_anybody_waits_for_it():
     model = FilledUp()
     engine = engine_of(ledger_of(), model=model)
-    finish(engine.beginning())
+    engine.warm()
     assert model.shapes == [(1, 8), (1, 72)]
     assert engine.stats().batches == 0
 
@@ -329,27 +292,7 @@ def by_layers(engine: EncoderEngine) -> EncoderEngine:
     return engine
 
 
-async def test_beside_others_a_batch_is_computed_some_layers_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    model, ledger = Layered(monkeypatch), ledger_of()
-    engine = by_layers(engine_of(ledger, shared=lambda: True, model=model))
-    reading = reading_of(KEPT + 10)
-    engine.submit(reading)
-    # The first layers have all the time since the engine was made.
-    computed = []
-    while engine.has_work():
-        before = model.computed
-        engine.step()
-        computed.append(model.computed - before)
-        assert ledger.available() == (FREE - 10 if engine.has_work() else FREE)
-        model.now += 1
-    # A step of the others takes a second, and a layer half of one.
-    assert computed == [1, 2, 2, 2, 1]
-    assert await answer(engine, reading) == [[LAYERS, LAYERS]]
-
-
-async def test_a_long_text_is_computed_some_layers_at_a_time_also_when_nobody_else_works(
+async def test_a_long_text_is_computed_some_layers_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model = Layered(monkeypatch, layer=0.04)
@@ -366,22 +309,15 @@ async def test_a_long_text_is_computed_some_layers_at_a_time_also_when_nobody_el
     assert await answer(engine, reading) == [[LAYERS, LAYERS]]
 
 
-async def test_what_is_left_of_a_short_batch_is_computed_at_once_when_nobody_else_works(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    model, others_work = Layered(monkeypatch, layer=0.01), False
-    engine = by_layers(engine_of(ledger_of(), shared=lambda: others_work, model=model))
+async def test_a_short_batch_is_computed_at_once(monkeypatch: pytest.MonkeyPatch):
+    model = Layered(monkeypatch, layer=0.01)
+    engine = by_layers(engine_of(ledger_of(), model=model))
     first, second = reading_of(3), reading_of(3)
     engine.submit(first)
     assert await answer(engine, first) == [[LAYERS, LAYERS]]
-    others_work = True
     engine.submit(second)
-    model.now += 1
     engine.step()
-    assert (model.computed, engine.has_work()) == (LAYERS + 1, True)
-    others_work = False
-    engine.step()
-    assert (model.computed, engine.has_work()) == (LAYERS + 1, False)
+    assert not engine.has_work()
     assert await answer(engine, second) == [[LAYERS, LAYERS]]
 
 
@@ -390,7 +326,7 @@ async def test_a_batch_that_nobody_waits_for_any_more_goes_no_further(
     how: str, monkeypatch: pytest.MonkeyPatch
 ):
     model, ledger = Layered(monkeypatch), ledger_of()
-    engine = by_layers(engine_of(ledger, shared=lambda: True, model=model))
+    engine = by_layers(engine_of(ledger, model=model))
     first, second = reading_of(KEPT + 1), reading_of(KEPT + 2)
     engine.submit(first)
     engine.submit(second)
@@ -416,7 +352,7 @@ async def test_a_batch_goes_on_while_somebody_waits_for_a_text_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model = Layered(monkeypatch)
-    engine = by_layers(engine_of(ledger_of(), shared=lambda: True, model=model))
+    engine = by_layers(engine_of(ledger_of(), model=model))
     first, second = reading_of(3, 3), reading_of(3)
     engine.submit(first)
     engine.submit(second)

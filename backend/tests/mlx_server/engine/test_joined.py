@@ -14,17 +14,16 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_manager.mlx_server.engine.choice import Reference, choose
 from mlx_manager.mlx_server.engine.forward import Chunk, Decode, NotApplicable
 from mlx_manager.mlx_server.engine.fused.projections import Dense, OfItsOwn
-from mlx_manager.mlx_server.engine.joined import JoinedForward, joining
+from mlx_manager.mlx_server.engine.joined import JoinedForward, join
 from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.utils.steps import finish
 
 PAGE = 16
 
 
 def disagreement(model: nn.Module) -> str | None:
-    reference = finish(Reference.of(model, PAGE))
-    return finish(reference.disagreement(finish(joining(model, PAGE))))
+    reference = Reference.of(model, PAGE)
+    return reference.disagreement(join(model, PAGE))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -45,7 +44,7 @@ def test_the_module_keeps_working_and_nothing_exists_twice() -> None:
     mx.eval(before)
     mx.clear_cache()
     used = mx.get_active_memory()
-    forward = finish(joining(model, PAGE))
+    forward = join(model, PAGE)
     mx.clear_cache()
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert mx.get_active_memory() - used < 0.02 * weights
@@ -54,7 +53,7 @@ def test_the_module_keeps_working_and_nothing_exists_twice() -> None:
 
 
 def test_steps_of_rows_and_a_chunk_that_are_put_together_ahead_write_their_pages_in_place() -> None:
-    forward = finish(joining(make("llama", {}), PAGE))
+    forward = join(make("llama", {}), PAGE)
     for store in forward.stores:
         store.resize(60, most=100)
     pages = [array for store in forward.stores for array in (store.keys, store.values)]
@@ -78,7 +77,7 @@ def test_steps_of_rows_and_a_chunk_that_are_put_together_ahead_write_their_pages
 def test_a_prompt_in_two_halves_gives_the_same_logits(kind: str) -> None:
     family, changes = MODELS[kind]
     wide = make(family, {**changes, "hidden_size": 512})
-    forwards = [finish(joining(wide, PAGE)) for _ in range(2)]
+    forwards = [join(wide, PAGE) for _ in range(2)]
     forwards[1].serve()
     logits = []
     for forward in forwards:
@@ -107,7 +106,7 @@ def test_weights_that_lie_by_columns_are_joined_by_columns() -> None:
     for projection in (p for _, p in model.named_modules() if isinstance(p, nn.Linear)):
         projection.weight = mx.contiguous(projection.weight.T).T
     mx.eval(model.parameters())
-    for layer in finish(joining(model, PAGE))._layers:
+    for layer in join(model, PAGE)._layers:
         for product in (layer.block.qkv, layer.block.output.product, layer.block.mlp.gate_up):
             assert isinstance(product, Dense)
             outputs, _ = product.weight.shape
@@ -142,7 +141,7 @@ def test_layers_that_multiply_by_themselves_are_joined_too(kind: str) -> None:
         )
     )
     assert disagreement(model) is None
-    layer = finish(joining(model, PAGE))._layers[0]
+    layer = join(model, PAGE)._layers[0]
     assert isinstance(layer.block.qkv, OfItsOwn)
 
 
@@ -159,14 +158,14 @@ def test_what_is_not_joined_is_declined_with_the_reason(
     model = make(family, {"head_dim": 16})
     model.set_dtype(dtype)
     with pytest.raises(NotApplicable, match=reason):
-        finish(joining(model, PAGE))
+        join(model, PAGE)
     assert choose(model, PAGE).kind == "ragged"
 
 
 @pytest.mark.parametrize("family", SHORTS)
 def test_layers_of_short_convolutions_are_left_to_their_module(family: str) -> None:
     with pytest.raises(NotApplicable, match="layers without attention"):
-        finish(joining(make(family, SHORTS[family]), PAGE))
+        join(make(family, SHORTS[family]), PAGE)
 
 
 def test_joined_steps_that_are_wrong_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:

@@ -142,8 +142,7 @@ async def test_rows_that_fail_without_a_prompt_beside_them_change_nothing(
 @pytest.mark.parametrize("way", [on_kernels, choose], ids=["a GPU's way", "by mlx-lm's operations"])
 async def test_pages_grow_by_a_hundred_or_so(llama: Path, way):
     async with HandRig(llama, choose=way) as rig:
-        for _ in rig.engine.first_pages():
-            pass
+        rig.engine.make_pages()
         first = rig.engine._pool.size
         assert first == (64 if rig.forward.horizon else 0)
         sizes = [first]

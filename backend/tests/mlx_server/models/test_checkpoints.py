@@ -20,11 +20,11 @@ from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.encoder_loading import loading_encoder
-from mlx_manager.mlx_server.models.loading import checked_folder, explained
+from mlx_manager.mlx_server.models.encoder_loading import load_encoder
+from mlx_manager.mlx_server.models.loading import checked_folder
 from mlx_manager.mlx_server.models.weight_files import INDEX
+from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import finish
 
 PLENTY = 10**9
 TOKENS = mx.array([[256, *range(40, 60)]])
@@ -36,7 +36,7 @@ def loaded(folder: Path) -> nn.Module:
     """The model as a load has it before its weights are brought into memory."""
     with explained("m"):
         checked = checked_folder(described("m", folder, "models_dir"), PoolLimits())
-        model, _ = build(planned(checked), {})
+        model, _ = build(planned(checked))
     return model
 
 
@@ -163,7 +163,7 @@ def test_an_encoder_has_the_weights_of_its_index_too(tmp_path: Path):
     index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
     save(folder / WHOLE, {name: array + 1 for name, array in weights.items()})
     source = described("m", folder, "models_dir")
-    encoder = finish(loading_encoder(source, PoolLimits(), Ledger(PLENTY)))
+    encoder = load_encoder(source, PoolLimits(), Ledger(PLENTY))
     parameters = dict(tree_flatten(encoder.model.parameters()))
     name = "embeddings.word_embeddings.weight"
     assert mx.array_equal(parameters[f"body.{name}"], weights[name])

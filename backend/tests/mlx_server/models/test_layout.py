@@ -21,8 +21,7 @@ from mlx_manager.mlx_server.models.layout import (
     times_of,
     times_of_experts,
 )
-from mlx_manager.mlx_server.models.weights import default_device, evaluated
-from mlx_manager.mlx_server.utils.steps import finish
+from mlx_manager.mlx_server.models.weights import default_device, evaluate
 
 TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
 
@@ -40,7 +39,7 @@ def test_weights_laid_out_by_columns_compute_the_same_in_the_same_bytes(tmp_path
     for _, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.weight = by_columns(module).weight
-    assert list(evaluated(model))
+    evaluate(model)
     before = mx.get_active_memory()
     assert mx.allclose(model(TOKENS), rows, atol=1e-5)
     assert nbytes(model) == stored
@@ -52,8 +51,8 @@ def test_a_model_that_is_laid_out_computes_the_same_in_the_same_bytes(tmp_path: 
     make_tiny_model(tmp_path / "m", "llama", dtype=mx.float32, **sizes)
     model = load_model(tmp_path / "m", lazy=True)[0]
     rows, stored = model(TOKENS), nbytes(model)
-    finish(lay_out(model))
-    finish(evaluated(model))
+    lay_out(model)
+    evaluate(model)
     assert mx.allclose(model(TOKENS), rows, atol=1e-4)
     assert nbytes(model) == stored
 
@@ -71,7 +70,7 @@ def test_the_layout_says_how_weights_lie_and_whence_they_were_timed(
     sizes = {"hidden_size": 256, "intermediate_size": 512}
     make_tiny_model(tmp_path / "m", "llama", dtype=mx.float32, **sizes)
     model = load_model(tmp_path / "m", lazy=True)[0]
-    layout = finish(lay_out(model, cache))
+    layout = lay_out(model, cache)
     modules = [module for _, module in model.named_modules()]
     assert layout.blocks == sum(isinstance(module, BlockedLinear) for module in modules)
     assert layout.blocks + layout.columns + layout.rows == sum(
@@ -94,7 +93,7 @@ def test_a_model_whose_experts_are_in_blocks_computes_the_same_in_the_same_bytes
     assert len(layers) == 3 * len(model.layers)
     blocked = [(name, BlockedExperts(layer)) for name, layer in layers.items()]
     model.update_modules(tree_unflatten(blocked))
-    finish(evaluated(model))
+    evaluate(model)
     assert mx.allclose(model(TOKENS), rows, atol=1e-4)
     assert mx.allclose(model(many), prompt, atol=1e-4)
     assert nbytes(model) == stored
@@ -107,10 +106,10 @@ def test_experts_are_timed_in_both_layouts(tmp_path: Path):
     rows = model(TOKENS)
     first = next(iter(experts_alike(model)[0].values()))
     for laid in (lambda experts: experts, BlockedExperts):
-        times = finish(times_of_experts(first, laid))
+        times = times_of_experts(first, laid)
         assert len(times) == 3
         assert all(seconds > 0 for seconds in times)
-    finish(lay_out(model))
+    lay_out(model)
     assert mx.allclose(model(TOKENS), rows, atol=1e-4)
 
 
@@ -122,7 +121,7 @@ def test_layout_is_tried_for_large_float32_layers_of_each_shape():
     model.embedding, model.packed = nn.Embedding(1024, 512), nn.QuantizedLinear(512, 1024)
     groups = {group[0].weight.shape: len(group) for group in layers_alike(model)}
     assert groups == {(1024, 512): 2, (512, 1024): 1}
-    assert all(seconds > 0 for seconds in finish(times_of(model.layers[:2], BlockedLinear)))
+    assert all(seconds > 0 for seconds in times_of(model.layers[:2], BlockedLinear))
 
 
 def test_siblings_are_in_blocks_together_or_not_at_all():

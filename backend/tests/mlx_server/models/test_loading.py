@@ -17,11 +17,10 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
-from mlx_manager.mlx_server.models.loading import load, loading
+from mlx_manager.mlx_server.models.loading import load
 from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.models.weights import default_device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
-from mlx_manager.mlx_server.utils.steps import advance
 from mlx_manager.mlx_server.utils.text import sized
 
 PLENTY = 10**9
@@ -189,12 +188,35 @@ def test_code_of_a_repository_runs_only_when_trusted(tmp_path: Path):
     assert load(source(folder), PoolLimits(trust_remote_code=True), Ledger(PLENTY)).model
 
 
-def test_abandoned_load_gives_its_memory_back(tmp_path: Path):
+def test_a_load_says_what_it_does(tmp_path: Path):
+    said: list[str] = []
+    folder = make_tiny_model(tmp_path / "m", quantize={"group_size": 32, "bits": 4})
+    load(source(folder), PoolLimits(), Ledger(PLENTY), doing=said.append)
+    assert said[:6] == [
+        "its files are looked at",
+        "its tokenizer is read",
+        "its chat template is tried out",
+        "its modules are made",
+        "its weights are read",
+        "the fastest form of its weights is chosen",
+    ]
+    assert said[-1] == "its weights are read (1 of 1)"
+
+
+@pytest.mark.parametrize("place", ["its weights are read", "the fastest form of its weights"])
+def test_a_load_that_fails_midway_gives_its_memory_back(tmp_path: Path, place: str):
     ledger = Ledger(PLENTY)
-    steps = loading(source(make_tiny_model(tmp_path / "m")), PoolLimits(), ledger)
-    while "weights:m" not in ledger.figures():
-        advance(steps)
-    steps.close()
+    held: list[int] = []
+
+    def doing(said: str) -> None:
+        if said.startswith(place):
+            held.append(ledger.figures()["weights:m"])
+            raise RuntimeError("that was enough")
+
+    folder = make_tiny_model(tmp_path / "m")
+    with pytest.raises(ModelLoadFailed, match="that was enough"):
+        load(source(folder), PoolLimits(), ledger, doing=doing)
+    assert held[0] > 0
     assert "weights:m" not in ledger.figures()
 
 

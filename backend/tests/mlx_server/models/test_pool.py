@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import shutil
-from collections import Counter
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,28 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engine.portable import Portable, plainly
+from here import Here
 from llguidance import LLTokenizer
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pools import GREEDY, answer, given_back, open_pool, request, states, tended
+from pools import (
+    GREEDY,
+    answer,
+    given_back,
+    lose,
+    open_pool,
+    request,
+    states,
+    taken,
+    tended,
+)
 from pydantic import ValidationError
 from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.backends.text import TextBackend, preparing
+from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import (
-    CatalogSources,
     EngineLimits,
     MLXServerSettings,
-    PoolLimits,
 )
 from mlx_manager.mlx_server.core import (
     Finished,
@@ -34,6 +44,7 @@ from mlx_manager.mlx_server.core import (
     Tokens,
 )
 from mlx_manager.mlx_server.engine import grammar
+from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -43,19 +54,18 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
+from mlx_manager.mlx_server.models import loads as loads_module
 from mlx_manager.mlx_server.models import pool as pool_module
-from mlx_manager.mlx_server.models import tokenizers
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
-from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.pressure import Pressure
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.progress import Doing
 from mlx_manager.mlx_server.utils.text import sized
-
-"""What MLX keeps for itself, a random state a thread; a model takes 400 times as much."""
+from mlx_manager.mlx_server.workers import model as worker_model
+from mlx_manager.mlx_server.workers.messages import Granted, Need
 
 
 def overwrite(name: str, text: str) -> Callable[[Path], None]:
@@ -79,6 +89,7 @@ async def test_model_answers_and_is_listed_with_its_figures(models_dir: Path):
         assert (status.family, status.model_type, status.context_length) == ("llama", "llama", 2048)
         assert status.weights is not None
         assert status.weights.dtype == "float32"
+        await pool.look()
         figures = pool.figures()
         assert figures["ledger"]["weights:b"] == status.nbytes
         assert list(figures["engines"]) == ["b"]
@@ -104,7 +115,8 @@ async def test_least_recently_used_idle_model_makes_place(models_dir: Path):
         for name in ("a", "b", "a", "c"):
             await pool.get_model(name)
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loaded"}
-        assert "weights:b" not in pool.ledger.figures()
+        assert list(pool.workers()) == ["a", "c"]
+        assert not await taken(pool, "b")
 
 
 async def test_model_in_use_is_never_evicted_and_who_waits_gets_its_place(models_dir: Path):
@@ -131,9 +143,9 @@ async def test_waiting_for_place_ends_with_the_numbers(models_dir: Path):
 
 async def test_eviction_by_bytes(models_dir: Path):
     async with open_pool(models_dir) as pool:
-        size = (await pool.get_model("a")).loaded.nbytes
-        taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
-    async with open_pool(models_dir, memory_limit=int(2.5 * taken), patience=0.0) as pool:
+        size = (await pool.get_model("a")).facts.nbytes
+        needed = await taken(pool, "a")
+    async with open_pool(models_dir, memory_limit=int(2.5 * needed), patience=0.0) as pool:
         for name in "abc":
             await pool.get_model(name)
         assert await states(pool) == {"a": "loadable", "b": "loaded", "c": "loaded"}
@@ -147,6 +159,14 @@ async def test_eviction_by_bytes(models_dir: Path):
             await pool.get_model("a")
 
 
+async def needs_of(models: Path, *names: str) -> list[int]:
+    """Return the bytes that each of the models takes."""
+    async with open_pool(models) as pool:
+        for name in names:
+            await answer(pool, name)
+        return [await taken(pool, name) for name in names]
+
+
 @pytest.mark.parametrize("max_models", [2, 8])
 async def test_no_idle_model_goes_for_one_that_does_not_fit_beside_those_in_use(
     tmp_path: Path, max_models: int
@@ -158,21 +178,23 @@ async def test_no_idle_model_goes_for_one_that_does_not_fit_beside_those_in_use(
         for name in ("b", "a"):
             await answer(pool, name)
         async with pool.lease("a"):
-            taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
-            pool.ledger.limit = size + taken // 2
+            pool.grants.limit -= pool.grants.available() + await taken(pool, "b") - size // 2
             with pytest.raises(OutOfMemory, match="are left beside the models in use"):
                 await pool.get_model("c")
             assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
 
 
-async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(models_dir: Path):
-    def prepare(
-        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-    ) -> Steps[TextBackend]:
+async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(
+    models_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def greedy(
+        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger, **_: object
+    ) -> TextBackend:
         chunk = 10**6 if loaded.id == "b" else None
-        return preparing(loaded, thread, replace(limits, prefill_chunk=chunk), ledger)
+        return prepare(loaded, thread, replace(limits, prefill_chunk=chunk), ledger)
 
-    async with open_pool(models_dir, prepare=prepare, memory_limit=2 * 10**8, patience=0.0) as pool:
+    monkeypatch.setattr(worker_model, "prepare", greedy)
+    async with open_pool(models_dir, memory_limit=2 * 10**8, patience=0.0) as pool:
         await pool.get_model("a")
         with pytest.raises(OutOfMemory, match=r"A step of b works on up to [\d.,]+ \w+"):
             await pool.get_model("b")
@@ -180,33 +202,35 @@ async def test_no_idle_model_goes_for_one_whose_steps_have_no_memory(models_dir:
 
 
 async def test_no_idle_model_goes_for_weights_that_leave_their_steps_no_memory(tmp_path: Path):
-    make_tiny_model(tmp_path / "a")
-    folder = make_tiny_model(tmp_path / "c", vocab_size=30_000)
-    size = (folder / "model.safetensors").stat().st_size
-    async with open_pool(tmp_path, patience=0.0) as pool:
+    for name in "ab":
+        make_tiny_model(tmp_path / name)
+    make_tiny_model(tmp_path / "c", vocab_size=30_000)
+    least, more = await needs_of(tmp_path, "a", "c")
+    said = r"of c and what its steps work on take [\d.,]+ \w+"
+    async with open_pool(tmp_path, patience=0.0, memory_limit=(least + more) // 2) as pool:
         await answer(pool, "a")
-        taken = sum(n for line, n in pool.ledger.figures().items() if line.endswith(":a"))
-        said = r"of c and what its steps work on take [\d.,]+ \w+"
-        pool.ledger.limit = size + taken // 2
         with pytest.raises(ModelTooLarge, match=said):
             await pool.get_model("c")
-        pool.ledger.limit += 10**9
-        pool.ledger.record("pages:elsewhere", 10**9)
-        with pytest.raises(OutOfMemory, match=said):
-            await pool.get_model("c")
-        assert await states(pool) == {"a": "loaded", "c": "loadable"}
+        assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
+    limit = 2 * least + (more - least) // 2
+    async with open_pool(tmp_path, patience=0.0, memory_limit=limit) as pool:
+        for name in "ab":
+            await answer(pool, name)
+        async with pool.lease("a"):
+            with pytest.raises(OutOfMemory, match=said):
+                await pool.get_model("c")
+        assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
 
 
 async def test_the_log_tells_what_memory_starts_loads_and_unloads_leave(
     models_dir: Path, caplog: pytest.LogCaptureFixture
 ):
     memory_now = r"; memory: \d+\.\d\d GB active, \d+\.\d\d GB peak, \d+\.\d\d GB cache"
-    with caplog.at_level("INFO", pool_module.log.name):
+    with caplog.at_level("INFO", loads_module.log.name):
         async with open_pool(models_dir) as pool:
-            nbytes = (await pool.get_model("b")).loaded.nbytes
+            nbytes = (await pool.get_model("b")).facts.nbytes
             await pool.unload("b")
-    started, loaded, unloaded = (record for record in caplog.records if "memory" in record.message)
-    assert re.fullmatch("ready to load models" + memory_now, started.message)
+    loaded, unloaded = (record for record in caplog.records if "memory" in record.message)
     weights = r"b is loaded in \d+\.\d s: \d+\.\d\d GB of weights, \w+ \(.*\)"
     assert re.fullmatch(weights + memory_now, loaded.message)
     assert re.fullmatch(r"b is unloaded: \d\.\d\d GB are free again" + memory_now, unloaded.message)
@@ -215,14 +239,21 @@ async def test_the_log_tells_what_memory_starts_loads_and_unloads_leave(
     assert loaded.facts["seconds"] > 0
 
 
+async def two_models(pool: ModelPoolManager, here: Here, left: int) -> None:
+    """Load a, which has so many bytes left, and b, which has none."""
+    for name in "ba":
+        await pool.get_model(name)
+    pool.grants.limit -= pool.grants.free()
+    await lose(here.models["b"], 0)
+    await lose(here.models["a"], left)
+
+
 async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_once(
     models_dir: Path, caplog: pytest.LogCaptureFixture
 ):
-    async with open_pool(models_dir) as pool:
-        for name in "ba":
-            await pool.get_model(name)
+    async with open_pool(models_dir, start=(here := Here())) as pool:
         # There is room for the pages of one of two prompts.
-        pool.ledger.limit -= pool.ledger.available() - 70 * 8192
+        await two_models(pool, here, 70 * 8192)
         prompts = [Tokens(tuple(range(first, 200)) * 5) for first in (3, 5)]
         async with pool.lease("a") as lease:
             asked = [GenerationRequest("a", prompt, max_tokens=2) for prompt in prompts]
@@ -236,10 +267,8 @@ async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_on
 async def test_a_request_gets_the_room_of_idle_models_before_it_is_refused_or_cut(
     models_dir: Path, used: str, tokens: int
 ):
-    async with open_pool(models_dir) as pool:
-        for name in "ba":
-            await pool.get_model(name)
-        pool.ledger.limit -= pool.ledger.available() - 20 * 8192
+    async with open_pool(models_dir, start=(here := Here())) as pool:
+        await two_models(pool, here, 20 * 8192)
         prompt = Tokens(tuple(range(3, 200)) * 5)
         asked = GenerationRequest(
             "a",
@@ -258,16 +287,42 @@ async def test_a_request_gets_the_room_of_idle_models_before_it_is_refused_or_cu
 async def test_a_request_that_is_too_much_for_idle_models_to_go_is_refused_and_they_stay(
     models_dir: Path,
 ):
-    async with open_pool(models_dir) as pool:
-        for name in "ba":
-            await pool.get_model(name)
+    async with open_pool(models_dir, start=(here := Here())) as pool:
+        await two_models(pool, here, 20 * 8192)
         await pool.pin("b", pinned=True)
-        pool.ledger.limit -= pool.ledger.available() - 20 * 8192
         asked = GenerationRequest("a", Tokens(tuple(range(3, 200)) * 5), max_tokens=2)
         async with pool.lease("a") as lease:
             with pytest.raises(OutOfMemory, match="985 tokens"):
                 await anext(lease.backend.generate(asked))
         assert (await states(pool))["b"] == "loaded"
+
+
+async def test_a_model_alone_has_all_memory_and_gives_back_what_it_does_not_use(models_dir: Path):
+    async with open_pool(models_dir, memory_limit=10**9, start=(here := Here())) as pool:
+        await answer(pool, "a")
+        assert here.models["a"].ledger.limit == 10**9
+        await answer(pool, "b")
+        limits = [here.models[name].ledger.limit for name in "ab"]
+        assert sum(limits) <= 10**9
+        assert min(limits) > 10**9 // 4
+        assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
+        await pool.unload("a")
+        assert pool.grants.available() >= 10**9 - await taken(pool, "b")
+
+
+async def test_prompts_kept_for_reuse_go_before_idle_models(models_dir: Path):
+    async with open_pool(models_dir, start=(here := Here())) as pool:
+        await answer(pool, "b", tokens=200)
+        await two_models(pool, here, 8192)
+        await pool.look()
+        assert pool.figures()["engines"]["b"]["pages_cached"]
+        asked = GenerationRequest("a", Tokens(tuple(range(3, 100))), GREEDY, max_tokens=2)
+        async with pool.lease("a") as lease:
+            async for _ in lease.backend.generate(asked):
+                pass
+        await pool.look()
+        assert not pool.figures()["engines"]["b"]["pages_cached"]
+        assert await states(pool) == {"a": "loaded", "b": "loaded", "c": "loadable"}
 
 
 async def test_memory_is_back_after_unloading(models_dir: Path):
@@ -279,27 +334,7 @@ async def test_memory_is_back_after_unloading(models_dir: Path):
         await pool.unload("a")
         await pool.unload("a")
         await given_back(before)
-        assert pool.ledger.figures()["available"] == pool.ledger.limit
-
-
-async def test_loads_leave_nothing_of_what_weights_would_have_been_drawn_by(
-    models_dir: Path, tmp_path: Path
-):
-    sizes = []
-
-    def prepare(
-        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-    ) -> Steps[TextBackend]:
-        mx.export_to_dot(str(tmp_path / "next-key"), mx.random.state[0])
-        sizes.append((tmp_path / "next-key").stat().st_size)
-        return (yield from preparing(loaded, thread, limits, ledger))
-
-    async with open_pool(models_dir, prepare=prepare) as pool:
-        for _ in range(3):
-            await pool.get_model("a")
-            await pool.unload("a")
-    assert len(sizes) == 3
-    assert max(sizes) < 1.1 * min(sizes)
+        assert pool.grants.free() == pool.grants.limit
 
 
 async def test_unknown_model_is_an_error_that_names_what_is_offered(models_dir: Path):
@@ -330,6 +365,7 @@ async def test_failed_load_gives_its_reason_and_memory_back_and_the_pool_lives(t
         assert truncated.value.status == contradictory.value.status == 400
         await given_back(before)
         assert await answer(pool, "good")
+        await pool.look()
         assert list(pool.figures()["engines"]) == ["good"]
 
 
@@ -360,12 +396,13 @@ async def test_no_model_goes_for_one_whose_files_are_broken(
 ):
     make_tiny_model(tmp_path / "good")
     damage(make(tmp_path / "broken"))
-    most = 1 if short_of == "places" else 4
-    async with open_pool(tmp_path, default="good", max_models=most) as pool:
+    limits: dict[str, int] = {"max_models": 1}
+    if short_of == "bytes":
+        async with open_pool(tmp_path, default="good") as pool:
+            await answer(pool, "good")
+            limits = {"memory_limit": await taken(pool, "good")}
+    async with open_pool(tmp_path, default="good", **limits) as pool:
         await answer(pool, "good")
-        if short_of == "bytes":
-            lines = pool.ledger.figures()
-            pool.ledger.limit = lines["weights:good"] + lines["prefill:good"]
         with pytest.raises((ModelLoadFailed, ModelNotSupported), match=message):
             await pool.get_model("broken")
         assert (await pool.status("good")).state == "loaded"
@@ -384,54 +421,81 @@ async def test_nobody_waits_for_room_for_a_model_whose_files_are_broken(tmp_path
             await pool.get_model("broken")
 
 
-async def test_model_whose_backend_fails_leaves_nothing_behind(models_dir: Path):
-    thread = MLXThread()
-    thread.start()
-    sources = CatalogSources("a", models_dir=models_dir, hf_cache=False)
-
-    def make_backend(loaded: LoadedModel, ledger: Ledger) -> Generator[None, None, TextBackend]:
-        yield
+async def test_model_whose_backend_fails_leaves_nothing_behind(
+    models_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def without_pages(*_: Any, **__: Any) -> TextBackend:
         raise OutOfMemory("no pages")
 
-    pool = await thread.call(lambda: ModelPoolManager(PoolLimits(), sources, thread, make_backend))
-    before = mx.get_active_memory()
-    with pytest.raises(OutOfMemory, match="no pages"):
-        await pool.get_model("b")
-    await given_back(before)
-    assert set(pool.ledger.figures()) == {"buffer_cache", "limit", "available"}
-    await pool.close()
-    thread.close()
-
-
-async def test_a_pool_that_is_closed_leaves_mlx_the_limit_that_it_had(models_dir: Path) -> None:
-    before = mx.get_memory_limit()
+    monkeypatch.setattr(worker_model, "prepare", without_pages)
     async with open_pool(models_dir) as pool:
-        async with open_pool(models_dir, memory_limit=10**8):
-            # Its pages may come while the other's limit holds, and go after that.
-            assert await answer(pool, "a")
-        assert await answer(pool, "a")
-    assert mx.get_memory_limit() == before
+        before = mx.get_active_memory()
+        with pytest.raises(OutOfMemory, match="no pages"):
+            await pool.get_model("b")
+        await given_back(before)
+        await until(lambda: pool.grants.free() == pool.grants.limit)
+
+
+def as_on_a_gpu(*arguments: Any, **named: Any) -> TextBackend:
+    """Prepare with kernels for which portable ones stand in."""
+    return prepare(*arguments, partial(choose, kernels=Portable, compile=plainly), **named)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "it is run as it is",
+        "a way to run it is compared (1 ",
+        "kernels of step 2 are checked (5 ",
+        "its steps are compiled (3 ",
+        "kernels that draw",
+        "its pages are made",
+    ],
+)
+async def test_a_load_that_fails_midway_leaves_nothing_behind(
+    place: str, models_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    failing = True
+
+    def prepare_up_to(*arguments: Any, doing: Doing, **named: Any) -> TextBackend:
+        def tell(said: str) -> None:
+            if failing and said.startswith(place):
+                raise ModelLoadFailed("that was enough")
+            doing(said)
+
+        return as_on_a_gpu(*arguments, doing=tell, **named)
+
+    monkeypatch.setattr(worker_model, "prepare", prepare_up_to)
+    async with open_pool(models_dir) as pool:
+        clear_cache()
+        before = mx.get_active_memory()
+        with pytest.raises(ModelLoadFailed, match="that was enough"):
+            await pool.get_model("b")
+        gc.collect()
+        await given_back(before)
+        await until(lambda: pool.grants.free() == pool.grants.limit)
+        assert (await states(pool))["b"] == "loadable"
+        failing = False
+        assert await answer(pool, "b")
 
 
 async def test_a_device_that_others_have_filled_is_no_fault_of_the_model(
     models_dir: Path, mlx_limit: int, monkeypatch
 ) -> None:
-    full = True
+    full, limit = True, 10**9
 
-    def prepare(*arguments: Any) -> Steps[TextBackend]:
-        yield None
+    def prepare_if_there_is_room(*arguments: Any, **named: Any) -> TextBackend:
         if full:
             raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
-        return (yield from preparing(*arguments))
+        return prepare(*arguments, **named)
 
-    async with open_pool(models_dir, prepare=prepare) as pool:
-        limit, before = pool.ledger.limit, mx.get_memory_limit()
-        others = memory.device_memory() - limit // 2 - memory.HEADROOM
-        monkeypatch.setattr(memory, "taken_by_others", lambda: others)
+    others = memory.device_memory() - limit // 2 - memory.HEADROOM
+    monkeypatch.setattr(memory, "taken_by_others", lambda: others)
+    monkeypatch.setattr(worker_model, "prepare", prepare_if_there_is_room)
+    async with open_pool(models_dir, memory_limit=limit) as pool:
         with pytest.raises(OutOfMemory, match=f"models get {sized(limit // 2)} now"):
             await pool.get_model("b")
-        assert mx.get_memory_limit() == before - (limit - limit // 2)
-        assert pool.ledger.limit == limit // 2
+        assert pool.grants.limit == limit // 2
         full = False
         assert await answer(pool, "b")
 
@@ -444,78 +508,10 @@ async def test_running_stream_goes_on_while_another_model_loads(models_dir: Path
         assert await running == alone
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the tokenizer of each folder, by its name, was read."""
-    count: Counter[str] = Counter()
-
-    def noting(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
-        count[folder.name] += 1
-        return read_tokenizer(folder, trust_remote_code)
-
-    monkeypatch.setattr(tokenizers, "read_tokenizer", noting)
-    monkeypatch.setattr(pool_module, "QUIET", 0.01)
-    return count
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 nobody tells
             await asyncio.sleep(0.01)
-
-
-async def test_a_model_that_comes_back_finds_its_tokenizer(models_dir: Path, read: Counter[str]):
-    async with open_pool(models_dir) as pool:
-        first = await answer(pool, "a")
-        await pool.unload("a")
-        assert await answer(pool, "a") == first
-        assert read == {"a": 1}
-
-
-async def test_tokenizers_are_read_ahead_while_nobody_is_answered(
-    models_dir: Path, read: Counter[str]
-):
-    async with open_pool(models_dir) as pool, tended(pool):
-        await until(lambda: read.total() == 3)
-        await answer(pool, "b")
-        assert read == {"a": 1, "b": 1, "c": 1}
-
-
-async def test_nothing_is_made_ahead_while_somebody_is_answered(
-    models_dir: Path, read: Counter[str]
-):
-    async with open_pool(models_dir) as pool, pool.lease("b"), tended(pool):
-        await until(lambda: pool.is_loaded("default"))
-        await asyncio.sleep(0.2)
-        assert read == {"a": 1, "b": 1}
-
-
-async def test_no_more_tokenizers_are_read_ahead_than_models_may_be_loaded(
-    models_dir: Path, read: Counter[str]
-):
-    async with open_pool(models_dir, max_models=2) as pool:
-        await pool.get_model("c")
-        await pool.make_ahead()
-        assert read == {"a": 1, "c": 1}
-
-
-async def test_of_models_that_may_bring_code_nothing_is_read_ahead(
-    models_dir: Path, read: Counter[str]
-):
-    async with open_pool(models_dir, trust_remote_code=True) as pool:
-        await pool.make_ahead()
-        assert not read
-
-
-async def test_a_tokenizer_that_can_t_be_read_ahead_is_told_to_who_asks_for_it(tmp_path: Path):
-    good, broken = (make_tiny_model(tmp_path / name) for name in ("good", "broken"))
-    assert good.exists()
-    (broken / "tokenizer.json").write_text("{}")
-    async with open_pool(tmp_path, default="good") as pool:
-        await pool.make_ahead()
-        assert await answer(pool, "good")
-        with pytest.raises(ModelLoadFailed, match="broken can't be loaded"):
-            await pool.get_model("broken")
 
 
 async def test_what_the_first_request_for_json_needs_is_made_ahead(
@@ -531,13 +527,11 @@ async def test_what_the_first_request_for_json_needs_is_made_ahead(
     monkeypatch.setattr(grammar, "vocabulary", noting)
     async with open_pool(models_dir) as pool:
         await pool.get_model("a")
-        await pool.make_ahead()
         assert made == ["vocabulary"]
         async with pool.lease("a") as lease:
             asked = replace(request("a"), constraint=JsonObject())
             async for _ in lease.backend.generate(asked):
                 pass
-        await pool.make_ahead()
     assert made == ["vocabulary"]
 
 
@@ -552,24 +546,33 @@ async def test_requester_who_gives_up_does_not_stop_the_load_for_others(models_d
             await impatient
 
 
+class Elsewhere:
+    """Needs all memory there is, again and again, save what it can never have."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def send(self, message: object) -> None:
+        self.told += isinstance(message, Granted)
+
+
 async def test_a_model_stays_until_those_who_waited_for_its_load_have_had_it(models_dir: Path):
-    asked: list[str] = []
+    async with open_pool(models_dir, memory_limit=10**9) as pool:
+        other, over = Elsewhere(), threading.Event()
+        pool.grants.enter(other)
 
-    def prepare(
-        loaded: LoadedModel, thread: MLXThread, limits: EngineLimits, ledger: Ledger
-    ) -> Steps[TextBackend]:
-        backend = yield from preparing(loaded, thread, limits, ledger)
-        if not asked:
-            # Somebody's rows need room when the load is done, before anybody knows that it is.
-            thread.post(partial(ledger.reserve, "pages:other", ledger.limit))
-        asked.append(loaded.id)
-        return backend
+        def need_all() -> None:
+            while not over.is_set():
+                if pool.grants.available() < 10**9:
+                    pool.grants.heard(other, Need(10**9, urgent=True))
 
-    async with open_pool(models_dir, prepare=prepare) as pool:
-        await answer(pool, "a")
-        assert asked == ["a"]
-        # Nobody waits for it any more.
-        assert await pool.unload("a") is not None
+        needing = threading.Thread(target=need_all)
+        needing.start()
+        assert await answer(pool, "a")
+        over.set()
+        needing.join()
+        assert pool.figures()["loads"]["a"] == 1
+        assert other.told
 
 
 async def test_closing_while_loading_and_while_in_use_frees_everything(models_dir: Path):
@@ -653,7 +656,7 @@ def test_an_alias_that_names_nothing_is_refused(aliases: str):
 def wired(monkeypatch) -> list[int]:
     """Return the amounts that a Mac was told to keep in memory."""
     told: list[int] = []
-    monkeypatch.setattr(pool_module, "wire", told.append)
+    monkeypatch.setattr(worker_model, "wire", told.append)
     return told
 
 
@@ -661,38 +664,48 @@ async def test_weights_are_kept_in_memory_for_an_owner_who_wants_that_alone(
     models_dir: Path, wired: list[int]
 ):
     async with open_pool(models_dir, wire_weights=True) as pool:
-        one = (await pool.get_model("a")).loaded.nbytes
-        other = (await pool.get_model("b")).loaded.nbytes
-        await pool.unload("a")
-        assert wired == [one, one + other, other]
-    assert wired[-1] == 0
+        one = (await pool.get_model("a")).facts.nbytes
+        other = (await pool.get_model("b")).facts.nbytes
+        assert wired == [one, other]
     wired.clear()
     async with open_pool(models_dir) as pool:
         await pool.get_model("a")
     assert not wired
 
 
-async def test_no_model_is_loaded_where_macos_is_about_to_end_programs(models_dir: Path):
+@pytest.fixture
+def pressures(monkeypatch: pytest.MonkeyPatch) -> list[Pressure]:
+    """What macOS says, the last."""
+    told = [Pressure.NORMAL]
+    monkeypatch.setattr(loads_module, "PressureGauge", lambda: lambda: told[-1])
+    return told
+
+
+async def test_no_model_is_loaded_where_macos_is_about_to_end_programs(
+    models_dir: Path, pressures: list[Pressure]
+):
     async with open_pool(models_dir) as pool:
-        pool.ledger.pressure = lambda: Pressure.CRITICAL
+        pressures.append(Pressure.CRITICAL)
         with pytest.raises(OutOfMemory, match="critically short of memory"):
             await pool.get_model("a")
-        pool.ledger.pressure = lambda: Pressure.NORMAL
+        pressures.append(Pressure.NORMAL)
         await answer(pool, "a")
 
 
 async def test_what_is_kept_for_reuse_goes_where_other_programs_want_memory_and_nobody_asks(
-    models_dir: Path, monkeypatch
+    models_dir: Path, monkeypatch, pressures: list[Pressure]
 ):
     monkeypatch.setattr(pool_module, "is_told", lambda: True)
     monkeypatch.setattr(pool_module, "LOOK_AT_MEMORY", 0.01)
-    async with open_pool(models_dir) as pool:
-        level = Pressure.NORMAL
-        pool.ledger.pressure = lambda: level
-        async with tended(pool):
-            await answer(pool, "a", tokens=40)
-            figures = pool.figures()["engines"]["a"]
-            assert figures["pages_cached"]
-            level = Pressure.WARNING
-            while pool.figures()["engines"]["a"]["pages_cached"]:  # noqa: ASYNC110 nobody tells
-                await asyncio.sleep(0.01)
+
+    async def cached(pool: ModelPoolManager) -> int:
+        await pool.look()
+        pages: int = pool.figures()["engines"]["a"]["pages_cached"]
+        return pages
+
+    async with open_pool(models_dir) as pool, tended(pool):
+        await answer(pool, "a", tokens=40)
+        assert await cached(pool)
+        pressures.append(Pressure.WARNING)
+        while await cached(pool):  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.01)

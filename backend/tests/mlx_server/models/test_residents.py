@@ -60,7 +60,7 @@ class Pool(RuleBasedStateMachine):
     def load(self, model_id: str) -> None:
         if model_id not in self.plain:
             recipe = self.settings.of(model_id).recipe
-            self.residents.add(Resident(model_id, NOTHING, NOTHING, NOTHING, recipe))
+            self.residents.add(Resident(model_id, NOTHING, NOTHING, NOTHING, recipe, NOTHING))
             self.plain[model_id] = Plain(recipe, 0, 0.0)
             self.touch(model_id)
 

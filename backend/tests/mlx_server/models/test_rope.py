@@ -20,11 +20,11 @@ from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.encoder_loading import loading_encoder
-from mlx_manager.mlx_server.models.loading import checked_folder, explained
+from mlx_manager.mlx_server.models.encoder_loading import load_encoder
+from mlx_manager.mlx_server.models.loading import checked_folder
 from mlx_manager.mlx_server.models.rope import in_all_forms
+from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
-from mlx_manager.mlx_server.utils.steps import finish
 
 TOKENS = mx.array([[256, *range(40, 90)]])
 BASE, LOCAL = 500_000.0, 700.0
@@ -63,7 +63,7 @@ def built(folder: Path) -> nn.Module:
     """The model as a load has it before its weights are brought into memory."""
     with explained("m"):
         checked = checked_folder(described("m", folder, "models_dir"), PoolLimits())
-        model, _ = build(planned(checked), {})
+        model, _ = build(planned(checked))
     return model
 
 
@@ -361,7 +361,7 @@ def test_a_config_without_rotations_is_left_as_it_is(config: dict[str, Any]):
 def test_an_encoder_rotates_by_either_form(tmp_path: Path, family: str):
     def bases(folder: Path) -> set[float]:
         source = described("m", folder, "models_dir")
-        encoder = finish(loading_encoder(source, PoolLimits(), Ledger(10**9)))
+        encoder = load_encoder(source, PoolLimits(), Ledger(10**9))
         return {float(one.base) for one in encoder.model.modules() if isinstance(one, nn.RoPE)}
 
     names = {"qwen3": ("rope_theta",), "modernbert": ("global_rope_theta", "local_rope_theta")}

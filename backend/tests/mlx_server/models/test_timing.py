@@ -23,7 +23,6 @@ from mlx_manager.mlx_server.models.timing import (
     typical_layer,
 )
 from mlx_manager.mlx_server.models.weights import Form, default_device, forms_of
-from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 STORED = Form("stored", 100)
 
@@ -41,8 +40,7 @@ def times_by_turn(*milliseconds: float) -> Any:
 
     def seconds(
         layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype, flush: CacheFlush | None = None
-    ) -> Steps[float]:
-        yield None
+    ) -> float:
         return 0.001 * next(left)
 
     return seconds
@@ -57,7 +55,7 @@ def test_what_disturbs_one_turn_of_a_form_does_not_make_it_the_slower(
     monkeypatch.setattr(
         timing, "seconds", times_by_turn(0.2, 0.4, 0.05, 0.3, 0.01, 0.04, 0.06, 0.5)
     )
-    form, reason = finish(fastest(model, forms, "cpu"))
+    form, reason = fastest(model, forms, "cpu")
     assert form.name == "float32"
     assert reason.endswith(": float32 0.01 / 0.04, stored 0.05 / 0.3")
 
@@ -68,7 +66,7 @@ def test_a_hopeless_form_is_not_timed_with_many_rows(
     model = model_of(tmp_path / "m", "llama", dtype=mx.bfloat16)
     forms = forms_of(model, "cpu")
     monkeypatch.setattr(timing, "seconds", times_by_turn(0.01, 5, 0.09, 0.01, 4, 0.1))
-    form, reason = finish(fastest(model, forms, "cpu"))
+    form, reason = fastest(model, forms, "cpu")
     assert form.name == "float32"
     assert reason.endswith(": float32 0.01 / 4, stored 0.09")
 
@@ -78,7 +76,7 @@ def test_choice_is_one_of_the_forms_and_says_what_was_measured(tmp_path: Path):
         tmp_path / "m", "llama", dtype=mx.float16, quantize={"group_size": 32, "bits": 4}
     )
     forms = forms_of(model, "cpu")
-    form, reason = finish(fastest(model, forms, "cpu"))
+    form, reason = fastest(model, forms, "cpu")
     assert form in forms
     assert reason.startswith("ms for a product of 1 / 16 rows: ")
     assert all(form.name in reason for form in forms)
@@ -92,7 +90,7 @@ def test_typical_layer_is_of_the_kind_that_most_weights_belong_to(tmp_path: Path
     sample = sample_of(layer, "cpu")
     assert sample.weight.shape == layer.weight.shape
     assert typical_layer(nn.Module()) is None
-    assert finish(fastest(nn.Module(), [STORED], "cpu"))[0] is STORED
+    assert fastest(nn.Module(), [STORED], "cpu")[0] is STORED
 
 
 def test_sample_of_a_large_layer_is_small_on_a_cpu():
@@ -123,9 +121,9 @@ def test_caches_are_emptied_by_twice_what_they_hold_within_bounds(cache: int, re
 class CountedFlush(CacheFlush):
     times = 0
 
-    def __call__(self) -> Steps[None]:
+    def __call__(self) -> None:
         self.times += 1
-        yield from super().__call__()
+        super().__call__()
 
 
 def test_the_caches_are_emptied_before_each_time_that_is_taken():
@@ -136,7 +134,7 @@ def test_the_caches_are_emptied_before_each_time_that_is_taken():
         emptied.append(flush.times)
         mx.eval(mx.ones((512, 512)) @ mx.ones((512, 512)))
 
-    assert finish(least_seconds(work, flush)) > 0
+    assert least_seconds(work, flush) > 0
     assert emptied == list(range(1, len(emptied) + 1))
 
 

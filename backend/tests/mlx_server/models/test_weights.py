@@ -17,11 +17,10 @@ from mlx_manager.mlx_server.models.weights import (
     activation_dtype,
     convert,
     default_device,
-    evaluated,
+    evaluate,
     forms_of,
     shortlist,
 )
-from mlx_manager.mlx_server.utils.steps import finish
 from mlx_manager.mlx_server.utils.text import sized
 
 FOUR_BIT = {"group_size": 32, "bits": 4}
@@ -74,7 +73,7 @@ def test_every_form_computes_the_same_and_takes_the_bytes_foretold(
     for form in forms_of(model_of(tmp_path / "m", family, dtype, quantize), "cpu"):
         model = model_of(tmp_path / "m", family, dtype, quantize)
         convert(model, form)
-        assert list(evaluated(model))
+        evaluate(model)
         assert nbytes(model) == form.nbytes
         logits = model(TOKENS)
         if form.wide:
@@ -115,7 +114,7 @@ def test_dense_weights_beside_those_they_were_made_of_take_the_bytes_foretold(
     form = forms_of(model, "cuda", multiplies_packed=True)[-1]
     assert (form.name, form.keeps, form.dense) == ("stored+dequantized", True, True)
     convert(model, form)
-    finish(evaluated(model))
+    evaluate(model)
     assert nbytes(model) == form.nbytes
     assert ("packed" in model.model.embed_tokens) is tied
     off = mx.linalg.norm((model(TOKENS) - expected).astype(mx.float32))

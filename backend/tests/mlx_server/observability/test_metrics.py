@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from here import start_here
 from live import LiveServer, live_server
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -338,6 +339,8 @@ IDLE = {
     "engines": {},
     "loads": {},
     "unloads": {},
+    "failures": {},
+    "down": {},
 }
 
 
@@ -375,7 +378,7 @@ async def test_calls_that_end_while_their_model_is_loaded_for_the_first_time_nam
 ) -> None:
     for name in ("a", "b"):
         shutil.copytree(Path(demo_model.__file__).parent, tmp_path / name)
-    app = create_app(MLXServerSettings(models_dir=tmp_path, hf_cache=False))
+    app = create_app(MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

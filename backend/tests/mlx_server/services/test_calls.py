@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 
 import pytest
 from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
@@ -10,16 +8,11 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
 from mlx_manager.mlx_server.config import KeyLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
     Admitted,
-    Conversation,
     EmbeddingRequest,
     GenerationRequest,
-    Message,
-    Prompt,
     Started,
     Text,
     TextDelta,
-    Tokens,
-    ToolCall,
 )
 from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
 from mlx_manager.mlx_server.observability.records import CallRecord, Recorder
@@ -122,17 +115,20 @@ async def test_a_conversation_is_shortened_and_answered_within_the_limits():
 async def test_a_question_about_tokens_is_a_call_with_limits():
     calls, pool = Calls(), endless()
     limited = Inference(pool, calls=calls, limits=TimeLimits(total=SOON))
-    assert await limited.ask(MODEL, lambda model: model.tokenize(Text("a b")).ids) == [0, 1]
+
+    async def tokens(model: ScriptedBackend, key: str) -> list[int]:
+        return list((await model.tokenize(Text("a b"), key=key)).ids)
+
+    async def never(model: ScriptedBackend, key: str) -> None:
+        await asyncio.Event().wait()
+
+    assert await limited.ask(MODEL, tokens) == [0, 1]
     pool.loading = asyncio.Event()
     with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
-        await limited.ask(MODEL, lambda model: model.tokenize(Text("a b")).ids)
+        await limited.ask(MODEL, tokens)
     pool.loading = None
-    answered = threading.Event()
-    try:
-        with pytest.raises(RequestTimedOut, match="its prompt was still being processed"):
-            await limited.ask(MODEL, lambda _: answered.wait())
-    finally:
-        answered.set()
+    with pytest.raises(RequestTimedOut, match="its prompt was still being processed"):
+        await limited.ask(MODEL, never)
     assert (len(calls), pool.leases) == (0, 0)
 
 
@@ -289,38 +285,3 @@ async def test_a_drain_that_is_revoked_cuts_nobody():
     assert not drain.begun
     with pytest.raises(RequestTimedOut):
         await read(pool, TimeLimits(total=5 * SOON), calls)
-
-
-def calling(arguments: str) -> Message:
-    return Message("assistant", tool_calls=(ToolCall("a", "f", arguments),))
-
-
-class Left:
-    """Stands for `Garbage`; what has been left, and whether others were answered then."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, bool]] = []
-
-    def leave(self, amount: int, busy: Callable[[], object]) -> None:
-        self.found.append((amount, bool(busy())))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "amount"),
-    [
-        (Text("Hello"), 1),
-        (Text("x" * 500_000, "x" * 500_000), 245),
-        (Tokens((1,) * 100_000), 25),
-        (Conversation((Message("user", "x" * 500_000, reasoning="x" * 500_000),)), 245),
-        (Conversation((calling("x" * 500_000), calling("x" * 500_000))), 245),
-    ],
-    ids=["short", "text", "tokens", "conversation", "arguments"],
-)
-async def test_an_ended_call_leaves_behind_as_much_as_its_prompt_is_long(
-    prompt: Prompt, amount: int
-) -> None:
-    calls = Calls()
-    calls.garbage = left = Left()  # type: ignore[assignment]
-    with calls.enter([REQUEST]), calls.enter([GenerationRequest(MODEL, prompt)]):
-        pass
-    assert left.found == [(amount, True), (1, False)]

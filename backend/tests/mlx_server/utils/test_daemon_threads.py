@@ -4,8 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 
@@ -14,7 +12,6 @@ import pytest
 from mlx_manager.mlx_server.utils.daemon_threads import (
     AbandonedError,
     DaemonThreads,
-    Job,
     Waiting,
 )
 
@@ -160,60 +157,3 @@ def test_the_program_can_end_while_a_job_runs():
         [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "ended\n"
-
-
-async def until(ended: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not ended():  # noqa: ASYNC110 nobody tells
-            await asyncio.sleep(0.001)
-
-
-def counting(begun: threading.Event) -> int:
-    number = 0
-    begun.set()
-    while True:
-        number += 1
-
-
-async def test_what_a_job_returns_or_raises_is_its_callers():
-    assert await Job(lambda: 5).result(30) == 5
-    with pytest.raises(KeyError):
-        await Job(lambda: {}["path"]).result(None)
-
-
-async def test_a_job_that_takes_too_long_is_ended_where_it_is_in_python():
-    begun = threading.Event()
-    job = Job(lambda: counting(begun))
-    await asyncio.to_thread(begun.wait)
-    with pytest.raises(TimeoutError):
-        await job.result(0.05)
-    await until(lambda: not job.alive)
-
-
-async def test_so_is_one_whose_caller_is_cancelled():
-    begun = threading.Event()
-    job = Job(lambda: counting(begun))
-    waiting = asyncio.create_task(job.result(None))
-    await asyncio.to_thread(begun.wait)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    await until(lambda: not job.alive)
-
-
-async def test_a_job_that_hangs_elsewhere_is_left_to_itself():
-    gate = threading.Lock()
-    gate.acquire()
-    job = Job(gate.acquire)
-    with pytest.raises(TimeoutError):
-        await job.result(0.05)
-    assert job.alive
-    gate.release()
-    await until(lambda: not job.alive)
-
-
-async def test_a_job_that_ends_as_it_is_given_up_harms_nobody():
-    for _ in range(200):
-        job = Job(lambda: sum(range(2000)))
-        with suppress(TimeoutError):
-            await job.result(0)
-        await until(lambda job=job: not job.alive)

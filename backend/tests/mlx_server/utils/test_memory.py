@@ -212,16 +212,6 @@ def test_other_errors_of_metal_say_nothing_of_memory(mac, text):
     assert ledger.limit == 48 * 10**9
 
 
-def test_what_is_lent_is_not_another_programs(gpu, mlx_limit):
-    mx.set_memory_limit(91 * 10**9)
-    ledger = Ledger(90 * 10**9, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    with ledger.lending("rehearsal:b", 10 * 10**9) as lent:
-        ledger.heed(RuntimeError("out of memory"))
-    assert lent == 50 * 10**9
-    assert ledger.limit == ledger.available() == 90 * 10**9
-    assert mx.get_memory_limit() == 91 * 10**9
-
-
 def test_a_device_that_others_have_filled_to_the_brim_has_nothing_to_promise(
     gpu, mlx_limit, monkeypatch
 ):
@@ -364,29 +354,6 @@ def test_only_a_buffer_cache_larger_than_steps_need_is_trimmed():
     ledger.release("prefill:a", 1)
     ledger.trim()
     assert cache == [0]
-
-
-def test_what_is_lent_is_neither_promised_nor_taken_by_mlx_meanwhile():
-    ledger = Ledger(1000, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    ledger.reserve("weights:a", 400)
-    before = mx.get_memory_limit()
-    with ledger.lending("rehearsal:b", 300) as lent:
-        # And half of the rest.
-        assert lent == 300 + 150
-        assert mx.get_memory_limit() == before - lent
-        assert ledger.available() == 150
-    assert mx.get_memory_limit() == before
-    assert ledger.available() == 600
-
-
-def test_what_is_not_there_is_not_lent():
-    ledger = Ledger(1000, cache_bytes=lambda: 0, drop_cache=lambda: None)
-    ledger.reserve("weights:a", 800)
-    before = mx.get_memory_limit()
-    with ledger.lending("rehearsal:b", 300) as lent:
-        assert lent == 0
-        assert mx.get_memory_limit() == before
-    assert ledger.available() == 200
 
 
 def test_measured_figures_replace_the_promise_even_when_they_overdraw():

@@ -1,31 +1,12 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 from linux import needs_linux
 from live import live_server
 
 from mlx_manager.mlx_server.utils import open_files
-
-FEW = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (700, 900))
-from mlx_manager.mlx_server.utils import open_files
-open_files.allow_many()
-with open_files.as_many_as_before():
-    import mlx_lm.utils
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
-resource.setrlimit(resource.RLIMIT_NOFILE, (800, 900))
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
-
-
-def test_what_is_imported_leaves_the_limit_as_it_is():
-    done = subprocess.run([sys.executable, "-c", FEW], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["(900, 900)", "(800, 900)"]
 
 
 @needs_linux("/proc tells a server's limits")

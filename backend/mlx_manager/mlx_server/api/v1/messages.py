@@ -48,5 +48,5 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     prompt = server.pool.overlay(model).prompt(messages.counted(body))
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
-        found = await inference.ask(model, lambda backend: backend.tokenize(prompt), "text")
+        found = await inference.ask(model, lambda it, key: it.tokenize(prompt, key=key), "text")
     return TokenCount(input_tokens=len(found.ids))

@@ -56,6 +56,7 @@ async def retrieve_model(request: Request, model_id: str) -> ModelCard:
 
 
 async def cards(pool: ModelPool, created: int) -> list[ModelCard]:
+    await pool.look()
     engines = pool.figures()["engines"]
     return [card(status, engines, created) for status in await pool.models()]
 
@@ -74,6 +75,8 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         owned_by=owner if owner and slash else "local",
         kind=status.kind,
         state=status.state,
+        doing=status.doing,
+        failure=status.failure,
         origin=status.origin,
         root=status.recipe.base or status.id,
         family=status.family,

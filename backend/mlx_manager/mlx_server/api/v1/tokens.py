@@ -6,8 +6,8 @@ without the `/v1`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.core import Conversation, Prompt
+from mlx_manager.mlx_server.core import Conversation, Prompt, Tokenized
 from mlx_manager.mlx_server.protocols.tokens import asked_to_render, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
@@ -26,7 +26,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     TokenizerInfoResponse,
 )
 from mlx_manager.mlx_server.schemas.wire import Timed
-from mlx_manager.mlx_server.services.inference import TokenBackend
+from mlx_manager.mlx_server.services.inference import Question, TokenBackend
 
 T = TypeVar("T")
 router = APIRouter(prefix="/v1", tags=["openai", "tokens"])
@@ -37,7 +37,7 @@ unversioned = APIRouter(include_in_schema=False)
 async def ask(
     request: Request,
     model: str | None,
-    question: Callable[[TokenBackend], T],
+    question: Question[T],
     body: Timed | None = None,
     kind: Literal["text"] | None = None,
 ) -> T:
@@ -66,12 +66,14 @@ async def tokenize(request: Request) -> Response:
     asked = tokenizing(body)
     prompt = overlaid(request, body.model, asked.prompt)
 
-    def answer(model: TokenBackend) -> Iterator[str]:
-        found = model.tokenize(prompt, asked.special)
-        texts = found.texts() if body.return_token_strs else None
-        return tokenized(found.ids, found.context_length, texts)
+    def question(model: TokenBackend, key: str) -> Coroutine[Any, Any, Tokenized]:
+        wanted = bool(body.return_token_strs)
+        return model.tokenize(prompt, asked.special, texts=wanted, key=key)
 
-    return LargeResponse(await ask(request, body.model, answer, body), notes(body))
+    found = await ask(request, body.model, question, body)
+    texts = found.texts if body.return_token_strs else None
+    pieces = tokenized(found.ids, found.context_length, texts)
+    return LargeResponse(pieces, notes(body))
 
 
 @unversioned.post("/detokenize")
@@ -83,7 +85,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     body = await read(request, DetokenizeRequest, server_of(request).settings.api)
-    text = await ask(request, body.model, lambda model: model.detokenize(body.tokens), body)
+    ids = body.tokens
+    text = await ask(request, body.model, lambda model, key: model.detokenize(ids, key=key), body)
     return LargeResponse(told(text), notes(body))
 
 
@@ -98,7 +101,11 @@ async def apply_template(request: Request) -> Response:
     body = await read(request, PromptRequest, server_of(request).settings.api)
     asked = overlaid(request, body.model, asked_to_render(body))
     assert isinstance(asked, Conversation)
-    text = await ask(request, body.model, lambda model: model.render(asked), body, "text")
+
+    def question(model: TokenBackend, key: str) -> Coroutine[Any, Any, str]:
+        return model.render(asked, key=key)
+
+    text = await ask(request, body.model, question, body, "text")
     return LargeResponse(told(text), notes(body))
 
 
@@ -106,7 +113,7 @@ async def apply_template(request: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfoResponse:
     """A model's special tokens and chat template, for clients that make prompts themselves."""
-    info = await ask(request, model, lambda backend: backend.tokenizer_info())
+    info = await ask(request, model, lambda model, key: model.tokenizer_info(key=key))
     return TokenizerInfoResponse(
         bos_token=info.bos_token,
         eos_token=info.eos_token,

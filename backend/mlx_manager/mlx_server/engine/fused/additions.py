@@ -15,7 +15,6 @@ from mlx_manager.mlx_server.engine.fused.projections import Normed, Projection, 
 from mlx_manager.mlx_server.engine.products import ProductKernels
 from mlx_manager.mlx_server.engine.products.factors import Link, Norm
 from mlx_manager.mlx_server.engine.products.sums import SumKernels
-from mlx_manager.mlx_server.utils.steps import Steps
 
 NormFor = Callable[[nn.RMSNorm], nn.RMSNorm]
 """What stands for a layer's norm."""
@@ -42,10 +41,6 @@ class Addition(ABC):
     def link(self) -> Link | None:
         """The product as a part of a chain, if it may be one."""
         return None
-
-    def comparing(self) -> Steps[None]:
-        """See `Mlp.comparing`."""
-        yield from ()
 
     @property
     def width(self) -> int:

@@ -16,28 +16,21 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import kept_in
 from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
 from mlx_manager.mlx_server.engine.fused.layers import Step
 from mlx_manager.mlx_server.engine.likeness import MARGIN, difference, distance, may_stray
-from mlx_manager.mlx_server.utils.steps import Steps, finish
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 Pool = Sequence[mx.array]
 # Numbers of rows that differ in how they are computed: as they are, and padded.
 CHECKED_ROWS = (3, 12, 20, 40, 68)
 
 
-def check(decoder: FusedDecoder, model: nn.Module, page_size: int) -> str | None:
-    """`checking` in one go."""
-    return finish(checking(decoder, model, page_size))
-
-
-def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[str | None]:
+def check(
+    decoder: FusedDecoder, model: nn.Module, page_size: int, *, doing: Doing = unheard
+) -> str | None:
     """Compare steps of two rows and padding with `model`'s own logits; None if right.
-
-    Pauses after each pass through the model, and before that after each kind of launch, whose
-    kernel may have to be compiled.
 
     Half precision rounds differently in products of different shapes, and depth multiplies it: so
     the yardstick is by how much the module differs from itself, between a step and a prompt.
@@ -50,18 +43,18 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
         cache = make_prompt_cache(model)
         # Both steps' tokens as a prompt's, and of one length: cuDNN prepares itself for each that
         # is new, 40 ms.
-        prompts.append((yield from _passed(model, text, cache)))
+        prompts.append(_passed(model, text, cache))
         if can_trim_prompt_cache(cache):
             trim_prompt_cache(cache, longest - n)
         else:
             cache = make_prompt_cache(model)
-            yield from _passed(model, text[:n], cache)
+            _passed(model, text[:n], cache)
         caches.append(cache)
     counts = [-(-(n + 2) // page_size) for n in lengths]
     pages = np.split(np.arange(sum(counts), dtype=np.int32)[::-1], [counts[0]])
     pools: Sequence[Pool] = _filled(caches, pages, page_size, lengths)
     states = _states(caches)
-    yield from computed([array for pool in pools for array in pool])
+    mx.eval([array for pool in pools for array in pool])
     distances, noise = [], 0.0
     strays = may_stray(model, prompts[0])
     for i in range(2):
@@ -69,16 +62,14 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
         seen = [n + i + 1 for n in lengths]
         own = []
         for token, cache, prompt, n in zip(tokens, caches, prompts, seen, strict=True):
-            logits = yield from _passed(model, [token], cache)
+            logits = _passed(model, [token], cache)
             own.append(logits[-1])
             noise = max(noise, distance(prompt[n - 1], logits[-1]))
-        for rows in CHECKED_ROWS:
+        for rows in counted(doing, f"kernels of step {i + 1} are checked", CHECKED_ROWS):
             sample = _Sample(tokens, seen, pages, pools, states)
-            if i == 0:
-                yield from one_by_one(decoder.launches(sample.padded(decoder, rows)))
             step = sample.padded(decoder, rows)
             out, _ = decoder.run(step)
-            yield from computed([out])
+            mx.eval([out])
             distances += [distance(mine, logits) for logits, mine in zip(own, out, strict=False)]
         # As the token has left them, which each of these steps began without.
         pools = step.pools
@@ -86,10 +77,10 @@ def checking(decoder: FusedDecoder, model: nn.Module, page_size: int) -> Steps[s
     return wrong and f"its logits differ from the module's {wrong}, whose own do by {noise:.2g}"
 
 
-def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> Steps[mx.array]:
+def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
     """(tokens, vocabulary) logits, computed."""
     logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
-    yield from computed([*kept_in(cache), logits])
+    mx.eval([*kept_in(cache), logits])
     return logits
 
 

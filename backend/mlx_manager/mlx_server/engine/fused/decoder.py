@@ -13,7 +13,6 @@ from mlx import nn
 from mlx_manager.mlx_server.engine import products
 from mlx_manager.mlx_server.engine.alike import arrays_of
 from mlx_manager.mlx_server.engine.compiled import Compile, Kinds
-from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.forward import RaggedStep
 from mlx_manager.mlx_server.engine.fused.anatomy import (
     Anatomy,
@@ -65,7 +64,6 @@ from mlx_manager.mlx_server.engine.recurrent import short
 from mlx_manager.mlx_server.engine.recurrent.kernels import BuildDelta, DeltaKernels, Texts
 from mlx_manager.mlx_server.engine.recurrent.shapes import DeltaShape, ShortShape, StateStore
 from mlx_manager.mlx_server.engine.recurrent.short import BuildShort, ShortKernels
-from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
 K = TypeVar("K")
@@ -146,37 +144,18 @@ class FusedDecoder:
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
-        latents: BuildLatents = gpu.building_latents,
+        latents: BuildLatents = gpu.build_latents,
         shorts: BuildShort = short.build,
     ) -> FusedDecoder | Unsupported:
-        """`building` in one go."""
-        return finish(
-            FusedDecoder.building(
-                model, page_size, kernels, products, compile, openings, deltas, latents, shorts
-            )
-        )
-
-    @staticmethod
-    def building(  # noqa: PLR0917
-        model: nn.Module,
-        page_size: int,
-        kernels: BuildKernels = gpu.build,
-        products: BuildProducts = products.build,
-        compile: Compile = mx.compile,
-        openings: BuildOpening = opening.build,
-        deltas: BuildDelta = recurrent.build,
-        latents: BuildLatents = gpu.building_latents,
-        shorts: BuildShort = short.build,
-    ) -> Steps[FusedDecoder | Unsupported]:
         """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
 
         From here on the module's projections of q, k and v, and of gate and up, share memory with
-        the joined ones, a layer at a time. Nothing has been compared yet: see `checking`.
+        the joined ones, a layer at a time. Nothing has been compared yet: see `check`.
         """
         try:
             common = Common.of(model, page_size)
-            parts = yield from _Parts.building(common, kernels, deltas, latents, shorts)
-            return (yield from _building(common, parts, products, compile, openings))
+            parts = _Parts.build(common, kernels, deltas, latents, shorts)
+            return _build(common, parts, products, compile, openings)
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -429,13 +408,13 @@ class _Parts:
     shorts: dict[ShortShape, ShortKernels]
 
     @staticmethod
-    def building(
+    def build(
         common: Common,
         kernels: BuildKernels,
         deltas: BuildDelta,
         latents: BuildLatents,
         shorts: BuildShort,
-    ) -> Steps[_Parts]:
+    ) -> _Parts:
         """
         Raises:
             NotFusable: there are none.
@@ -444,12 +423,11 @@ class _Parts:
         attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
         recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
         convolutions = {a.shape: _built(shorts(a.shape)) for a in _one_each(own, Convolution)}
-        found = {}
-        for layer in _one_each(own, Latents):
-            found[layer.shape] = _built(
-                (yield from latents(layer.shape, traditional=layer.rotary.traditional))
-            )
-        return _Parts(attentions, recurrences, found, convolutions)
+        met = {
+            a.shape: _built(latents(a.shape, traditional=a.rotary.traditional))
+            for a in _one_each(own, Latents)
+        }
+        return _Parts(attentions, recurrences, met, convolutions)
 
     def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
         """block: of the same layer, joined. few: what multiplies few rows, if anything does."""
@@ -476,21 +454,21 @@ def _built(kernels: K | Unsupported) -> K:
     return kernels
 
 
-def _building(
+def _build(
     common: Common,
     parts: _Parts,
     products: BuildProducts,
     compile: Compile,
     openings: BuildOpening,
-) -> Steps[FusedDecoder]:
+) -> FusedDecoder:
     multiplier = products(common.layers[0].shape.dtype)
     few = None if isinstance(multiplier, Unsupported) else multiplier
     blocks = []
     for anatomy in common.layers:
         blocks.append(Block.of(anatomy, few))
         # Before the next layer is joined, so that one alone is there twice.
-        yield from computed([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
-        yield from blocks[-1].mlp.comparing()
+        mx.eval([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
+        blocks[-1].mlp.compare()
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
         Layer(parts.of(anatomy, joint.block, few), joint, kind, source)

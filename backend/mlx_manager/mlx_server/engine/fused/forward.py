@@ -9,7 +9,6 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.engine.evaluation import computed, one_by_one
 from mlx_manager.mlx_server.engine.forward import (
     Chunk,
     Decode,
@@ -33,7 +32,7 @@ from mlx_manager.mlx_server.engine.recurrent.shapes import StateStore
 from mlx_manager.mlx_server.engine.recurrent.slots import Slots
 from mlx_manager.mlx_server.engine.running import HORIZON, ROWS, Batch, Running
 from mlx_manager.mlx_server.utils import devices
-from mlx_manager.mlx_server.utils.steps import Steps
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 # A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
 # when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
@@ -155,7 +154,7 @@ class FusedForward(OnPages):
     def keep_packed(self) -> None:
         self._decoder.keep_packed()
 
-    def warming(self) -> Steps[None]:
+    def warm(self, doing: Doing = unheard) -> None:
         """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
         kernels for long contexts, crowds of them and of short ones, and what steps that are
         compiled take of MLX's, 17 s in all the first time on a machine (H200).
@@ -170,35 +169,36 @@ class FusedForward(OnPages):
         far_from = self._decoder.far_from
         far = [(1, far_from - far_from % size + size)] if far_from else []
         crowd = [(most, size)] if most > 1 else []
-        for rows, length in ((1, LONG), (1, size), *crowd, *tall, *far):
+        steps = ((1, LONG), (1, size), *crowd, *tall, *far)
+        for rows, length in counted(doing, "its steps are compiled", steps):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
             # All the same row, whose states nobody is to have.
             decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
             batch = self._running.begin(decode.keys, decode.tables, decode.lengths)
             step = self._step(tokens, batch)
-            yield from one_by_one(self._decoder.launches(step))
-            yield from one_by_one(self._decoder.launches_compiled(step))
+            mx.eval(self._decoder.launches(step))
+            mx.eval(self._decoder.launches_compiled(step))
             if most > 1:
-                yield from self._prompted(decode, chunk)
+                self._prompted(decode, chunk)
         if most == 1:
-            yield from self._prompted(None, chunk)
+            self._prompted(None, chunk)
         if self._decoder.expands:
             rest = Span(PageTable([0] * (LONG // size)), LONG, device.warm_chunk)
-            yield from self._prompted(None, Chunk(chunk.key, rest, chunk.tokens, final=True))
-        yield from self._put_back(chunk.key)
+            self._prompted(None, Chunk(chunk.key, rest, chunk.tokens, final=True))
+        self._put_back(chunk.key)
         self.forget(chunk.key)
         self._slots.clear()
 
-    def _prompted(self, decode: Decode | None, chunk: Chunk) -> Steps[None]:
+    def _prompted(self, decode: Decode | None, chunk: Chunk) -> None:
         """A step with a prompt in it, which leaves nothing but what it writes."""
         ragged = RaggedStep.of(decode, [chunk], self._page_size, whole)
         slots = self._slots_of(_keys(decode, [chunk]))
         texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
         logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
-        yield from computed([logits])
+        mx.eval([logits])
 
-    def _put_back(self, key: int) -> Steps[None]:
+    def _put_back(self, key: int) -> None:
         """Copy a sequence's states, where there are any, and put the copy in another slot.
 
         Raises:
@@ -214,7 +214,7 @@ class FusedForward(OnPages):
         for mine, own in zip(again.leaves[0], kept.leaves[0], strict=True):
             assert mine is not None
             assert own is not None
-            yield from computed([mine, own])
+            mx.eval([mine, own])
             # By the host, as bytes: that compiles nothing.
             if not np.array_equal(np.array(mine.view(mx.uint8)), np.array(own.view(mx.uint8))):
                 raise RuntimeError("states that are put back are not what they were")

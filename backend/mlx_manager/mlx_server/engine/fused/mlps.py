@@ -40,7 +40,6 @@ from mlx_manager.mlx_server.engine.products.factors import (
 )
 from mlx_manager.mlx_server.engine.products.forms import PARTS
 from mlx_manager.mlx_server.engine.products.sums import SumKernels, Two
-from mlx_manager.mlx_server.utils.steps import Steps
 
 
 class Mlp(ABC):
@@ -72,9 +71,8 @@ class Mlp(ABC):
         """Whether it multiplies so many by warpgroups."""
         return False
 
-    def comparing(self) -> Steps[None]:
+    def compare(self) -> None:  # noqa: B027 most have nothing to find out
         """Find out what multiplies many rows soonest, where that is not known."""
-        yield from ()
 
     def expected(self) -> Norm | None:
         """What who makes few rows may do a part of."""
@@ -115,9 +113,6 @@ class GatedMlp(Mlp):
     def by_groups(self, rows: int) -> bool:
         return self.gate_up.by_groups(rows)
 
-    def comparing(self) -> Steps[None]:
-        yield from self.down.comparing()
-
     def expected(self) -> Norm | None:
         return self.gate_up.expected(self.norm)
 
@@ -142,9 +137,9 @@ class RoutedMlp(Mlp):
         for that."""
         return self.kernels(hidden, self.norm, self.experts, alone=True)
 
-    def comparing(self) -> Steps[None]:
-        yield from self.kernels.checking(self.experts)
-        yield from self.kernels.comparing(self.experts)
+    def compare(self) -> None:
+        self.kernels.check(self.experts)
+        self.kernels.compare(self.experts)
 
     @property
     def token_numbers(self) -> int:
@@ -171,8 +166,8 @@ class AddedBesideExperts(Addition):
         rows, *ahead = self.kernels(residual, two, norm_of(self.norm), following, self.scale)
         return [*made, *ahead], Sum(rows, Normed(ahead[0]) if ahead else rows)
 
-    def comparing(self) -> Steps[None]:
-        yield from self.routed.comparing()
+    def compare(self) -> None:
+        self.routed.compare()
 
     @property
     def token_numbers(self) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.engine.evaluation import one_by_one
 from mlx_manager.mlx_server.engine.kernels.cuda import DEVICE_SOURCE, TYPES, CudaDevice
 from mlx_manager.mlx_server.engine.kernels.kernel import (
     CompiledForCuda,
@@ -34,7 +33,6 @@ from mlx_manager.mlx_server.engine.products.factors import (
     arrays_of,
 )
 from mlx_manager.mlx_server.engine.products.forms import GroupForm, Packing, WarpForm, knows
-from mlx_manager.mlx_server.utils.steps import Steps
 
 MOST_CHOSEN = 32
 # Of an errand: expert, place, rows, nothing.
@@ -210,7 +208,7 @@ class ExpertKernels:
             and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
         )
 
-    def checking(self, experts: Experts) -> Steps[None]:
+    def check(self, experts: Experts) -> None:
         """Find out, once for each kind of router, whether many rows are routed right by several
         launches; by one otherwise."""
         kind = self._router_kind(experts)
@@ -220,16 +218,16 @@ class ExpertKernels:
         try:
             form = self._router_form(experts, hidden.shape[0], norm.epsilon)
             made = self._route_many(hidden, norm, experts, form)
-            yield from one_by_one(made)
+            mx.eval(made)
             wrong = misrouted(experts, made)
         except (RuntimeError, ValueError) as error:
-            # As in `comparing`.
+            # As in `compare`.
             wrong = str(error)
         self._routes_many[kind] = wrong is None
         if wrong is not None:
             log.warning("prompts' experts are chosen by one launch: %s", wrong)
 
-    def comparing(self, experts: Experts) -> Steps[None]:
+    def compare(self, experts: Experts) -> None:
         """Find out, once for each size of experts, whether those of many rows are multiplied sooner
         by warpgroups; where there are any."""
         kind = _kind(experts)
@@ -238,10 +236,10 @@ class ExpertKernels:
         rows = min(-(-_COMPARED * experts.count // experts.chosen), _MOST_COMPARED)
         hidden, norm = self._rows_for(experts, rows)
         self._grouped[kind] = False
-        seconds, wanted = yield from self._timed(hidden, norm, experts)
+        seconds, wanted = self._timed(hidden, norm, experts)
         self._grouped[kind] = True
         try:
-            less, got = yield from self._timed(hidden, norm, experts)
+            less, got = self._timed(hidden, norm, experts)
         except (RuntimeError, ValueError) as error:
             # What MLX raises when a kernel can't be compiled, loaded or launched.
             self._grouped[kind] = False
@@ -262,12 +260,10 @@ class ExpertKernels:
         hidden = mx.concatenate([experts.router] * times)[:rows]
         return hidden, Norm(mx.ones((experts.width,), self._dtype), 1e-6)
 
-    def _timed(
-        self, hidden: mx.array, norm: Norm, experts: Experts
-    ) -> Steps[tuple[float, mx.array]]:
+    def _timed(self, hidden: mx.array, norm: Norm, experts: Experts) -> tuple[float, mx.array]:
         """What so many rows take, and their result."""
         launches = self(hidden, norm, experts)
-        yield from one_by_one(launches)
+        mx.eval(launches)
         return self._seconds(hidden, norm, experts), launches[-1]
 
     def _seconds(self, hidden: mx.array, norm: Norm, experts: Experts) -> float:

@@ -28,9 +28,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models import gated_delta
 
-from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.kv.attention import namespaces_of
-from mlx_manager.mlx_server.utils.steps import Steps
 
 log = logging.getLogger(__name__)
 Rule = Callable[..., tuple[mx.array, mx.array]]
@@ -183,7 +181,7 @@ def one_token(  # noqa: PLR0917
     return y[:, None].astype(q.dtype), state
 
 
-def computing_chunks(model: nn.Module) -> Steps[None]:
+def compute_chunks(model: nn.Module) -> None:
     """Have prompts of `model`'s gated delta layers computed in chunks, if mlx-lm has no kernel.
 
     The one place where that is done: mlx-lm's `gated_delta_update` looks `gated_delta_ops` up when
@@ -195,14 +193,14 @@ def computing_chunks(model: nn.Module) -> Steps[None]:
     if mx.metal.is_available() or not concerned or isinstance(original, ChunkedRule):
         return
     rule = ChunkedRule(original)
-    wrong = yield from difference(rule)
+    wrong = difference(rule)
     if wrong > (ALLOWED_ON_CPU if mx.default_device() == mx.cpu else ALLOWED_ON_GPU):
         log.warning("gated delta layers go token by token: in chunks they differ by %.2g", wrong)
         return
     gated_delta.gated_delta_ops = rule
 
 
-def difference(rule: ChunkedRule) -> Steps[float]:
+def difference(rule: ChunkedRule) -> float:
     """How far it is from the loop that it stands for, relative to the largest number."""
     made = np.random.default_rng(0)
     keys = made.normal(1, 1, (1, TRIED + 1, 2, 32))
@@ -213,13 +211,10 @@ def difference(rule: ChunkedRule) -> Steps[float]:
     told = [mx.array(each.astype(np.float32)) for each in numbers]
     state, outputs = None, []
     for token in range(TRIED + 1):
-        # Each by itself, as others' steps go on meanwhile, and the first compiles.
         y, state = rule.original(*(x[:, token : token + 1] for x in told), state)
         outputs.append(y)
-        yield from computed([y, state])
     first, half = rule(*(x[:, :TRIED] for x in told))
     last, after = rule(*[x[:, TRIED:] for x in told], half)  # type: ignore[call-arg]
-    yield from computed([first, last, after])
     pairs = [(mx.concatenate([first, last], 1), mx.concatenate(outputs, 1)), (after, state)]
     both = [tuple(map(np.array, pair)) for pair in pairs]
     worst = max(float(np.abs(ours - own).max() / np.abs(own).max()) for ours, own in both)

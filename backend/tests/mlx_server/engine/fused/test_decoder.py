@@ -82,7 +82,7 @@ def test_latent_attention_gives_the_modules_logits(name, chained):
     model, of = make(*LATENTS[name]), PortableProducts(chained or 0)
     products = {} if chained is None else {"products": lambda _: of}
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, latents=PortableLatents.building, **products
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.build, **products
     )
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None
@@ -95,7 +95,7 @@ def test_packed_latent_attention_is_fused_too():
     nn.quantize(model, group_size=32, bits=4)
     assert isinstance(model.model.layers[0].self_attn.embed_q, QuantizedMultiLinear)
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, lambda _: of, plainly, latents=PortableLatents.building
+        model, PAGE, Portable, lambda _: of, plainly, latents=PortableLatents.build
     )
     assert check(decoder, model, PAGE) is None
     assert of.packed == {rows for rows in CHECKED_ROWS if rows <= 48}
@@ -293,7 +293,7 @@ def latent_logits(decoder: FusedDecoder, rows: int) -> np.ndarray:
 def test_expanded_latents_give_what_latents_do(name, rows, request):
     model = make(*LATENTS[name])
     decoder = FusedDecoder.build(
-        model, PAGE, Portable, compile=plainly, latents=PortableLatents.expanding
+        model, PAGE, Portable, compile=plainly, latents=PortableLatents.build_expanding
     )
     expected = latent_logits(decoder, rows)
     assert len(expected) == rows + 3
@@ -315,7 +315,7 @@ def test_layers_that_expand_latents_are_repeated(quantised):
     logits = [
         latent_logits(
             FusedDecoder.build(
-                model, PAGE, Portable, compile=compile, latents=PortableLatents.expanding
+                model, PAGE, Portable, compile=compile, latents=PortableLatents.build_expanding
             ),
             rows=2,
         )
@@ -330,7 +330,7 @@ def test_what_is_expanded_is_counted_until_there_is_no_memory_for_it(monkeypatch
         PAGE,
         Portable,
         compile=plainly,
-        latents=PortableLatents.expanding,
+        latents=PortableLatents.build_expanding,
     )
     (kernels,) = decoder._latents.values()
     most, token = kernels.expansion.most_bytes, decoder._layer_bytes
@@ -496,7 +496,7 @@ def test_experts_are_multiplied_by_kernels_of_their_own(family, mode):
         Portable,
         lambda _: of,
         plainly,
-        latents=PortableLatents.building,
+        latents=PortableLatents.build,
         shorts=PortableShort,
     )
     assert isinstance(decoder, FusedDecoder), decoder

@@ -36,7 +36,7 @@ on_kernels = partial(
     compile=plainly,
     deltas=PortableDelta,
     writers=PortableWriter,
-    latents=PortableLatents.building,
+    latents=PortableLatents.build,
     shorts=PortableShort,
 )
 
@@ -107,7 +107,7 @@ async def test_prompts_whose_latents_are_expanded_draw_what_each_draws_alone(
         Expansion, "plan", lambda *of, **how: planned.append(len(of[1])) or plan(*of, **how)
     )
     folder = make_tiny_model(tmp_path / "m", "glm4_moe_lite")
-    expanding = partial(on_kernels, latents=PortableLatents.expanding)
+    expanding = partial(on_kernels, latents=PortableLatents.build_expanding)
     async with HandRig(folder, choose=expanding, prefill_chunk=48) as rig:
         rows: list[tuple[list[int], int]] = []
         for i, length in enumerate([100, 20, 70]):

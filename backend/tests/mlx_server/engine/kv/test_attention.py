@@ -579,7 +579,7 @@ def test_what_has_been_prepared_is_all_that_is_sent_to_attend(
     sent = []
     for module in (attention, store, splits, chunk_plan):
         monkeypatch.setattr(module, "send", lambda numbers: sent.append(1) or mx.array(numbers))
-    kernels = KernelSet(Planning, lambda shape: once(PlanningChunks(shape)))  # type: ignore[arg-type]
+    kernels = KernelSet(Planning, PlanningChunks)  # type: ignore[arg-type]
     layer = LayerStore(LayerShape(2, 16, 16, mx.float32), 16, kernels)
     plan = StepPlan(spans, 16)
     prepare(4, layer, plan, window)
@@ -588,12 +588,6 @@ def test_what_has_been_prepared_is_all_that_is_sent_to_attend(
     attend(queries, layer, plan, 1.0, window)
     assert before > 1
     assert len(sent) == before
-
-
-def once(result: Any) -> Any:
-    """Steps of one."""
-    yield
-    return result
 
 
 def test_names_are_found_where_modules_of_a_model_look_them_up() -> None:

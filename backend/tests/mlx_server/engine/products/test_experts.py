@@ -36,7 +36,6 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Scoring,
 )
 from mlx_manager.mlx_server.engine.products.forms import GroupForm, Packing, WarpForm, knows
-from mlx_manager.mlx_server.utils.steps import finish
 
 BF16, F16, F32, I32 = mx.bfloat16, mx.float16, mx.float32, mx.int32
 EPSILON = 1e-5
@@ -604,10 +603,10 @@ def experts_of(count=16, width=256, inner=128, dtype=BF16) -> Experts:
 )
 def test_prompts_experts_are_multiplied_by_what_is_sooner_and_right(device, seconds, off, grouped):
     kernels, experts = Timed(device, seconds, off), experts_of()
-    finish(kernels.comparing(experts))
+    kernels.compare(experts)
     assert kernels.held == ([32, 128] if device is H200 else [])
     # Once for all layers of that kind.
-    finish(kernels.comparing(experts))
+    kernels.compare(experts)
     assert len(kernels.held) <= 2
     of = {rows: kernels._router_form(experts, rows, EPSILON).held for rows in (8, 256, 264, 4096)}
     assert of == {8: 8, 256: 32, 264: 64 if grouped else 32, 4096: 128 if grouped else 32}
@@ -624,7 +623,7 @@ def test_warps_go_on_where_a_kernel_of_groups_cannot_be_launched(monkeypatch, ca
         return made
 
     monkeypatch.setattr(Timed, "__call__", failing)
-    finish(kernels.comparing(experts))
+    kernels.compare(experts)
     assert kernels._router_form(experts, 4096, EPSILON).held == 32
     assert "too many resources" in caplog.text
 
@@ -641,7 +640,7 @@ def test_routes_are_tried_once_whatever_multiplies_the_rows():
 @pytest.mark.parametrize("changes", [{"inner": 96}, {"width": 320}])
 def test_experts_that_groups_can_t_share_are_not_compared(changes):
     kernels = Timed(H200, (3.0, 1.0))
-    finish(kernels.comparing(experts_of(**changes)))
+    kernels.compare(experts_of(**changes))
     assert not kernels.held
 
 

@@ -24,7 +24,6 @@ from mlx_manager.mlx_server.engine.products.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.engine.products.sums import Two
-from mlx_manager.mlx_server.utils.steps import finish
 
 pytestmark = pytest.mark.skipif(
     mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
@@ -225,7 +224,7 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
     )
     assert kernels.experts.serves(experts)
     norm = Norm(mx.ones((width,), BF16), EPSILON)
-    finish(kernels.experts.checking(experts))
+    kernels.experts.check(experts)
     made = kernels.experts(x, norm, experts)
     of_rows, scores = np.array(made[2]), np.array(made[3])
     gates, ups = both.reshape(2, count, inner, width)
@@ -267,7 +266,7 @@ def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     down, _ = weight(count * width, inner, None)
     router = router * width**-0.5
     experts = Experts(router, gate_up, down, chosen, normalised=True, shared=shared)
-    finish(kernels.experts.checking(experts))
+    kernels.experts.check(experts)
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
@@ -300,7 +299,7 @@ def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chos
         scale=1.8,
     )
     assert kernels.experts.serves(experts)
-    finish(kernels.experts.checking(experts))
+    kernels.experts.check(experts)
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     plain = 1 / (1 + np.exp(-logits))
@@ -335,7 +334,7 @@ def test_experts_alone_behind_a_router_s_own_norm_are_the_reference(kernels, row
         scales=mx.random.uniform(0.2, 2.0, (count,)),
     )
     assert kernels.experts.serves(experts)
-    finish(kernels.experts.checking(experts))
+    kernels.experts.check(experts)
     made = kernels.experts(x, Norm(norm, EPSILON), experts, alone=True)
     logits = (normed(exact) * by_own) @ (by_router * width**-0.5).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
@@ -363,7 +362,7 @@ def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
     gate_up, _ = weight(2 * count * inner, width, None)
     down, _ = weight(count * width, inner, None)
     experts = Experts(router, gate_up, down, chosen, normalised=True, router_bias=bias)
-    finish(kernels.experts.checking(experts))
+    kernels.experts.check(experts)
     made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T + added
     kept = np.sort(np.take_along_axis(logits, np.array(made[2]), 1), 1)

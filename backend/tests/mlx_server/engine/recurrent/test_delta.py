@@ -27,10 +27,9 @@ from mlx_manager.mlx_server.engine.recurrent.delta import (
     ON_CPU,
     ON_GPU,
     ChunkedRule,
-    computing_chunks,
+    compute_chunks,
     in_chunks,
 )
-from mlx_manager.mlx_server.utils.steps import finish
 
 _NOW = gated_delta.gated_delta_ops
 LOOP = _NOW.original if isinstance(_NOW, ChunkedRule) else _NOW
@@ -272,7 +271,7 @@ def test_models_are_given_it_when_it_is_found_out_how_they_run(
     placed = gated_delta.gated_delta_ops
     assert isinstance(placed, ChunkedRule)
     assert placed.original is LOOP
-    finish(computing_chunks(model))
+    compute_chunks(model)
     assert gated_delta.gated_delta_ops is placed
 
 
@@ -284,6 +283,6 @@ def test_what_differs_from_the_loop_is_not_put_in_its_place(
 
     monkeypatch.setattr(gated_delta, "gated_delta_ops", scaled)
     with caplog.at_level(logging.WARNING):
-        finish(computing_chunks(tiny("qwen3_next")))
+        compute_chunks(tiny("qwen3_next"))
     assert gated_delta.gated_delta_ops is scaled
     assert "token by token" in caplog.text

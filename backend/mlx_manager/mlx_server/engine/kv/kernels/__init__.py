@@ -12,20 +12,19 @@ from mlx_manager.mlx_server.engine.kernels.cuda import device_for
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.kernels import cuda, latent, metal
-from mlx_manager.mlx_server.engine.kv.kernels.check import Features, checking_chunks, self_check
+from mlx_manager.mlx_server.engine.kv.kernels.check import Features, check_chunks, self_check
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import ChunkPlan, QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expanded, Expansion, Text, Turning
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels, TurningKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
-    checking_expansion,
-    checking_latent,
+    check_expansion,
+    check_latent,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
 from mlx_manager.mlx_server.engine.kv.kernels.splits import TILE, BlockKind, Splits
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools, Writer
-from mlx_manager.mlx_server.utils.steps import Steps, finish
 
 __all__ = [
     "AttentionShape",
@@ -47,11 +46,11 @@ __all__ = [
     "Turning",
     "Writer",
     "build",
+    "build_chunks",
+    "build_expansion",
+    "build_latents",
     "build_writer",
-    "building_chunks",
-    "building_expansion",
-    "building_latents",
-    "checking_chunks",
+    "check_chunks",
     "first_right",
     "self_check",
 ]
@@ -59,9 +58,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
-BuildLatents = Callable[..., Steps["LatentKernels | Unsupported"]]
+BuildLatents = Callable[..., "LatentKernels | Unsupported"]
 BuildWriter = Callable[[Pools], Writer | Unsupported]
-BuildChunks = Callable[[AttentionShape], Steps[ChunkKernels | Unsupported]]
+BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 """Head sizes that every device's kernels serve."""
@@ -96,22 +95,22 @@ def build_writer(of: Pools) -> Writer | Unsupported:
     return device if isinstance(device, Unsupported) else cuda.writer(of)
 
 
-def building_chunks(shape: AttentionShape) -> Steps[ChunkKernels | Unsupported]:
+def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
     """What attends the queries of prompts' chunks, built and checked on the default device; where
     there is none, MLX's own attention does."""
     match chunk_kernels(shape):
         case Unsupported() as unsupported:
             return unsupported
         case kernels:
-            return (yield from first_right(kernels))
+            return first_right(kernels)
 
 
-def first_right(choices: Iterable[ChunkKernels]) -> Steps[ChunkKernels | Unsupported]:
+def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
     """The first that passes its check."""
     wrong = "there is no kernel"
     for kernels in choices:
         # Blocks of all heads do the same, and the reference takes a while.
-        found = yield from checking_chunks(kernels.of_heads(2))
+        found = check_chunks(kernels.of_heads(2))
         if found is None:
             return kernels
         wrong = f"{kernels.tiles.name}: {found}"
@@ -119,18 +118,16 @@ def first_right(choices: Iterable[ChunkKernels]) -> Steps[ChunkKernels | Unsuppo
     return Unsupported(wrong)
 
 
-def building_latents(
-    shape: LatentShape, *, traditional: bool
-) -> Steps[LatentKernels | Unsupported]:
+def build_latents(shape: LatentShape, *, traditional: bool) -> LatentKernels | Unsupported:
     """What attends to latent vectors, built and checked on the default device. traditional: what a
     rotation's pairs are; see `Rotary`."""
     kernels = latent.build(shape)
     if isinstance(kernels, Unsupported):
         return kernels
-    wrong = yield from checking_latent(kernels, traditional=traditional)
+    wrong = check_latent(kernels, traditional=traditional)
     if wrong is not None:
         return Unsupported(f"latent attention: {wrong}")
-    match (yield from building_expansion(shape, traditional=traditional)):
+    match build_expansion(shape, traditional=traditional):
         case Unsupported(reason):
             log.info("prompts' latents are not expanded: %s", reason)
         case expansion:
@@ -138,15 +135,15 @@ def building_latents(
     return kernels
 
 
-def building_expansion(shape: LatentShape, *, traditional: bool) -> Steps[Expansion | Unsupported]:
-    """What expands latent vectors for prompts, built and checked; see `building_latents`."""
-    kernels = yield from building_chunks(shape.expanded)
+def build_expansion(shape: LatentShape, *, traditional: bool) -> Expansion | Unsupported:
+    """What expands latent vectors for prompts, built and checked; see `build_latents`."""
+    kernels = build_chunks(shape.expanded)
     if isinstance(kernels, Unsupported):
         return kernels
     turn = TurningKernels(shape, kernels.shape.head_dim)
     # As of all heads, and the reference takes a while.
     few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2), turn)
-    wrong = yield from checking_expansion(few, traditional=traditional)
+    wrong = check_expansion(few, traditional=traditional)
     return Expansion(shape, kernels, turn) if wrong is None else Unsupported(wrong)
 
 
@@ -160,7 +157,7 @@ class KernelSet:
     def __init__(
         self,
         build: BuildKernels = build,
-        build_chunks: BuildChunks = building_chunks,
+        build_chunks: BuildChunks = build_chunks,
         build_writer: BuildWriter = build_writer,
     ) -> None:
         self._build = build
@@ -182,16 +179,10 @@ class KernelSet:
         return self._writers[of]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
-        """Built and checked in one go, unless `building` has. Every layer of a step asks."""
+        """Return what is built and checked the first time. Every layer of a step asks."""
         if shape not in self._chunks:
-            finish(self.building([shape]))
+            self._chunks[shape] = self._build_chunks(shape)
         return self._chunks[shape]
-
-    def building(self, shapes: Iterable[AttentionShape]) -> Steps[None]:
-        """Have `chunks` ready for `shapes`, while others step."""
-        for shape in shapes:
-            if shape not in self._chunks:
-                self._chunks[shape] = yield from self._build_chunks(shape)
 
     def __getitem__(self, shape: AttentionShape) -> PagedKernels:
         """

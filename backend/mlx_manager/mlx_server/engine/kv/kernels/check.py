@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_plan import QueryRun
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.writer import Pools
-from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 # Queries of a chunk, and what the last of them sees; the last contexts are cut where there is room.
 CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 2600))
@@ -265,9 +262,9 @@ def self_check(
     return wrong
 
 
-def checking_chunks(kernels: ChunkKernels, features: Features = Features()) -> Steps[str | None]:
+def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str | None:
     """None when the kernel for prompts' chunks works on this device; else what is wrong."""
-    problem, runs, expected = yield from beside(partial(_chunks_solved, kernels.shape, features))
+    problem, runs = chunk_problem(kernels.shape, features, CHUNKS)
     dtype = kernels.shape.dtype
     try:
         out = kernels.attend(
@@ -282,18 +279,10 @@ def checking_chunks(kernels: ChunkKernels, features: Features = Features()) -> S
             softcap=features.softcap,
             sinks=None if problem.sinks is None else mx.array(problem.sinks),
         )
-        yield from computed([out])
-        off = difference(numbers(out)[:, :, 0], expected)
+        off = difference(numbers(out)[:, :, 0], problem.expected())
     except (RuntimeError, ValueError) as error:
         return f"the kernel can't be run: {error}"
     return None if off <= TOLERANCE else f"chunks differ from the reference by {off:.3g}"
-
-
-def _chunks_solved(
-    shape: AttentionShape, features: Features
-) -> tuple[Problem, list[QueryRun], Floats]:
-    problem, runs = chunk_problem(shape, features, CHUNKS)
-    return problem, runs, problem.expected()
 
 
 def difference(out: Floats, expected: Floats) -> float:
@@ -421,7 +410,7 @@ def check_writer(write: Write, pools: Pools, page_size: int) -> str | None:
 
 
 def exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
-    """Rounded to `dtype`: to the nearest, ties to even. Without MLX, for any thread."""
+    """Rounded to `dtype`: to the nearest, ties to even."""
     wide = values.astype(np.float32)
     if dtype == mx.float16:
         return wide.astype(np.float16).astype(np.float32)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.engine.evaluation import computed
 from mlx_manager.mlx_server.engine.kv.kernels.check import (
     LENGTHS,
     TOLERANCE,
@@ -26,7 +24,6 @@ from mlx_manager.mlx_server.engine.kv.kernels.expansion import Expansion, Text
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Rotary
 from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
-from mlx_manager.mlx_server.utils.steps import Steps, beside
 
 # Queries of a chunk, and what the last of them sees; (1, 0) is padding.
 CHUNKS = ((37, 37), (1, 0), (20, 300), (1, 600), (5, 1500))
@@ -268,14 +265,14 @@ class WriteProblem:
         return True
 
 
-def checking_latent(kernels: LatentKernels, *, traditional: bool) -> Steps[str | None]:
+def check_latent(kernels: LatentKernels, *, traditional: bool) -> str | None:
     """None when the kernels work on this device; else what is wrong."""
     try:
         wrong = _check_writes(kernels, traditional)
         if wrong is not None:
             return wrong
-        for check in (_checking_steps, _checking_chunks):
-            wrong = yield from check(kernels, traditional)
+        for check in (_check_steps, _check_chunks):
+            wrong = check(kernels, traditional)
             if wrong is not None:
                 return wrong
     except (RuntimeError, ValueError) as error:
@@ -284,16 +281,14 @@ def checking_latent(kernels: LatentKernels, *, traditional: bool) -> Steps[str |
     return None
 
 
-def checking_expansion(expansion: Expansion, *, traditional: bool) -> Steps[str | None]:
+def check_expansion(expansion: Expansion, *, traditional: bool) -> str | None:
     """None when expanded latents give what absorbed queries and results do; else what is wrong."""
-    shape = expansion.shape
-    problem, expected = yield from beside(partial(_expanded, shape, traditional))
+    problem = ExpansionProblem.of(expansion.shape, EXPANDED, traditional=traditional)
     try:
-        out = problem.found(expansion)
-        yield from computed([out])
-        found = numbers(out)
+        found = numbers(problem.found(expansion))
     except (RuntimeError, ValueError) as error:
         return f"the kernel can't be run: {error}"
+    expected = problem.expected()
     off = difference(found[: len(expected)], expected)
     if off > TOLERANCE:
         return f"expanded latents differ from the reference by {off:.3g}"
@@ -313,9 +308,9 @@ def _check_writes(kernels: LatentKernels, traditional: bool) -> str | None:
     return None
 
 
-def _checking_steps(kernels: LatentKernels, traditional: bool) -> Steps[str | None]:
+def _check_steps(kernels: LatentKernels, traditional: bool) -> str | None:
     runs = [(1, length) for length in LENGTHS]
-    problem, expected = yield from beside(partial(_solved, kernels.shape, runs, traditional))
+    problem = LatentProblem.of(kernels.shape, runs, traditional=traditional)
     out = kernels.attend(
         *problem.arrays(),
         mx.array(problem.lengths),
@@ -323,34 +318,20 @@ def _checking_steps(kernels: LatentKernels, traditional: bool) -> Steps[str | No
         splits=kernels.plan(problem.lengths),
         traditional=traditional,
     )
-    yield from computed([out])
-    off = difference(numbers(out), expected)
+    off = difference(numbers(out), problem.expected())
     return None if off <= TOLERANCE else f"attention differs from the reference by {off:.3g}"
 
 
-def _checking_chunks(kernels: LatentKernels, traditional: bool) -> Steps[str | None]:
-    problem, expected = yield from beside(partial(_solved, kernels.shape, CHUNKS, traditional))
+def _check_chunks(kernels: LatentKernels, traditional: bool) -> str | None:
+    problem = LatentProblem.of(kernels.shape, CHUNKS, traditional=traditional)
     out = kernels.attend_chunks(
         *problem.arrays(),
         kernels.chunk_plan(problem.runs),
         scale=problem.scale,
         traditional=traditional,
     )
-    yield from computed([out])
-    off = difference(numbers(out), expected)
+    off = difference(numbers(out), problem.expected())
     return None if off <= TOLERANCE else f"chunks differ from the reference by {off:.3g}"
-
-
-def _solved(
-    shape: LatentShape, runs: Sequence[tuple[int, int]], traditional: bool
-) -> tuple[LatentProblem, Floats]:
-    problem = LatentProblem.of(shape, runs, traditional=traditional)
-    return problem, problem.expected()
-
-
-def _expanded(shape: LatentShape, traditional: bool) -> tuple[ExpansionProblem, Floats]:
-    problem = ExpansionProblem.of(shape, EXPANDED, traditional=traditional)
-    return problem, problem.expected()
 
 
 def _rotations(shape: LatentShape, tokens: int, traditional: bool) -> Floats:

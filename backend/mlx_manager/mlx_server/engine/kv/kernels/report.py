@@ -6,10 +6,9 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kernels.report import PORTABLE, KernelReport
-from mlx_manager.mlx_server.engine.kv.kernels import build, building_chunks
+from mlx_manager.mlx_server.engine.kv.kernels import build, build_chunks
 from mlx_manager.mlx_server.engine.kv.kernels.check import self_check
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import AttentionShape, Rotary
-from mlx_manager.mlx_server.utils.steps import finish
 
 
 def kernel_report() -> KernelReport:
@@ -24,7 +23,7 @@ def kernel_report() -> KernelReport:
         return KernelReport(PORTABLE, wrong)
     platform = "Metal" if mx.metal.is_available() else "CUDA"
     checked = "checked against the reference"
-    match finish(building_chunks(shape)):
+    match build_chunks(shape):
         case Unsupported(reason):
             problem = "" if platform == "Metal" else f"prompts' chunks: {reason}"
             return KernelReport(f"{platform}, {checked}", problem)

@@ -41,7 +41,6 @@ from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import (
     tiles_for,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.kernel import Variant
-from mlx_manager.mlx_server.utils.steps import Aside, advance, finish
 
 CASES = {
     "llama-1b": (shape(8, 2, 64, BF16), Features()),
@@ -223,24 +222,13 @@ class Reference:
         return mx.stack(out) * self.factor
 
 
-def test_the_reference_of_a_check_is_left_to_another_thread():
-    kernels = Reference(shape(8, 4, 64, F16), "right", 1.0)
-    steps = first_right([kernels])
-    reference = advance(steps)
-    assert isinstance(reference, Aside)
-    problem, runs, expected = reference.result()
-    assert expected.shape == problem.q.shape
-    assert len(expected) == sum(run.count for run in runs)
-    assert finish(steps) is kernels
-
-
 def test_kernels_that_fail_their_check_are_passed_over_with_a_reason(caplog):
     of = shape(8, 4, 64, F16)
     wrong, right = Reference(of, "quick", 1.5), Reference(of, "slow", 1.0)
-    assert finish(first_right([wrong, right])) is right
+    assert first_right([wrong, right]) is right
     assert "not attended by quick: chunks differ from the reference by 0.5" in caplog.text
     assert "slow" not in caplog.text
-    none = finish(first_right([wrong]))
+    none = first_right([wrong])
     assert isinstance(none, Unsupported)
     assert none.reason.startswith("quick: chunks differ from the reference by 0.5")
 

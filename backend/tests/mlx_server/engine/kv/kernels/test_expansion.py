@@ -13,7 +13,7 @@ from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.kernels import (
     Expansion,
     Text,
-    building_expansion,
+    build_expansion,
     chunks,
     expansion,
     latent,
@@ -22,9 +22,8 @@ from mlx_manager.mlx_server.engine.kv.kernels.check import TOLERANCE, difference
 from mlx_manager.mlx_server.engine.kv.kernels.chunk_tiles import GroupTiles
 from mlx_manager.mlx_server.engine.kv.kernels.chunks import ChunkKernels
 from mlx_manager.mlx_server.engine.kv.kernels.latent import TurningKernels
-from mlx_manager.mlx_server.engine.kv.kernels.latent_check import checking_expansion
+from mlx_manager.mlx_server.engine.kv.kernels.latent_check import check_expansion
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
-from mlx_manager.mlx_server.utils.steps import finish
 
 GLM = LatentShape(20, 512, 64, 192, 768, 32, BF16, 256)
 DEEPSEEK = LatentShape(128, 512, 64, 128, 1536, 16, BF16, 128)
@@ -49,7 +48,7 @@ def emulated(compile_cuda, monkeypatch) -> None:
 def test_kernels_for_chunks_attend_to_what_is_expanded():
     kernels = ChunkKernels(SMALL.expanded, DEVICE, GroupTiles(1, 32))
     turn = TurningKernels(SMALL, kernels.shape.head_dim)
-    assert finish(checking_expansion(Expansion(SMALL, kernels, turn), traditional=True)) is None
+    assert check_expansion(Expansion(SMALL, kernels, turn), traditional=True) is None
 
 
 @pytest.mark.parametrize("traditional", [True, False])
@@ -73,7 +72,7 @@ def test_queries_are_turned_as_the_definition_has_it(of, traditional):
 @pytest.mark.parametrize("traditional", [True, False])
 @pytest.mark.parametrize("of", [SMALL, WIDE], ids=["keys", "values"])
 def test_keys_and_values_may_be_of_any_sizes(of, traditional):
-    assert finish(checking_expansion(portable(of), traditional=traditional)) is None
+    assert check_expansion(portable(of), traditional=traditional) is None
 
 
 def test_heads_are_as_wide_as_keys_and_values_need():
@@ -94,9 +93,8 @@ class _Padded(PortableChunks):
     ("kind", "wrong"), [(_Noisy, "expanded latents differ"), (_Padded, "padding become no numbers")]
 )
 def test_the_check_sees_what_is_wrong(kind, wrong):
-    found = finish(
-        checking_expansion(Expansion(SMALL, kind(SMALL.expanded), turning(SMALL)), traditional=True)
-    )
+    made = Expansion(SMALL, kind(SMALL.expanded), turning(SMALL))
+    found = check_expansion(made, traditional=True)
     assert wrong in found
 
 
@@ -166,11 +164,11 @@ def test_padding_sees_no_more_than_there_is():
 
 def test_heads_that_no_kernel_attends_to_are_the_reason():
     wide = LatentShape(2, 64, 64, 256, 640, 16, BF16, 128)
-    found = finish(building_expansion(wide, traditional=True))
+    found = build_expansion(wide, traditional=True)
     assert isinstance(found, Unsupported)
     assert "heads of 320" in found.reason
 
 
 @pytest.mark.skipif(mx.default_device().type == mx.gpu, reason="there is a GPU")
 def test_without_a_gpu_nothing_is_expanded():
-    assert isinstance(finish(building_expansion(GLM, traditional=True)), Unsupported)
+    assert isinstance(build_expansion(GLM, traditional=True), Unsupported)

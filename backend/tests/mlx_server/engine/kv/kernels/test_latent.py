@@ -20,10 +20,9 @@ from mlx_manager.mlx_server.engine.kv.kernels.latent import LatentForm, LatentKe
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
     LatentProblem,
     WriteProblem,
-    checking_latent,
+    check_latent,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
-from mlx_manager.mlx_server.utils.steps import finish
 
 # With the shared memory of an H100, and with what most others have.
 LARGE = DEVICE
@@ -313,7 +312,7 @@ def test_the_check_sees_what_is_wrong(kind, wrong):
     of = shape(2, 64, 16, 16, F16)
     forms = [LatentForm.choose(of, LARGE, chunks=chunks) for chunks in (False, True)]
     kernels = kind(of, replace(LARGE, multiprocessors=132), *forms)
-    found = finish(checking_latent(kernels, traditional=HALVES))
+    found = check_latent(kernels, traditional=HALVES)
     assert found is None if wrong is None else wrong in found
 
 

@@ -12,19 +12,18 @@ from mlx_manager.mlx_server.engine.kv.kernels import (
     Features,
     Rotary,
     build,
-    building_chunks,
-    building_expansion,
-    checking_chunks,
+    build_chunks,
+    build_expansion,
+    check_chunks,
     latent,
     metal,
     self_check,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.latent_check import (
-    checking_expansion,
-    checking_latent,
+    check_expansion,
+    check_latent,
 )
 from mlx_manager.mlx_server.engine.kv.kernels.latent_shape import LatentShape
-from mlx_manager.mlx_server.utils.steps import finish
 
 
 def shape(head_dim=128, page_size=16, dtype=mx.bfloat16) -> AttentionShape:
@@ -98,9 +97,9 @@ def test_values_that_are_normed_and_queries_alone_pass_the_self_check(head_dim, 
     "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
 )
 def test_kernels_for_chunks_pass_their_check(head_dim, features):
-    kernels = finish(building_chunks(shape(head_dim)))
+    kernels = build_chunks(shape(head_dim))
     assert not isinstance(kernels, Unsupported)
-    assert finish(checking_chunks(kernels, features)) is None
+    assert check_chunks(kernels, features) is None
 
 
 @pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
@@ -119,7 +118,7 @@ def test_kernels_for_chunks_pass_their_check(head_dim, features):
 def test_kernels_for_latent_attention_pass_their_check(of, traditional):
     kernels = latent.build(of)
     assert not isinstance(kernels, Unsupported)
-    assert finish(checking_latent(kernels, traditional=traditional)) is None
+    assert check_latent(kernels, traditional=traditional) is None
 
 
 @pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
@@ -134,6 +133,6 @@ def test_kernels_for_latent_attention_pass_their_check(of, traditional):
     ids=lambda of: f"{of.expanded.head_dim}-wide",
 )
 def test_expanded_latents_pass_their_check(of, traditional):
-    expansion = finish(building_expansion(of, traditional=traditional))
+    expansion = build_expansion(of, traditional=traditional)
     assert not isinstance(expansion, Unsupported), expansion
-    assert finish(checking_expansion(expansion, traditional=traditional)) is None
+    assert check_expansion(expansion, traditional=traditional) is None

@@ -1,0 +1,42 @@
+"""What a loaded model is, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mlx_manager.mlx_server.core import Kind, TokenizerInfo
+
+FormName = Literal["stored", "float32", "dequantized", "dequantized-float32", "stored+dequantized"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsForm:
+    """The form that was chosen for the weights, and the reason. `dtype` is that of the
+    activations, hence of the KV pages."""
+
+    name: FormName
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A loaded model.
+
+    nbytes: its weights', measured. context_length: tokens of prompt and answer, or of an encoder's
+    input. sampling: values that its makers have it drawn by. thinks: True if its answers may begin
+    with thinking; None for an encoder. seconds: the load's.
+    """
+
+    id: str
+    kind: Kind
+    family: str
+    context_length: int
+    nbytes: int
+    weights: WeightsForm
+    tokenizer: TokenizerInfo
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    thinks: bool | None = None
+    seconds: float = 0.0

@@ -1,0 +1,430 @@
+"""How models come into memory and go: a worker for each, started, watched and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
+from mlx_manager.mlx_server.errors import (
+    ModelDown,
+    ModelLoadStalled,
+    ModelNotFound,
+    OutOfMemory,
+    WorkerFailed,
+)
+from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.facts import ModelFacts
+from mlx_manager.mlx_server.models.grants import Grants
+from mlx_manager.mlx_server.models.policy import Policy
+from mlx_manager.mlx_server.models.residents import Resident, Residents, Returns
+from mlx_manager.mlx_server.models.settings import Recipe
+from mlx_manager.mlx_server.models.status import Unloaded
+from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge, out_of_reach
+from mlx_manager.mlx_server.utils.text import gigabytes, in_words
+from mlx_manager.mlx_server.workers.messages import Figures, Load, Look, Prepare
+from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings, Process, start_process
+from mlx_manager.mlx_server.workers.proxy import Proxy
+from mlx_manager.mlx_server.workers.worker import MemoryNews, Worker
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PATIENCE = 60.0
+"""Seconds that a load waits for models in use to be given back."""
+OFTEN = 1.0
+"""Seconds between two looks at how far a load is."""
+FIGURES_SECONDS = 1.0
+"""Until a worker that is asked for its figures is waited for no longer."""
+STRIKES = 3
+"""Failures in a row at the same thing after which a model's worker is started no more."""
+ANSWERING = "answering"
+NOT_LINES = frozenset({"limit", "available", "buffer_cache"})
+"""Figures of a ledger that are no promise to anybody."""
+
+Start = Callable[[str, LogSettings], tuple[socket.socket, Process]]
+"""Starts a worker of that name."""
+
+
+@dataclass(slots=True)
+class Strike:
+    """Failures in a row of a model's workers, `times` at the same thing."""
+
+    doing: str
+    how: str
+    times: int = 1
+
+
+class Strikes:
+    """Failures of workers, by model."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Strike] = {}
+        self.counts: Counter[str] = Counter()
+
+    def note(self, model_id: str, doing: str, how: str) -> None:
+        """A worker has failed at something."""
+        self.counts[model_id] += 1
+        last = self._last.get(model_id)
+        again = last is not None and last.doing == doing
+        times = last.times + 1 if last is not None and again else 1
+        self._last[model_id] = Strike(doing, how, times)
+
+    def note_load(self, model_id: str) -> None:
+        """A load went well: earlier ones are no failures in a row with later ones."""
+        last = self._last.get(model_id)
+        if last is not None and last.doing != ANSWERING:
+            self.forget(model_id)
+
+    def forget(self, model_id: str | None = None) -> None:
+        """The owner wants it, or all of them, tried again."""
+        if model_id is None:
+            self._last.clear()
+        else:
+            self._last.pop(model_id, None)
+
+    def reason(self, model_id: str) -> str | None:
+        """Return why a model is left down; None if it is not."""
+        last = self._last.get(model_id)
+        if last is None or last.times < STRIKES:
+            return None
+        return f"its process has failed {last.times} times in a row while {last.doing}: {last.how}"
+
+    def down(self) -> dict[str, str]:
+        """Return the models that are left down, and how their processes ended last."""
+        return {id: last.how for id, last in [*self._last.items()] if last.times >= STRIKES}
+
+
+class Loads:
+    """Loads and unloads models, each once at a time, and tends the memory that they are granted.
+
+    Workers are lost on threads of their own, so the tables that this class changes are safe to
+    use from any.
+
+    find: returns where a model is on disk, once it is there.
+
+    Attributes:
+        grants: the memory of all.
+        under_way: loads by model.
+        done, gone: loads and unloads so far, by model.
+    """
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        engine: EngineLimits,
+        find: Callable[[str], Awaitable[ModelSource]],
+        policy: Policy,
+        residents: Residents,
+        *,
+        start: Start = start_process,
+        log_settings: LogSettings = NO_LOG,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.grants = Grants(limits.memory_limit, self._idle_workers, self._let_go_for_room)
+        self.strikes = Strikes()
+        self.returns = Returns()
+        self.pressure = PressureGauge()
+        self.under_way: dict[str, asyncio.Task[None]] = {}
+        self.done: Counter[str] = Counter()
+        self.gone: Counter[str] = Counter()
+        self._limits = limits
+        self._engine = engine
+        self._find = find
+        self._policy = policy
+        self._residents = residents
+        self._start = start
+        self._log_settings = log_settings
+        self._patience = patience
+        self._workers: dict[str, Worker] = {}
+
+    # -- loading -------------------------------------------------------------------------------
+
+    async def once(self, model_id: str) -> None:
+        """Wait for the one load of this model; it goes on if this caller gives up.
+
+        Raises:
+            ModelLoadFailed: it can't be loaded; the subclasses tell why.
+            OutOfMemory: the models in use leave no room for it, and did so for a minute.
+            WorkerFailed: its process has ended.
+        """
+        load = self.under_way.get(model_id)
+        if load is None:
+            load = asyncio.create_task(self._load(model_id), name=f"load {model_id}")
+            self.under_way[model_id] = load
+            load.add_done_callback(partial(self._loaded, model_id))
+        await asyncio.shield(load)
+
+    def doing(self, model_id: str) -> str | None:
+        """Return what a model's load is at; None if it is not being loaded."""
+        if model_id not in self.under_way:
+            return None
+        worker = self._workers.get(model_id)
+        return "it is downloaded" if worker is None else worker.doing
+
+    def _loaded(self, model_id: str, load: asyncio.Task[None]) -> None:
+        del self.under_way[model_id]
+        if load.cancelled():
+            return
+        # Everybody who waited may have gone: the failure is logged, and so retrieved, here, and the
+        # time that the model may be idle begins.
+        if (error := load.exception()) is not None:
+            level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
+            log.log(level, "%s was not loaded: %s", model_id, error)
+        else:
+            self.returns.announce()
+
+    async def _load(self, model_id: str) -> None:
+        # A download takes its time: patience begins when it is done.
+        await self._find(model_id)
+        if (down := self.strikes.reason(model_id)) is not None:
+            raise ModelDown(
+                f"{model_id} is down: {down}. It is left down until its owner unloads it (POST "
+                "/v1/admin/models/unload) or has the settings read again."
+            )
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._patience
+        worker: Worker | None = None
+        try:
+            while True:
+                seen = self.returns.count
+                # The settings may have been read again meanwhile. If they are from here on, the
+                # model is outdated by its recipe, whatever is found for its source.
+                recipe = self._policy.of(model_id).recipe
+                source = await self._find(model_id)
+                worker = worker or await self._begin(source.id)
+                try:
+                    await self._bring(worker, source, recipe)
+                except OutOfMemory:
+                    in_use = any(map(self._residents.in_use, self._residents.all()))
+                    settled = not in_use and seen == self.returns.count
+                    if settled or loop.time() >= give_up:
+                        raise
+                else:
+                    worker = None
+                    return
+                await self.returns.wait(seen, give_up - loop.time())
+        finally:
+            if worker is not None:
+                worker.kill()
+
+    async def _begin(self, model_id: str) -> Worker:
+        """Start a worker and have it say hello."""
+        try:
+            end, process = self._start(model_id, self._log_settings)
+        except OSError as error:
+            raise WorkerFailed(f"No process can be started for {model_id}: {error}.") from error
+        worker = Worker(model_id, end, process, self._hear, self._lost)
+        self._workers[model_id] = worker
+        self.grants.enter(worker)
+        begun = False
+        try:
+            hello = await self._watched(worker, asyncio.wrap_future(worker.hello))
+            self.grants.limit = self.grants.limit or hello.limit
+            begun = True
+            return worker
+        finally:
+            if not begun:
+                worker.kill()
+
+    async def _bring(self, worker: Worker, source: ModelSource, recipe: Recipe) -> None:
+        """Load a model into a worker, and take it among the residents."""
+        if self.pressure() is Pressure.CRITICAL:
+            raise out_of_reach(f"{source.id} is not loaded")
+        limit = self.grants.limit
+        prepare = Prepare(source, recipe, self._limits, self._engine, limit)
+        nbytes: int = await self._watched(worker, worker.ask(prepare))
+        await self._make_place(worker, source.id, nbytes)
+        facts: ModelFacts = await self._watched(worker, worker.ask(Load()))
+        resident = Resident(source.id, facts, Proxy(worker, facts), source, recipe, worker)
+        self._residents.add(resident)
+        if worker.ended:
+            self._residents.remove(resident)
+            raise worker.failure()
+        self.done[source.id] += 1
+        self.strikes.note_load(source.id)
+        await self._look_at(worker)
+        self._tell(
+            f"{source.id} is loaded in {facts.seconds:.1f} s: {gigabytes(facts.nbytes)} of "
+            f"weights, {facts.weights.name} ({facts.weights.reason})",
+            source.id,
+            seconds=round(facts.seconds, 3),
+            weights_bytes=facts.nbytes,
+        )
+
+    async def _watched(self, worker: Worker, work: Awaitable[T]) -> T:
+        """Return what `work` returns, unless the worker gets no further.
+
+        Raises:
+            ModelLoadStalled: it has said nothing new for longer than a load may.
+        """
+        loop, limit = asyncio.get_running_loop(), self._limits.load_timeout
+        task = asyncio.ensure_future(work)
+        progress, since = -1, 0.0
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=OFTEN)
+                if done:
+                    return task.result()
+                if worker.progress != progress:
+                    progress, since = worker.progress, loop.time()
+                    log.info("loading %s: %s", worker.name, worker.doing)
+                elif limit is not None and loop.time() > since + limit:
+                    worker.kill(f"it got no further for {limit:g} s")
+                    raise ModelLoadStalled(
+                        f"The load of {worker.name} got no further for {limit:g} s "
+                        f"(MLX_SERVER_LOAD_TIMEOUT_SECONDS), after this had begun: {worker.doing}."
+                    )
+        finally:
+            task.cancel()
+
+    async def _make_place(self, worker: Worker, model_id: str, nbytes: int) -> None:
+        """Evict until one more model may be loaded, if it can be."""
+        if nbytes > self.grants.attainable(worker):
+            # In vain, models would go again for who asks next; the worker says why.
+            return
+        while len(self._residents.all()) >= self._limits.max_models:
+            gone = self._residents.remove_idle(self._policy.may_make_place)
+            if gone is None:
+                raise OutOfMemory(self._crowd(), retry_after=10)
+            await self.unload(gone)
+
+    def _crowd(self) -> str:
+        residents = self._residents.all()
+        in_use = sum(map(self._residents.in_use, residents))
+        pinned = sum(1 for resident in residents if self._policy.is_pinned(resident.id))
+        return (
+            f"{len(residents)} models are loaded, {in_use} in use and {pinned} pinned, and no more "
+            "may be (MLX_SERVER_MAX_MODELS)."
+        )
+
+    # -- letting go ----------------------------------------------------------------------------
+
+    async def unload(self, resident: Resident) -> Unloaded:
+        """End the worker of a model that is no resident any more."""
+        worker = resident.worker
+        await self._look_at(worker)
+        freed = worker.figures.memory.get("active", resident.facts.nbytes)
+        before = self.figures()["mlx"]["active"] + freed
+        self._let_go(resident)
+        await asyncio.shield(asyncio.wrap_future(worker.over))
+        self._tell(f"{resident.id} is unloaded: {gigabytes(freed)} are free again", resident.id)
+        return Unloaded(resident.id, resident.facts.nbytes, before, before - freed)
+
+    def _tell(self, said: str, model_id: str, **facts: object) -> None:
+        """Log what has happened, and what MLX holds now: in words, and in bytes for machines."""
+        usage = self.figures()["mlx"]
+        told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
+        extra = {"facts": {"model": model_id, **facts, **told}}
+        log.info("%s; %s", said, in_words(usage), extra=extra)
+
+    async def close(self) -> None:
+        """Abandon loads and end every worker, in use or not."""
+        tasks = list(self.under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            await asyncio.shield(asyncio.wrap_future(worker.over))
+
+    def _let_go(self, resident: Resident) -> None:
+        self.gone[resident.id] += 1
+        resident.worker.kill()
+
+    def _let_go_for_room(self, worker: Worker) -> bool:
+        """Unload an idle model whose memory is needed; False if somebody has come to use it."""
+
+        def is_it(resident: Resident) -> bool:
+            return resident.worker is worker and self._policy.may_make_place(resident)
+
+        resident = self._residents.remove_idle(is_it)
+        if resident is None:
+            return False
+        log.info("%s is unloaded to make room for another model", resident.id)
+        self._let_go(resident)
+        return True
+
+    def _idle_workers(self) -> list[Worker]:
+        """Those whose models may go, the least recently used first."""
+        return [
+            resident.worker
+            for resident in self._residents.idle()
+            if self._policy.may_make_place(resident)
+        ]
+
+    # -- workers' news, on threads of theirs ---------------------------------------------------
+
+    def _hear(self, worker: Worker, news: MemoryNews) -> None:
+        self.grants.heard(worker, news)
+
+    def _lost(self, worker: Worker, how: str) -> None:
+        """A worker has ended, on purpose or not."""
+        resident = self._residents.of(worker)
+        if resident is not None:
+            self._residents.remove(resident)
+            self.gone[resident.id] += 1
+        if worker.served:
+            # The next failure is none in a row with those before.
+            self.strikes.forget(worker.name)
+        self.grants.ended(worker)
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+        if worker.wanted:
+            doing = ANSWERING if resident is not None else worker.doing
+            self.strikes.note(worker.name, doing, how)
+            log.error("the process of %s has failed while %s: %s", worker.name, doing, how)
+
+    # -- watching them -------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Have all workers tell their figures."""
+        workers = [resident.worker for resident in self._residents.all()]
+        await asyncio.gather(*map(self._look_at, workers))
+
+    async def _look_at(self, worker: Worker) -> None:
+        # One that does not answer keeps its last ones.
+        with suppress(WorkerFailed, TimeoutError):
+            async with asyncio.timeout(FIGURES_SECONDS):
+                found: Figures = await worker.ask(Look())
+                worker.figures = found
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of `pool.figures`, as at the last look."""
+        residents = [r for r in self._residents.all() if r.worker.figures.engine is not None]
+        ledger: dict[str, int] = {}
+        mlx = dict.fromkeys(("active", "peak", "cache"), 0)
+        cache = 0
+        for resident in residents:
+            figures = resident.worker.figures
+            ledger |= {n: nbytes for n, nbytes in figures.ledger.items() if n not in NOT_LINES}
+            cache += figures.ledger.get("buffer_cache", 0)
+            for name in mlx:
+                mlx[name] += figures.memory.get(name, 0)
+        limit = self.grants.limit
+        available = limit - sum(ledger.values()) - cache
+        return {
+            "ledger": {**ledger, "buffer_cache": cache, "limit": limit, "available": available},
+            "mlx": {**mlx, "limit": limit},
+            "engines": {r.id: r.worker.figures.engine for r in residents},
+            "loads": dict(self.done),
+            "unloads": dict(self.gone),
+            "failures": dict(self.strikes.counts),
+            "down": self.strikes.down(),
+        }
+
+    def end_hanging(self, seconds: float) -> None:
+        """End the workers that have had work and done no step for so long."""
+        for resident in self._residents.all():
+            worker = resident.worker
+            if worker.silence > seconds and worker.wanted:
+                worker.kill(f"no step was done for {seconds:g} s (MLX_SERVER_WATCHDOG_SECONDS)")

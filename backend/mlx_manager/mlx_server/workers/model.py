@@ -1,0 +1,243 @@
+"""The model of a worker: loaded on the MLX thread, within the memory that is granted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from mlx_manager.mlx_server.backends.embedding import EncoderBackend, prepare_encoder
+from mlx_manager.mlx_server.backends.text import TextBackend, prepare
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.engine.encoder_engine import kept_bytes
+from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
+from mlx_manager.mlx_server.engine.sandbox import Sandbox
+from mlx_manager.mlx_server.engine.step_size import least_working
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.errors import UnsupportedParameter
+from mlx_manager.mlx_server.models.encoder import Encoder
+from mlx_manager.mlx_server.models.encoder_loading import (
+    LoadedEncoder,
+    PreparedEncoder,
+    load_encoder,
+    prepared_encoder,
+)
+from mlx_manager.mlx_server.models.facts import ModelFacts
+from mlx_manager.mlx_server.models.loading import (
+    Foresight,
+    LoadedModel,
+    PreparedText,
+    crowded,
+    load,
+    prepared_text,
+    weights_line,
+)
+from mlx_manager.mlx_server.utils.broken import explained
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
+from mlx_manager.mlx_server.utils.memory import (
+    Ledger,
+    blaming_the_device,
+    clear_cache,
+    default_limit,
+    device_memory,
+    device_name,
+    set_memory_limit,
+    wire,
+)
+from mlx_manager.mlx_server.workers.memory import GrantedMemory
+from mlx_manager.mlx_server.workers.messages import Doing, GiveBack, Granted, Hello, Prepare
+
+log = logging.getLogger(__name__)
+
+CLOSING = 5.0
+"""Seconds that the MLX thread gets to end what it is doing."""
+
+
+class Model:
+    """The one model of this process, and what it takes: thread, memory, sandbox.
+
+    alone: whether MLX's limit of this process is this model's.
+
+    Attributes:
+        backend: what answers; None before the load.
+    """
+
+    def __init__(self, send: Callable[[object], None], *, alone: bool = True) -> None:
+        self.thread = MLXThread()
+        self.thread.start()
+        self.ledger = Ledger(0)
+        self.memory = GrantedMemory(self.ledger, send)
+        self.backend: Any = None
+        self._send = send
+        self._sandbox = Sandbox()
+        self._alone = alone
+        self._ready: tuple[Prepare, PreparedText | PreparedEncoder] | None = None
+
+    def hello(self) -> Hello:
+        """Return what the device is. On the MLX thread."""
+        return Hello(device_name(), device_memory(), default_limit())
+
+    async def prepare(self, asked: Prepare) -> int:
+        """Read the small files, while nothing has been asked for yet: nobody makes room for a
+        model that can't be loaded. Return the bytes that its weights take.
+
+        Raises:
+            ModelLoadFailed: it can't be loaded; the subclasses tell why.
+        """
+        self.memory.begin(asked.memory)
+        self._ready = asked, await DaemonThreads(1).run(partial(self._prepared, asked))
+        return self._ready[1].checked.nbytes
+
+    async def load(self) -> ModelFacts:
+        """Load the model that has been prepared, in the memory that is granted for it.
+
+        Raises:
+            ModelLoadFailed: it can't be loaded; the subclasses tell why.
+            OutOfMemory: there is no room for it now.
+        """
+        assert self._ready is not None, "it is prepared first"
+        begun = perf_counter()
+        loaded = await self.thread.call(partial(self._bring, *self._ready))
+        self._ready = None
+        if isinstance(self.backend, TextBackend):
+            self._doing("what answers in JSON need is made")
+            # Who asks for it hears what is wrong.
+            with suppress(UnsupportedParameter):
+                await DaemonThreads(1).run(self.backend.make_ahead)
+        return facts_of(loaded, self.backend, perf_counter() - begun)
+
+    def broken(self) -> str | None:
+        """Return why nothing can be computed here any more; None if it can."""
+        if (lost := self.thread.lost_gpu) is not None:
+            return f"the GPU takes no more work from it ({lost})"
+        return None if self.thread.alive else "its MLX thread has ended"
+
+    def granted(self, message: Granted) -> None:
+        self.memory.granted(message)
+        self.thread.post(self.memory.apply)
+
+    def give_back(self, message: GiveBack) -> None:
+        self.thread.post(partial(self.memory.give_back, message))
+
+    def look_ahead(self) -> None:
+        self.memory.look_ahead()
+
+    def drop_prefixes(self) -> int:
+        """Return the bytes given back. On the MLX thread."""
+        before = self.ledger.used()
+        self.backend.drop_prefixes()
+        clear_cache()
+        self.memory.tell()
+        return before - self.ledger.used()
+
+    async def close(self) -> None:
+        """Fail what is running and free everything."""
+        # The MLX thread may wait for more, which nobody grants any more.
+        self.memory.granted(Granted(0, 0))
+        if self.thread.alive and self.backend is not None:
+            closing = asyncio.create_task(self.thread.call(self.backend.close))
+            await asyncio.wait([closing], timeout=CLOSING)
+        self._sandbox.close()
+        await asyncio.to_thread(self.thread.close, CLOSING)
+
+    def _doing(self, what: str) -> None:
+        self._send(Doing(what))
+
+    def _prepared(self, asked: Prepare) -> PreparedText | PreparedEncoder:
+        read = prepared_encoder if is_encoder(asked) else prepared_text
+        with explained(asked.source.id):
+            return read(asked.source, asked.limits, asked.recipe, asked.memory, doing=self._doing)
+
+    def _bring(
+        self, asked: Prepare, prepared: PreparedText | PreparedEncoder
+    ) -> LoadedModel | LoadedEncoder:
+        """Read the weights and make the backend. On the MLX thread, which waits for memory."""
+        self.memory.waits = True
+        name, nbytes = asked.source.id, prepared.checked.nbytes
+        self._doing("room is made for it")
+        # From here on MLX's limit moves with the ledger's.
+        if self._alone:
+            set_memory_limit(self.ledger.limit)
+        if not self.memory.take(nbytes):
+            raise crowded(name, nbytes, self.ledger.attainable(), asked.memory)
+        try:
+            with blaming_the_device(name, self.ledger):
+                return self._brought(asked, prepared)
+        finally:
+            if self.backend is None:
+                self.ledger.record(weights_line(name), 0)
+                clear_cache()
+            self.memory.waits = False
+            self.memory.tell()
+
+    def _brought(
+        self, asked: Prepare, prepared: PreparedText | PreparedEncoder
+    ) -> LoadedModel | LoadedEncoder:
+        source, limits, engine, ledger = asked.source, asked.limits, asked.engine, self.ledger
+        foresight = Foresight(partial(working_bytes, engine), multiplies_packed)
+        loaded: LoadedModel | LoadedEncoder
+        match prepared:
+            case PreparedEncoder():
+                loaded = load_encoder(
+                    source,
+                    limits,
+                    ledger,
+                    asked.recipe,
+                    foresight=foresight,
+                    prepared=prepared,
+                    doing=self._doing,
+                )
+                self.backend = prepare_encoder(
+                    loaded, self.thread, engine, ledger, doing=self._doing
+                )
+            case PreparedText():
+                loaded = load(
+                    source,
+                    limits,
+                    ledger,
+                    asked.recipe,
+                    foresight=foresight,
+                    prepared=prepared,
+                    doing=self._doing,
+                )
+                self.backend = prepare(
+                    loaded, self.thread, engine, ledger, sandbox=self._sandbox, doing=self._doing
+                )
+        if limits.wire_weights:
+            wire(loaded.nbytes)
+        return loaded
+
+
+def is_encoder(asked: Prepare) -> bool:
+    return asked.source.kind in ("embedding", "reranker")
+
+
+def working_bytes(limits: EngineLimits, model: Any, context_length: int) -> int:
+    """Return the bytes that a model's steps work on at least."""
+    if isinstance(model, Encoder):
+        return kept_bytes(model, context_length)
+    return least_working(limits, model)
+
+
+def facts_of(
+    loaded: LoadedModel | LoadedEncoder, backend: TextBackend | EncoderBackend, seconds: float
+) -> ModelFacts:
+    facts = ModelFacts(
+        loaded.id,
+        loaded.kind,
+        loaded.family,
+        loaded.context_length,
+        loaded.nbytes,
+        loaded.weights,
+        backend.tokenizer_info(),
+        seconds=seconds,
+    )
+    if isinstance(loaded, LoadedModel):
+        thinks = loaded.adapter.thinks(loaded.tokenizer)
+        return replace(facts, sampling=dict(loaded.sampling), thinks=thinks)
+    return facts
