@@ -31,13 +31,13 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
-from mlx_manager.mlx_server.engine.activations import ByPowers
-from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
-from mlx_manager.mlx_server.engine.recurrent.delta import ChunkedRule
+from mlx_manager.mlx_server.devices.cpu.activations import ByPowers
+from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
+from mlx_manager.mlx_server.devices.cpu.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, load
-from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
 from workload import Row
 

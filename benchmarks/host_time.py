@@ -31,25 +31,25 @@ from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, splits
 from mlx_manager.mlx_server.engine import text_engine
-from mlx_manager.mlx_server.engine.compiled import Compile
-from mlx_manager.mlx_server.engine.forward import (
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.execution.compiled import Compile
+from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
+from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
+from mlx_manager.mlx_server.execution.forward import (
     Decode,
     Forward,
     RaggedForward,
     SeparateForward,
 )
-from mlx_manager.mlx_server.engine.fused.decoder import FusedDecoder
-from mlx_manager.mlx_server.engine.fused.forward import FusedForward
-from mlx_manager.mlx_server.engine.kv.attention import Reading
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, KernelSet, splits
-from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
-from mlx_manager.mlx_server.engine.sampling import SamplerState
-from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.formats import PLAIN
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 PAGE = 16

@@ -12,7 +12,7 @@ from http.server import ThreadingHTTPServer
 
 from mlx_lm.server import main
 
-from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 
 if os.environ.get("PEER_BLAS") != "own":
     load_fast_blas()

@@ -35,8 +35,8 @@ from harness import (
     refuse,
 )
 from mlx_manager.mlx_server.core import JsonSchema
-from mlx_manager.mlx_server.engine.grammar import Grammars, fill_masks
 from mlx_manager.mlx_server.errors import InvalidParameter
+from mlx_manager.mlx_server.text.grammar.matchers import Grammars, fill_masks
 from workload import Row, prompt_of
 
 TEXT = {"type": "string"}

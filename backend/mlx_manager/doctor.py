@@ -59,11 +59,11 @@ def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
-    from mlx_manager.mlx_server.engine.draws.report import draw_report
-    from mlx_manager.mlx_server.engine.kv.kernels.report import kernel_report
-    from mlx_manager.mlx_server.utils.blas import HOW_TO_GET_ONE, load_fast_blas
-    from mlx_manager.mlx_server.utils.graphs import keep_kernels
-    from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
+    from mlx_manager.mlx_server.devices.attention.report import kernel_report
+    from mlx_manager.mlx_server.devices.cpu.blas import HOW_TO_GET_ONE, load_fast_blas
+    from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+    from mlx_manager.mlx_server.devices.cuda.graphs import keep_kernels
+    from mlx_manager.mlx_server.devices.draws.report import draw_report
 
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
     yield Finding("device", memory.device_name())
@@ -195,7 +195,7 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     from mlx_manager.mlx_server.models.settings import ModelSettings, read_models_file
 
     try:
-        from mlx_manager.mlx_server.models.encoder_loading import checked_encoder
+        from mlx_manager.mlx_server.encoders.loading import checked_encoder
         from mlx_manager.mlx_server.models.loading import check_room, checked_text
         from mlx_manager.mlx_server.utils.broken import explained
         from mlx_manager.mlx_server.utils.memory import Ledger, default_limit

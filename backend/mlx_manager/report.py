@@ -65,9 +65,9 @@ def kernels(tell: Tell) -> dict[str, Any]:
     """
     import mlx.core as mx
 
-    from mlx_manager.mlx_server.engine.kernel_checks import kernel_checks, reported
-    from mlx_manager.mlx_server.utils.graphs import keep_kernels
-    from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
+    from mlx_manager.mlx_server.devices.checks import kernel_checks, reported
+    from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+    from mlx_manager.mlx_server.devices.cuda.graphs import keep_kernels
 
     if mx.default_device().type != mx.gpu:
         return {"device": NO_GPU, "checks": []}

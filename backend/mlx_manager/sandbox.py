@@ -1,5 +1,5 @@
 """A process in which grammars are compiled before the server compiles them; see
-`mlx_server/engine/sandbox.py`.
+`mlx_server/text/grammar/sandbox.py`.
 
 What overflows a stack, takes all memory or has no end in native code ends this process alone. Its
 compiler runs in a thread of `STACK` bytes, half of what any thread of the server has that compiles

@@ -32,10 +32,20 @@ MAY_IMPORT = {
     "schemas": LEAVES,
     "protocols": LEAVES | {"schemas"},
     "stream": LEAVES,
-    "engine": FOUNDATION | {"stream"},
-    "models": FOUNDATION,
-    "backends": FOUNDATION | {"engine", "models", "stream"},
-    "inside": FOUNDATION | {"backends", "engine", "models", "observability", "stream", "workers"},
+    "memory": FOUNDATION | {"devices"},
+    "devices": FOUNDATION | {"memory"},
+    "kv": FOUNDATION | {"devices"},
+    "sampling": FOUNDATION | {"devices"},
+    "execution": FOUNDATION | {"devices", "kv", "sampling"},
+    "text": FOUNDATION,
+    "engine": FOUNDATION | {"devices", "execution", "kv", "memory", "sampling", "stream", "text"},
+    "models": FOUNDATION | {"devices", "memory"},
+    "encoders": FOUNDATION | {"devices", "engine", "memory", "models"},
+    "backends": FOUNDATION
+    | {*("encoders", "engine", "execution", "memory", "models", "sampling", "stream", "text")},
+    "inside": FOUNDATION
+    | {*("backends", "encoders", "engine", "execution", "memory", "models", "observability")}
+    | {*("stream", "text", "workers")},
     "workers": FOUNDATION | {"models", "stream"},
     "pool": FOUNDATION | {"models", "workers"},
     # Its two doors for scripts (`generate_chat_completion`) take and give wire types.
@@ -50,12 +60,18 @@ ROOMS = {
         for name in ("grants", "loads", "policy", "pool", "residents", "status")
     },
     "engine/stream.py": "stream",
+    **{f"engine/kv/{name}.py": "kv" for name in ("__init__", "pages", "prefix", "store")},
+    "engine/sampling.py": "sampling",
+    "utils/memory.py": "memory",
 }
 """Modules in rooms of their own: what runs in a worker's process, what has workers, and what both
 hand events on by."""
 
-MLX_ROOMS = ("engine/", "models/", "utils/devices.py", "utils/memory.py")
-WITHOUT_MLX = {path for path, its in ROOMS.items() if its != "inside"} | {
+MLX_ROOMS = (
+    *("devices/", "encoders/", "engine/", "execution/", "models/", "text/"),
+    "utils/memory.py",
+)
+WITHOUT_MLX = {path for path, its in ROOMS.items() if its in {"pool", "stream"}} | {
     *("models/catalog.py", "models/facts.py", "models/settings.py"),
 }
 """Modules in these rooms that the server's own process imports."""

@@ -24,10 +24,11 @@ import mlx.core as mx
 import numpy as np
 from loads import lengths_of
 
-from mlx_manager.mlx_server.engine.kernels.cuda import CudaDevice, cuda_device
-from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kv.kernels import AttentionShape, Rotary, Splits, build, cuda
-from mlx_manager.mlx_server.engine.kv.kernels.check import Features, self_check
+from mlx_manager.mlx_server.devices.attention import AttentionShape, Rotary, Splits, build
+from mlx_manager.mlx_server.devices.attention.check import Features, self_check
+from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
+from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice, cuda_device
+from mlx_manager.mlx_server.devices.kernel import Unsupported
 
 BF16, F16 = mx.bfloat16, mx.float16
 LLAMA_8B = AttentionShape(32, 8, 128, 16, BF16)

@@ -33,13 +33,13 @@ from engines import OurEngine, decode_rate  # noqa: E402
 from harness import print_report, ratio  # noqa: E402
 from mlx_manager.mlx_server.config import PoolLimits  # noqa: E402
 from mlx_manager.mlx_server.core import Sampling  # noqa: E402
+from mlx_manager.mlx_server.devices.cuda.graphs import record_whole_steps  # noqa: E402
+from mlx_manager.mlx_server.devices.draws import DrawKernel, checked  # noqa: E402
+from mlx_manager.mlx_server.devices.draws.check import Problem  # noqa: E402
+from mlx_manager.mlx_server.devices.draws.kernel import Form, cuda_source  # noqa: E402
+from mlx_manager.mlx_server.devices.kernel import Unsupported, compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine import sampling  # noqa: E402
-from mlx_manager.mlx_server.engine.draws import DrawKernel, checked  # noqa: E402
-from mlx_manager.mlx_server.engine.draws.check import Problem  # noqa: E402
-from mlx_manager.mlx_server.engine.draws.kernel import Form, cuda_source  # noqa: E402
-from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported, compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably  # noqa: E402
-from mlx_manager.mlx_server.utils.graphs import record_whole_steps  # noqa: E402
 from workload import Row  # noqa: E402
 
 ROWS = (1, 32, 64, 128)

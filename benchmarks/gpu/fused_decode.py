@@ -22,13 +22,13 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
-from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.fused.check import check
-from mlx_manager.mlx_server.engine.fused.decoder import BuildProducts, FusedDecoder
-from mlx_manager.mlx_server.engine.fused.layers import Step
-from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.products import ProductKernels
-from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.cuda import matmul as products
+from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.execution.decoder.check import check
+from mlx_manager.mlx_server.execution.decoder.decoder import BuildProducts, FusedDecoder
+from mlx_manager.mlx_server.execution.decoder.layers import Step
 
 PAGE = 16
 STEPS, WARM = 64, 12

@@ -25,10 +25,10 @@ from synthetic import SHAPES, make  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from harness import print_report  # noqa: E402
-from mlx_manager.mlx_server.engine.choice import choose  # noqa: E402
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward  # noqa: E402
-from mlx_manager.mlx_server.engine.kv.attention import Span  # noqa: E402
 from mlx_manager.mlx_server.engine.kv.pages import PageTable  # noqa: E402
+from mlx_manager.mlx_server.execution.attention.paged import Span  # noqa: E402
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward  # noqa: E402
+from mlx_manager.mlx_server.execution.select import choose  # noqa: E402
 
 PAGE = 32
 # Steps before those that are measured: compiled ones come after 64 of a kind.

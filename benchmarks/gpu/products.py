@@ -22,24 +22,24 @@ import numpy as np
 import torch
 from synthetic import SHAPES, VOCABULARY
 
-from mlx_manager.mlx_server.engine import products
-from mlx_manager.mlx_server.engine.kernels.kernel import compiled_for_cuda
-from mlx_manager.mlx_server.engine.products import ProductKernels
-from mlx_manager.mlx_server.engine.products.chain import (
+from mlx_manager.mlx_server.devices.cuda import matmul as products
+from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul.chain import (
     Chain,
     ChainForm,
     ChainVariant,
     chain_source,
 )
-from mlx_manager.mlx_server.engine.products.factors import Link, Norm, Packed
-from mlx_manager.mlx_server.engine.products.forms import (
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Link, Norm, Packed
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     ByWarps,
     Packing,
     RowForm,
     WarpForm,
     size_of,
 )
-from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.kernel import compiled_for_cuda
 
 COLD = 200 * 2**20
 """Bytes of matrices that take turns, more than caches keep."""

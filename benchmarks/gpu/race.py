@@ -30,7 +30,7 @@ from loads import LOADS, lengths_of  # noqa: E402
 from side import prompts_of  # noqa: E402
 
 from harness import percentile, print_report, ratio  # noqa: E402
-from mlx_manager.mlx_server.utils.graphs import SETTINGS  # noqa: E402
+from mlx_manager.mlx_server.devices.cuda.graphs import SETTINGS  # noqa: E402
 from servers import (  # noqa: E402
     Server,
     end_group,

@@ -36,8 +36,8 @@ from harness import apart, interleave, parser, percentile, print_report
 from load_pause import WARM, gaps, streaming
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest
+from mlx_manager.mlx_server.encoders import encoder
 from mlx_manager.mlx_server.main import open_pool
-from mlx_manager.mlx_server.models import encoder
 from mlx_manager.mlx_server.services.inference import ModelPool
 
 ENCODERS: dict[str, dict[str, Any]] = {

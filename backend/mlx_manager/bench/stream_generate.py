@@ -43,7 +43,7 @@ class Baseline:
 
 def main() -> None:
     """Answer wishes until stdin ends."""
-    from mlx_manager.mlx_server.utils.blas import load_fast_blas
+    from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 
     answers, sys.stdout = sys.stdout, sys.stderr
     # As ours has it: what is compared is not whose BLAS is found.

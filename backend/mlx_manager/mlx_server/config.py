@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
 
 DEMO_MODEL = "mlx-manager/demo"
-# Read by `utils/blas.py`, before there are settings.
+# Read by `devices/cpu/blas.py`, before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 # Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
 MOST = 2**20

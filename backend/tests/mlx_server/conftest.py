@@ -5,6 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from devices.emulated import (  # noqa: F401  # fixtures
+    _products_of_a_server,
+    compile_cuda,
+    compile_metal,
+    llama,
+    nvidia_accepts,
+)
 from smollm2 import make_smollm2, smollm2_gguf
 
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 import pytest
 from linux import skip_without_linux
 
-from mlx_manager.mlx_server.engine.kernels.kernel import KernelSource
-from mlx_manager.mlx_server.utils.nvrtc import MLX_HEADERS
+from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import MLX_HEADERS
+from mlx_manager.mlx_server.devices.kernel import KernelSource
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[2] / ".venv-clients" / "nvrtc"

@@ -18,8 +18,8 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server import main
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.engine import grammar
 from mlx_manager.mlx_server.errors import ServerNotReady
+from mlx_manager.mlx_server.text.grammar import matchers as grammar
 
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false"}
 

@@ -28,7 +28,7 @@ from mlx_lm.generate import BatchGenerator
 from phrases import QUESTIONS, SMALLTALK, Topic
 from tokenizer import MODEL
 
-from mlx_manager.mlx_server.utils.blas import load_fast_blas
+from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 
 ASSISTANT = turn("assistant", "").removesuffix("<|eot_id|>")
 PLAIN_TEXTS = (

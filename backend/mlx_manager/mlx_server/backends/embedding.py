@@ -34,7 +34,9 @@ from mlx_manager.mlx_server.core import (
     TokenizerInfo,
     Tokens,
 )
-from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine, EncoderStats, Reading
+from mlx_manager.mlx_server.encoders.loading import LoadedEncoder
+from mlx_manager.mlx_server.encoders.loop import EncoderEngine, EncoderStats, Reading
+from mlx_manager.mlx_server.encoders.wrapping import Ids, shortened
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
@@ -43,9 +45,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidRequest,
     UnsupportedParameter,
 )
-from mlx_manager.mlx_server.models.encoder_loading import LoadedEncoder
 from mlx_manager.mlx_server.models.sentence import Activation
-from mlx_manager.mlx_server.models.wrapping import Ids, shortened
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

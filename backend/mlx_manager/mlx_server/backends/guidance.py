@@ -10,13 +10,13 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
-from mlx_manager.mlx_server.engine.grammar import Grammars, TooLargeForm, unheld
-from mlx_manager.mlx_server.engine.guide import Guide, Masks, Rules, ThinkingBudget
-from mlx_manager.mlx_server.engine.sandbox import Sandbox
-from mlx_manager.mlx_server.engine.schemas import unknown_formats
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside, CallShape, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
+from mlx_manager.mlx_server.text.grammar.guide import Guide, Masks, Rules, ThinkingBudget
+from mlx_manager.mlx_server.text.grammar.matchers import Grammars, TooLargeForm, unheld
+from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
+from mlx_manager.mlx_server.text.tool_calls.schemas import unknown_formats
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}

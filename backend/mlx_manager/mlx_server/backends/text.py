@@ -38,16 +38,10 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
-from mlx_manager.mlx_server.engine.choice import Choice, choose
-from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import Forward
-from mlx_manager.mlx_server.engine.guide import Guide
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
-from mlx_manager.mlx_server.engine.sandbox import Sandbox
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.engine.stream import EventStream, Sink
 from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
@@ -55,9 +49,15 @@ from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     InvalidRequest,
 )
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.select import Choice, choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.text.detokenizer import TokenTexts
+from mlx_manager.mlx_server.text.grammar.guide import Guide
+from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

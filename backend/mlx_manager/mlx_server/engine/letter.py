@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.kernels.mapped import TOKENS, Box, Carrier, carrier
+from mlx_manager.mlx_server.devices.cuda.mapped import TOKENS, Box, Carrier, carrier
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Sampling
-from mlx_manager.mlx_server.engine.draws import MOST_TOKENS, DrawKernel, Wish, checked
-from mlx_manager.mlx_server.engine.draws.chances import chances, halves
+from mlx_manager.mlx_server.devices.draws import MOST_TOKENS, DrawKernel, Wish, checked
+from mlx_manager.mlx_server.devices.draws.chances import chances, halves
 
 # The draw finds its block first and its token within the block.
 BLOCK = 64

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 
 from mlx_manager.mlx_server.core import TokenLogprob
-from mlx_manager.mlx_server.engine.forward import Chunk
 from mlx_manager.mlx_server.engine.sampling import logprobs
+from mlx_manager.mlx_server.execution.forward import Chunk
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.engine.sequence import Sequence as Row

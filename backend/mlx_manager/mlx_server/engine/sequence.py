@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from itertools import count
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
-from mlx_manager.mlx_server.engine.grammar import allows_more_than
-from mlx_manager.mlx_server.engine.guide import Guide
-from mlx_manager.mlx_server.engine.kv.attention import Span
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.stream import Sink
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.text.grammar.guide import Guide
+from mlx_manager.mlx_server.text.grammar.matchers import allows_more_than
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 
 _keys = count(1)
 

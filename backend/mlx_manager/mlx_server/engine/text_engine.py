@@ -29,20 +29,19 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
     Usage,
 )
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.engine.crew import Crew
-from mlx_manager.mlx_server.engine.forward import Chunk, Decode, Forward, Snapshot
-from mlx_manager.mlx_server.engine.guide import Masks
-from mlx_manager.mlx_server.engine.kernels.mapped import send
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.letter import Letter
-from mlx_manager.mlx_server.engine.load import Budget, Load
 from mlx_manager.mlx_server.engine.meter import Distribution, Meter
-from mlx_manager.mlx_server.engine.pace import FEWEST, Pace
 from mlx_manager.mlx_server.engine.sampling import best, sample
-from mlx_manager.mlx_server.engine.scheduler import Prefill, Schedule, Scheduler
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
+from mlx_manager.mlx_server.engine.scheduler.pace import FEWEST, Pace
+from mlx_manager.mlx_server.engine.scheduler.scheduler import Prefill, Schedule, Scheduler
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.scores import Places, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
@@ -51,7 +50,8 @@ from mlx_manager.mlx_server.errors import (
     Overloaded,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.utils import devices
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward, Snapshot
+from mlx_manager.mlx_server.text.grammar.guide import Masks
 from mlx_manager.mlx_server.utils.memory import (
     Ledger,
     Relief,

@@ -20,15 +20,15 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from mlx_manager.mlx_server.engine.faults import GPUFaults
-from mlx_manager.mlx_server.errors import ServerNotReady
-from mlx_manager.mlx_server.utils.allocator import keep_freed_memory
-from mlx_manager.mlx_server.utils.graphs import (
+from mlx_manager.mlx_server.devices.cpu.allocator import keep_freed_memory
+from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.cuda.graphs import (
     keep_cpu_kernels,
     keep_kernels,
     record_whole_steps,
 )
-from mlx_manager.mlx_server.utils.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.metal.faults import GPUFaults
+from mlx_manager.mlx_server.errors import ServerNotReady
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class MLXThread:
     def start(self) -> None:
         keep_kernels()
         answer_mlx()
-        from mlx_manager.mlx_server.utils import devices
+        from mlx_manager.mlx_server.devices import table as devices
 
         device = devices.current()
         if device.records_steps:

@@ -23,15 +23,15 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_manager.mlx_server.models.blocked import (
+from mlx_manager.mlx_server.devices.cpu.blocked import (
     OUTPUTS,
     BlockedExperts,
     BlockedLinear,
     can_be_blocked,
     experts_can_be_blocked,
 )
+from mlx_manager.mlx_server.devices.cpu.cache import last_level_cache
 from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, CacheFlush, part_of, seconds
-from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 SMALLEST = 2**16

@@ -23,6 +23,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters
 
 from mlx_manager.mlx_server.config import PoolLimits
+from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.errors import (
     ModelLoadFailed,
     ModelNotSupported,
@@ -49,7 +50,6 @@ from mlx_manager.mlx_server.models.weights import (
     forms_of,
     shortlist,
 )
-from mlx_manager.mlx_server.utils.blas import load_fast_blas
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

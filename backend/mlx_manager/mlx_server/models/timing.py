@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_manager.mlx_server.devices.cpu.cache import last_level_cache
 from mlx_manager.mlx_server.models.weights import (
     Device,
     Form,
@@ -24,7 +25,6 @@ from mlx_manager.mlx_server.models.weights import (
     default_device,
     elements,
 )
-from mlx_manager.mlx_server.utils.cpu_cache import last_level_cache
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)

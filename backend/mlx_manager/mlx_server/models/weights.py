@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.errors import ModelTooLarge
 from mlx_manager.mlx_server.models.facts import FormName
-from mlx_manager.mlx_server.utils import devices
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 from mlx_manager.mlx_server.utils.text import sized
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.cuda.driver import Driver
 from mlx_manager.mlx_server.errors import ModelLoadFailed, OutOfMemory
-from mlx_manager.mlx_server.utils import devices
-from mlx_manager.mlx_server.utils.driver import Driver
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge
 from mlx_manager.mlx_server.utils.text import sized
 

@@ -14,19 +14,18 @@ from typing import Any
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend, prepare_encoder
 from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.engine.encoder_engine import kept_bytes
-from mlx_manager.mlx_server.engine.fused.packed import multiplies_packed
-from mlx_manager.mlx_server.engine.sandbox import Sandbox
-from mlx_manager.mlx_server.engine.step_size import least_working
-from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.errors import UnsupportedParameter
-from mlx_manager.mlx_server.models.encoder import Encoder
-from mlx_manager.mlx_server.models.encoder_loading import (
+from mlx_manager.mlx_server.encoders.encoder import Encoder
+from mlx_manager.mlx_server.encoders.loading import (
     LoadedEncoder,
     PreparedEncoder,
     load_encoder,
     prepared_encoder,
 )
+from mlx_manager.mlx_server.encoders.loop import kept_bytes
+from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
+from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.errors import UnsupportedParameter
+from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.facts import ModelFacts
 from mlx_manager.mlx_server.models.loading import (
     Foresight,
@@ -37,6 +36,7 @@ from mlx_manager.mlx_server.models.loading import (
     prepared_text,
     weights_line,
 )
+from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import (

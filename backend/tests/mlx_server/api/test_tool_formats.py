@@ -8,13 +8,13 @@ from typing import Any
 import openai
 import pytest
 from api.conftest import Serve
-from engine.outputs import HERMES, SAMPLES, TOOLS, Pieces, Sample, of_mlx
 from openai_spec import check
 from scripted import Step
+from text.outputs import HERMES, SAMPLES, TOOLS, Pieces, Sample, of_mlx
 
 from mlx_manager.mlx_server.core import Finished, GenerationRequest, Started, Usage
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.formats import OutputFormat
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 
 
 def plays(sample: Sample) -> list[Step]:

@@ -28,8 +28,10 @@ from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
-from mlx_manager.mlx_server.engine import encoder_engine
-from mlx_manager.mlx_server.engine.encoder_engine import EncoderEngine
+from mlx_manager.mlx_server.encoders import encoder
+from mlx_manager.mlx_server.encoders import loop as encoder_engine
+from mlx_manager.mlx_server.encoders.encoder import Encoder
+from mlx_manager.mlx_server.encoders.loop import EncoderEngine
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -41,8 +43,6 @@ from mlx_manager.mlx_server.errors import (
     WrongModelKind,
 )
 from mlx_manager.mlx_server.main import open_pool
-from mlx_manager.mlx_server.models import encoder
-from mlx_manager.mlx_server.models.encoder import Encoder
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -15,17 +15,17 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Admitted, Event, Finished, Sampling, Started
-from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.forward import Forward
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.step_size import StepSize
 from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.text.detokenizer import TokenTexts
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 GREEDY = Sampling(temperature=0.0)

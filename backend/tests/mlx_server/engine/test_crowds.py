@@ -16,15 +16,15 @@ from thorough import ALL, one_in_turn
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
-from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.forward import Forward
-from mlx_manager.mlx_server.engine.guide import Guide
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
     MLXManagerError,
     OutOfMemory,
     ServerNotReady,
 )
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.select import choose
+from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.utils.text import sized
 
 PAGE = 16 * 2 * 2 * 16 * 2 * 4

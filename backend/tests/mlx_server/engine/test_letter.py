@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kernels.mapped import TOKENS, carrier
+from mlx_manager.mlx_server.devices.cuda.mapped import TOKENS, carrier
+from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.letter import Letter
 
 

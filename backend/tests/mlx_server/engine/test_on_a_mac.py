@@ -1,5 +1,5 @@
 """The engine with a Mac's limits, which a CPU is taken for. Launches in no order are in
-kernels/test_order.py."""
+devices/metal/test_order.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.portable import Portable, PortableWriter, plainly
+from devices.portable import Portable, PortableWriter, plainly
 from engine.rig import HandRig, Row, alone, prompt
 from mlx import nn
 
-from mlx_manager.mlx_server.engine.choice import choose
-from mlx_manager.mlx_server.engine.forward import (
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.engine.letter import Letter
+from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
+from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.execution.decoder import forward as forwards
+from mlx_manager.mlx_server.execution.forward import (
     AloneForward,
     Chunk,
     Decode,
@@ -23,12 +28,7 @@ from mlx_manager.mlx_server.engine.forward import (
     RaggedForward,
     SeparateForward,
 )
-from mlx_manager.mlx_server.engine.fused import forward as forwards
-from mlx_manager.mlx_server.engine.kv.attention import Reading
-from mlx_manager.mlx_server.engine.kv.kernels import KernelSet
-from mlx_manager.mlx_server.engine.letter import Letter
-from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
-from mlx_manager.mlx_server.utils import devices
+from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.utils.pressure import Pressure
 
 TIMEOUT = (

@@ -10,8 +10,8 @@ from engine.rig import HandRig, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import TokenLogprob
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
-from mlx_manager.mlx_server.engine.step_size import StepSize
 
 VOCABULARY = 1 << 15
 SCORING = Scoring(2, prompt=True, piece=lambda token: b"")

@@ -12,9 +12,9 @@ from engine.rig import GREEDY, HandRig, Rig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Finished, Sampling, TextDelta
-from mlx_manager.mlx_server.engine.kv import room
+from mlx_manager.mlx_server.devices.cpu import room
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
-from mlx_manager.mlx_server.engine.step_size import StepSize
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.formats import PLAIN
 from mlx_manager.mlx_server.utils import memory

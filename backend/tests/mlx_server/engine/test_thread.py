@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.cuda import graphs
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import ServerNotReady
-from mlx_manager.mlx_server.utils import devices, graphs
 
 
 class Work:

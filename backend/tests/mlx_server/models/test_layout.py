@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.models.blocked import BlockedExperts, BlockedLinear
+from mlx_manager.mlx_server.devices.cpu.blocked import BlockedExperts, BlockedLinear
 from mlx_manager.mlx_server.models.layout import (
     are_better,
     blockable_layers,

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine.portable import Portable, plainly
+from devices.portable import Portable, plainly
 from here import Here
 from llguidance import LLTokenizer
 from pools import (
@@ -43,8 +43,6 @@ from mlx_manager.mlx_server.core import (
     StopRules,
     Tokens,
 )
-from mlx_manager.mlx_server.engine import grammar
-from mlx_manager.mlx_server.engine.choice import choose
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -54,11 +52,13 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
+from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.models import loads as loads_module
 from mlx_manager.mlx_server.models import pool as pool_module
 from mlx_manager.mlx_server.models.loading import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import rows
+from mlx_manager.mlx_server.text.grammar import matchers as grammar
 from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.pressure import Pressure

@@ -17,10 +17,10 @@ from tiny_models import FAMILIES, make_tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from mlx_manager.mlx_server.config import PoolLimits
+from mlx_manager.mlx_server.encoders.loading import load_encoder
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.encoder_loading import load_encoder
 from mlx_manager.mlx_server.models.loading import checked_folder
 from mlx_manager.mlx_server.models.rope import in_all_forms
 from mlx_manager.mlx_server.utils.broken import explained

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.utils import devices, memory
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.utils import memory
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief, cgroup_limits
 
 

@@ -12,17 +12,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.engine.kernels.kernel import Unsupported
-from mlx_manager.mlx_server.engine.kernels.mapped import send
-from mlx_manager.mlx_server.engine.kernels.order import IN_ORDER
-from mlx_manager.mlx_server.engine.kv import room
-from mlx_manager.mlx_server.engine.kv.kernels import (
+from mlx_manager.mlx_server.devices.attention import (
     AttentionShape,
     KernelSet,
     PagedKernels,
     Pools,
     Writer,
 )
+from mlx_manager.mlx_server.devices.cpu import room
+from mlx_manager.mlx_server.devices.cuda.mapped import send
+from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.devices.metal.order import IN_ORDER
 
 
 @dataclass(frozen=True, slots=True)

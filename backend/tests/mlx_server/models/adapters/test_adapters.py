@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine.outputs import OFFERED, of_mlx, parse
 from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, prompt_ids, write_tokenizer
+from text.outputs import OFFERED, of_mlx, parse
 from transformers import tokenization_utils_base
 
 from mlx_manager.mlx_server.core import Conversation, Message, ToolCall

@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from engine.outputs import Answer
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import (
     NAMES,
@@ -20,6 +19,7 @@ from models.adapters.published import (
     prompt_ids,
     write_tokenizer,
 )
+from text.outputs import Answer
 
 from mlx_manager.mlx_server.backends.guidance import Guidance
 from mlx_manager.mlx_server.core import (
@@ -31,11 +31,11 @@ from mlx_manager.mlx_server.core import (
     ToolCall,
     ToolChoice,
 )
-from mlx_manager.mlx_server.engine.detokenizer import TokenTexts
-from mlx_manager.mlx_server.engine.grammar import Mask
-from mlx_manager.mlx_server.engine.guide import Masks
-from mlx_manager.mlx_server.engine.output_parser import OutputParser
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+from mlx_manager.mlx_server.text.detokenizer import TokenTexts
+from mlx_manager.mlx_server.text.grammar.guide import Masks
+from mlx_manager.mlx_server.text.grammar.matchers import Mask
+from mlx_manager.mlx_server.text.output_parser import OutputParser
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
 SEED, COMMAND, NEMOTRON, PHI4, A13B, HUNYUAN, OLMO, APERTUS, INTERNLM = REDUCED_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from engine.outputs import of_mlx, of_syntax, parse
+from text.outputs import of_mlx, of_syntax, parse
 
 from mlx_manager.mlx_server.core import ToolCall
 from mlx_manager.mlx_server.formats import OutputFormat

@@ -1,0 +1,146 @@
+"""Paged decode attention by launches of compiled kernels: what is the same on every device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.splits import Splits
+from mlx_manager.mlx_server.devices.attention.writer import Writer
+from mlx_manager.mlx_server.devices.kernel import Kernel
+
+# Of a block that normalises, rotates and writes.
+THREADS = 128
+
+
+class LaunchedKernels(ABC):
+    """The launches; see `PagedKernels`."""
+
+    _merges: ClassVar[bool]
+    """Whether the kernel for contexts that are divided is another."""
+
+    def __init__(self, shape: AttentionShape, writer: Writer) -> None:
+        self.shape = shape
+        self._writer = writer
+        self._rotate: dict[Rotary, Kernel] = {}
+        self._no_sinks = mx.zeros((1,), mx.float32)
+        self._no_norm = mx.zeros((1,), shape.dtype)
+        mx.eval(self._no_sinks, self._no_norm)
+
+    @abstractmethod
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits: ...
+
+    def write(
+        self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
+    ) -> mx.array:
+        return self._writer.write(k_pool, v_pool, k, v, slots)
+
+    def rotate_and_write(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotations: mx.array,
+        head_norms: tuple[mx.array, mx.array] | None,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        *,
+        rotary: Rotary,
+    ) -> mx.array:
+        if rotary not in self._rotate:
+            self._rotate[rotary] = self._rotation(rotary)
+        tokens = qkv.shape[0]
+        (queries,) = self._rotate[rotary](
+            inputs=[qkv, rotations, *self._weights(head_norms), keys, values, slots],
+            grid=(self._rotation_threads(tokens), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(tokens, self.shape.q_heads, 1, self.shape.head_dim)],
+            output_dtypes=[self.shape.dtype],
+        )
+        return queries
+
+    def attend(  # noqa: PLR0917
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        dep: mx.array,
+        *,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        variant = self._variant(scale, window, softcap, sinks, splits)
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        return self._launch(variant, [q, *pages], self._logits(sinks), [dep], splits, q.shape)
+
+    def attend_fused(  # noqa: PLR0917
+        self,
+        qkv: mx.array,
+        rotation: mx.array,
+        norms: tuple[mx.array, mx.array] | None,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        rotary: Rotary,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        variant = self._variant(scale, window, softcap, sinks, splits, rotary)
+        fresh = [qkv, rotation, *self._weights(norms)]
+        pages = [k_pool, v_pool, table, lengths, splits.items]
+        shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
+        return self._launch(variant, [*fresh, *pages], self._logits(sinks), [], splits, shape)
+
+    @abstractmethod
+    def _rotation(self, rotary: Rotary) -> Kernel:
+        """Compiled: it is launched in blocks of `THREADS`."""
+
+    @abstractmethod
+    def _rotation_threads(self, tokens: int) -> int:
+        """Of that launch: whole blocks."""
+
+    @abstractmethod
+    def _launch(  # noqa: PLR0917
+        self,
+        variant: Variant,
+        inputs: Sequence[mx.array],
+        sinks: mx.array,
+        after: Sequence[mx.array],
+        splits: Splits,
+        shape: tuple[int, ...],
+    ) -> mx.array:
+        """Attend; the result is of `shape`. inputs: queries, or what they are made from, and pages.
+        after: what must have been done."""
+
+    def _variant(  # noqa: PLR0917
+        self,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: mx.array | None,
+        splits: Splits,
+        rotary: Rotary | None = None,
+    ) -> Variant:
+        divided = self._merges and splits.divided
+        return Variant(scale, window, softcap, sinks is not None, divided, rotary, splits.blocks)
+
+    def _logits(self, sinks: mx.array | None) -> mx.array:
+        return self._no_sinks if sinks is None else sinks.astype(mx.float32)
+
+    def _weights(self, norms: tuple[mx.array, mx.array] | None) -> tuple[mx.array, mx.array]:
+        return norms or (self._no_norm, self._no_norm)

@@ -1,0 +1,1 @@
+"""What is done otherwise on a CPU."""

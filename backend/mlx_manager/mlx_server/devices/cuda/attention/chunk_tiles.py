@@ -1,0 +1,155 @@
+"""How a thread block attends its share of prompts' chunks: the forms of the two kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import Blocks
+from mlx_manager.mlx_server.devices.cuda.attention.decode import HEADS_SOURCE
+from mlx_manager.mlx_server.devices.cuda.compiler.device import (
+    DEVICE_SOURCE,
+    RESERVED_PER_BLOCK,
+    TYPES,
+    CudaDevice,
+)
+from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
+    HOPPER_SOURCE,
+    TILE_ALIGNMENT,
+    GroupProduct,
+    instructions,
+)
+from mlx_manager.mlx_server.devices.kernel import bounded, flag, source
+
+_ROWS_SOURCES = (
+    DEVICE_SOURCE,
+    HEADS_SOURCE,
+    Path(__file__).with_name("attention.cu"),
+    Path(__file__).with_name("chunk_rows.cu"),
+)
+_SOURCE = Path(__file__).with_name("chunks.cu")
+_GROUPS_SOURCE = Path(__file__).with_name("chunks_hopper.cu")
+
+
+WARPS = 4
+MEETING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WarpTiles:
+    """A block of the kernel for any device: `warps` of 16 rows, and `tokens` to a tile."""
+
+    warps: int
+    tokens: int
+
+    stages: ClassVar[int] = 2
+    name: ClassVar[str] = "warps' products (mma)"
+
+    @property
+    def rows(self) -> int:
+        return self.warps * 16
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    def shared_memory(self, shape: AttentionShape) -> int:
+        stride = ((shape.head_dim // 8) | 1) * 8
+        return (self.rows + self.stages * 2 * self.tokens) * stride * shape.dtype.size
+
+    def at_once(self, shape: AttentionShape, device: CudaDevice) -> int:
+        """Blocks that run at a time."""
+        memory = self.shared_memory(shape) + RESERVED_PER_BLOCK
+        return device.multiprocessors * max(device.multiprocessor_memory // memory, 1)
+
+    def header(self, shape: AttentionShape) -> str:
+        return source(*_ROWS_SOURCES, _SOURCE)
+
+    def work(self, shape: AttentionShape, variant: Variant) -> str:
+        """The type that does a block's work."""
+        return f"AttendChunk<{_shared(shape)}, {self.warps}, {self.tokens}, {_options(variant)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTiles:
+    """A block of the kernel for compute capability 9.0: `groups` of warps of 64 rows, `tokens` to
+    a tile, and as many tiles in `stages` of shared memory.
+
+    A group's accumulators of scores and output are in registers, (tokens + head_dim) / 2 a thread,
+    and beside them half of the former for the weights.
+    """
+
+    groups: int
+    tokens: int
+    stages: int = 2
+
+    name: ClassVar[str] = "warpgroups' products (wgmma)"
+
+    @property
+    def rows(self) -> int:
+        return self.groups * 64
+
+    @property
+    def threads(self) -> int:
+        return self.groups * 128
+
+    def shared_memory(self, shape: AttentionShape) -> int:
+        width = -(-shape.head_dim // 64) * 64
+        rows = self.rows + self.stages * 2 * self.tokens
+        return rows * width * shape.dtype.size + TILE_ALIGNMENT + MEETING
+
+    def at_once(self, shape: AttentionShape, device: CudaDevice) -> int:
+        """Blocks that run at a time: registers leave room for one on a multiprocessor."""
+        return device.multiprocessors
+
+    def header(self, shape: AttentionShape) -> str:
+        products = (
+            GroupProduct(self.tokens),
+            GroupProduct(shape.head_dim, a_in_registers=True, across=True),
+        )
+        device = source(DEVICE_SOURCE) + instructions(products) + source(HOPPER_SOURCE)
+        return device + source(*_ROWS_SOURCES[1:], _GROUPS_SOURCE) + bounded(self.threads)
+
+    def work(self, shape: AttentionShape, variant: Variant) -> str:
+        """The type that does a block's work."""
+        form = f"{self.groups}, {self.tokens}, {self.stages}"
+        return (
+            f"AttendChunkInGroups<{_shared(shape)}, {form}, {_options(variant)}, {shape.head_dim}>"
+        )
+
+
+Tiles = WarpTiles | GroupTiles
+
+
+def blocks_of(tiles: Tiles, shape: AttentionShape, device: CudaDevice) -> Blocks:
+    at_once = tiles.at_once(shape, device)
+    return Blocks(tiles.rows // shape.group, tiles.tokens, shape.kv_heads, at_once)
+
+
+def _shared(shape: AttentionShape) -> str:
+    return f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}"
+
+
+def _options(variant: Variant) -> str:
+    return f"{variant.window or 0}, {flag(variant.softcap is not None)}, {flag(variant.sinks)}"
+
+
+def _in_groups(head_dim: int) -> GroupTiles:
+    """As measured on an H200."""
+    if head_dim <= 64:
+        return GroupTiles(2, 64, 3)
+    return GroupTiles(2, 96, 4) if head_dim <= 128 else GroupTiles(2, 64)
+
+
+def tiles_for(shape: AttentionShape, device: CudaDevice) -> list[Tiles]:
+    """What serves `shape` on `device`, the best first."""
+    # As many tokens as leave room for two blocks on a multiprocessor.
+    half = device.multiprocessor_memory // 2 - RESERVED_PER_BLOCK
+    choices = (WarpTiles(WARPS, tokens) for tokens in (64, 32))
+    fitting = (tiles for tiles in choices if tiles.shared_memory(shape) <= half)
+    found: list[Tiles] = [next(fitting, WarpTiles(WARPS, 16))]
+    if device.multiplies_in_groups:
+        found.insert(0, _in_groups(shape.head_dim))
+    return found

@@ -1,0 +1,131 @@
+"""Attention of prompt chunks over pages on NVIDIA GPUs, from chunks.cu or chunks_hopper.cu.
+
+MLX's own attention is as fast, but its library (cuDNN) takes some 30 ms to prepare for each pair of
+query and key counts that it has not met, and a server's prompts and chunks have any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import (
+    FIELDS,
+    MOST_PARTS,
+    ChunkPlan,
+    QueryRun,
+    cut,
+)
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
+    WARPS,
+    Tiles,
+    blocks_of,
+    tiles_for,
+)
+from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice, device_for
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+    real,
+)
+
+# Elements of a head: what a tile's rows attend to is kept in registers, up to 128 of a thread.
+MOST_DIM = 256
+
+
+def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:
+    """What can attend the queries of prompts' chunks on the default device, the best first."""
+    if shape.group > WARPS * 16:
+        return Unsupported(f"{shape.group} query heads a key/value head")
+    if shape.head_dim > MOST_DIM:
+        return Unsupported(f"heads of {shape.head_dim} elements: prompts' chunks are gathered")
+    device = device_for(shape.dtype)
+    if isinstance(device, Unsupported):
+        return device
+    return [ChunkKernels(shape, device, tiles) for tiles in tiles_for(shape, device)]
+
+
+class ChunkKernels:
+    """Serves one shape; nothing is compiled before the first use."""
+
+    def __init__(self, shape: AttentionShape, device: CudaDevice, tiles: Tiles) -> None:
+        self.shape = shape
+        self.tiles = tiles
+        self._device = device
+        self._blocks = blocks_of(tiles, shape, device)
+        # Blocks of cut contexts that have arrived; the kernel leaves every counter at 0.
+        self._arrivals = mx.zeros((MOST_PARTS * shape.kv_heads,), mx.int32)
+        self._no_sinks = mx.zeros((1,), mx.float32)
+        mx.eval(self._arrivals, self._no_sinks)
+        self._kernels: dict[Variant, Kernel] = {}
+
+    def of_heads(self, kv_heads: int) -> ChunkKernels:
+        """The same kernel for so many key/value heads and their queries."""
+        shape = replace(self.shape, q_heads=self.shape.group * kv_heads, kv_heads=kv_heads)
+        return ChunkKernels(shape, self._device, self.tiles)
+
+    def plan(self, runs: Iterable[QueryRun], window: int | None = None) -> ChunkPlan:
+        """Cut a step's work; once a step for all layers with the same window."""
+        return cut(runs, self._blocks, window)
+
+    def attend(  # noqa: PLR0917
+        self,
+        q: mx.array,
+        k_pool: mx.array,
+        v_pool: mx.array,
+        table: mx.array,
+        plan: ChunkPlan,
+        dep: mx.array,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of `q`, (queries, q_heads, 1, head_dim), of those queries that `plan` is for.
+
+        The rest of the result is not set; `window` as it was planned with. For the other arguments
+        see `PagedKernels.attend`.
+        """
+        variant = Variant(scale, window, softcap, sinks is not None, divided=False)
+        limits = self._no_sinks if sinks is None else sinks.astype(mx.float32)
+        figures = max(plan.parts * self.shape.kv_heads * self.tiles.rows, 1)
+        out, _, _ = self._kernel(variant)(
+            inputs=[q, k_pool, v_pool, table, plan.items, limits, self._arrivals, dep],
+            grid=(self.shape.kv_heads * self.tiles.threads, plan.work, 1),
+            threadgroup=(self.tiles.threads, 1, 1),
+            output_shapes=[q.shape, (figures * self.shape.head_dim,), (figures * 2,)],
+            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
+        )
+        return out
+
+    def _kernel(self, variant: Variant) -> Kernel:
+        if variant not in self._kernels:
+            self._kernels[variant] = compiled_for_cuda(
+                chunk_source(self.shape, self.tiles, variant)
+            )
+        return self._kernels[variant]
+
+
+def chunk_source(shape: AttentionShape, form: Tiles, variant: Variant) -> KernelSource:
+    numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
+    body = (
+        f"kernels::ChunkResults<{TYPES[shape.dtype]}> results = "
+        "{out, partial, figures, arrivals};\n"
+        f"kernels::{form.work(shape, variant)} work(kernels::ChunkItem(items + blockIdx.y * "
+        f"{FIELDS}), k_pool, v_pool, table, k_pool_shape[1], table_shape[1]);\n"
+        f"work.run(q, results, sinks, {numbers});"
+    )
+    return KernelSource(
+        name="paged_chunks",
+        header=form.header(shape),
+        body=body,
+        inputs=("q", "k_pool", "v_pool", "table", "items", "sinks", "arrivals", "written"),
+        outputs=("out", "partial", "figures"),
+        shared_memory=form.shared_memory(shape),
+    )

@@ -1,0 +1,347 @@
+"""Paged decode attention on NVIDIA GPUs, from attention.cu, and what precedes it, from heads.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
+from mlx_manager.mlx_server.devices.attention.splits import (
+    MAX_SPLITS,
+    TILE,
+    BlockKind,
+    Splits,
+    plan,
+)
+from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
+from mlx_manager.mlx_server.devices.cuda.compiler.device import (
+    DEVICE_SOURCE,
+    RESERVED_PER_BLOCK,
+    TYPES,
+    CudaDevice,
+    device_for,
+)
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+
+HEADS_SOURCE = Path(__file__).with_name("heads.cu")
+_SOURCE = Path(__file__).with_name("attention.cu")
+
+# Query heads of a block, two columns of 8 of a product. Registers have room for one column of the
+# output of wide heads.
+MOST_HEADS = 16
+MOST_WIDE_HEADS = 8
+WIDE = 256
+# Warps of a block: the most that there is room for with two stages.
+WARPS = (4, 3, 2, 1)
+MOST_STAGES = 3
+# Elements of a head that a thread writes.
+PIECE = 8
+# Blocks wanted in the place of each that the device has room for at a time. Where contexts are
+# alike, up to so many times their average, one saves every other block's start and end; where they
+# are not, the end of a launch would be uneven.
+WAVES = 2
+WAVES_OF_ALIKE = 1
+ALIKE = 1.25
+# Tokens that contexts have on average where blocks of few warps and stages do better: 64 rows of
+# 144 tokens take 16 instead of 20 us a layer of an 8B, of 640 tokens 52 instead of 49 (H200).
+SHORT = 384
+SMALL_WARPS = 2
+SMALL_STAGES = 2
+# And where blocks of many warps do: 32 rows of 4 096 tokens take 67.8 instead of 69.2 us a layer of
+# a 1B, 48 98.5 instead of 99.8, 16 of an 8B 68.6 instead of 70; but 64 rows of 2 048 of a 1B, for
+# which there is no room at a time, 72.5 instead of 67.1 (H200).
+LONG = 1024
+TALL_WARPS = 8
+TALL_STAGES = 2
+# Part of the blocks that there is room for.
+TALL_LEAST = 0.6
+# Heads of one token that a thread has a share of in `rotate_and_write`.
+HEADS_EACH = 4
+MOST_QUERIES = 4096
+
+
+def build(shape: AttentionShape) -> CudaKernels | Unsupported:
+    device = device_for(shape.dtype)
+    return device if isinstance(device, Unsupported) else CudaKernels(shape, device)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLaunch:
+    """Warps a block, shared-memory stages a warp, and what follows from them.
+
+    `fresh` is where a fused step's own data begins in the block's `shared_memory` bytes. `waves` of
+    blocks are wanted, whatever the contexts; by what they are if None.
+    """
+
+    warps: int
+    stages: int
+    shared_memory: int
+    fresh: int
+    resident: int
+    waves: int | None = None
+
+    @staticmethod
+    def of(
+        shape: AttentionShape,
+        device: CudaDevice,
+        warps: int,
+        stages: int,
+        waves: int | None = None,
+    ) -> CudaLaunch:
+        heads, dim = heads_per_block(shape), shape.head_dim
+        stage = 2 * TILE * ((dim // 8) | 1) * 8 * shape.dtype.size
+        merge = warps * heads * (dim + 6) * 4
+        weights = (heads * MAX_SPLITS + 1) * 4
+        fresh = -(-max(warps * stages * stage, merge, weights) // 16) * 16
+        memory = fresh + (heads * (dim + 8) + 2 * dim) * shape.dtype.size + (heads + 2) * 4
+        resident = device.multiprocessor_memory // (memory + RESERVED_PER_BLOCK)
+        return CudaLaunch(warps, stages, memory, fresh, max(resident, 1), waves)
+
+    @staticmethod
+    def choose(shape: AttentionShape, device: CudaDevice) -> CudaLaunch:
+        """As many stages as leave room for two blocks on a multiprocessor, so that one's start
+        and end hide behind the other's loads; failing that, as many as fit.
+
+        One warp with two stages fits on every device that `device_for` finds.
+        """
+        stages = range(MOST_STAGES, 1, -1)
+        by_warps = [[CudaLaunch.of(shape, device, warps, n) for n in stages] for warps in WARPS]
+        choices = next((of for of in by_warps if of[-1].fits(device)), by_warps[-1])
+        fitting = [c for c in choices if c.fits(device)]
+        shared = [c for c in fitting if c.resident >= 2]
+        return (shared or fitting or choices[-1:])[0]
+
+    def fits(self, device: CudaDevice) -> bool:
+        return self.shared_memory <= device.block_memory
+
+    def blocks(self, device: CudaDevice) -> int:
+        """That the device has room for at a time."""
+        return device.multiprocessors * self.resident
+
+
+class CudaKernels(LaunchedKernels):
+    """The CUDA kernels, which find in their work list whether a context is divided."""
+
+    _merges = False
+
+    def __init__(
+        self, shape: AttentionShape, device: CudaDevice, launch: CudaLaunch | None = None
+    ) -> None:
+        super().__init__(shape, writer(shape.pools))
+        self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
+        self._device = device
+        self._heads = heads_per_block(shape)
+        self._blocks = blocks_per_item(shape)
+        self._kernels: dict[Variant, Kernel] = {}
+        # Blocks of a query that have arrived; the kernel leaves every counter at 0.
+        self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
+        mx.eval(self._arrivals)
+
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits:
+        rooms = {form: of.blocks(self._device) for form, of in self.launches.items()}
+        blocks = blocks_for(lengths, window, blocks_per_item=self._blocks, rooms=rooms)
+        launch = self.launches[blocks]
+        splits = plan(
+            lengths,
+            blocks_per_item=self._blocks,
+            blocks_wanted=rooms[blocks] * (launch.waves or waves_for(lengths, window)),
+            window=window,
+            table_rows=table_rows,
+        )
+        return replace(splits, blocks=blocks)
+
+    def _rotation(self, rotary: Rotary) -> Kernel:
+        return compiled_for_cuda(rotate_source(self.shape, rotary))
+
+    def _rotation_threads(self, tokens: int) -> int:
+        return rotate_threads(self.shape, tokens)
+
+    def _launch(  # noqa: PLR0917
+        self,
+        variant: Variant,
+        inputs: Sequence[mx.array],
+        sinks: mx.array,
+        after: Sequence[mx.array],
+        splits: Splits,
+        shape: tuple[int, ...],
+    ) -> mx.array:
+        if shape[0] > MOST_QUERIES:
+            raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
+        figures = splits.work * self._blocks * self._heads if splits.divided else 1
+        threads = self.launches[variant.blocks].warps * 32
+        out, _, _ = self._kernel(variant)(
+            inputs=[*inputs, sinks, self._arrivals, *after],
+            grid=(self._blocks * threads, splits.work, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[shape, (figures * self.shape.head_dim,), (figures * 2,)],
+            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
+        )
+        return out
+
+    def _kernel(self, variant: Variant) -> Kernel:
+        if variant not in self._kernels:
+            launch = self.launches[variant.blocks]
+            self._kernels[variant] = compiled_for_cuda(attend_source(self.shape, launch, variant))
+        return self._kernels[variant]
+
+
+def heads_per_block(shape: AttentionShape) -> int:
+    return min(shape.group, MOST_HEADS if shape.head_dim <= WIDE else MOST_WIDE_HEADS)
+
+
+def blocks_per_item(shape: AttentionShape) -> int:
+    return shape.kv_heads * -(-shape.group // heads_per_block(shape))
+
+
+def launches_of(shape: AttentionShape, device: CudaDevice) -> dict[BlockKind, CudaLaunch]:
+    usual = CudaLaunch.choose(shape, device)
+    small = CudaLaunch.of(shape, device, SMALL_WARPS, SMALL_STAGES)
+    tall = CudaLaunch.of(shape, device, TALL_WARPS, TALL_STAGES)
+    return {
+        BlockKind.USUAL: usual,
+        BlockKind.SMALL: small if small.resident > usual.resident else usual,
+        BlockKind.TALL: tall if tall.fits(device) else usual,
+    }
+
+
+def blocks_for(
+    lengths: Lengths,
+    window: int | None,
+    *,
+    blocks_per_item: int,
+    rooms: Mapping[BlockKind, int],
+) -> BlockKind:
+    """What does best for contexts. `rooms`: blocks that the device has room for at a time."""
+    seen = _seen(lengths, window)
+    if len(seen) * blocks_per_item > rooms[BlockKind.USUAL] and bool(seen.mean() <= SHORT):
+        return BlockKind.SMALL
+    rows, room = np.count_nonzero(seen), rooms[BlockKind.TALL]
+    whole = TALL_LEAST * room < rows * blocks_per_item <= room
+    if whole and waves_for(lengths, window) == WAVES_OF_ALIKE and seen.sum() >= LONG * rows:
+        return BlockKind.TALL
+    return BlockKind.USUAL
+
+
+def waves_for(lengths: Lengths, window: int | None) -> int:
+    """How many waves of blocks contexts are cut for. Rows of padding do not count."""
+    seen = _seen(lengths, window)
+    alike = seen.max(initial=0) * np.count_nonzero(seen) <= ALIKE * seen.sum()
+    return WAVES_OF_ALIKE if alike else WAVES
+
+
+def _seen(lengths: Lengths, window: int | None) -> npt.NDArray[np.integer]:
+    return np.asarray(lengths) if window is None else np.minimum(lengths, window)
+
+
+def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> KernelSource:
+    constants = (
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
+        f"{launch.warps}, {launch.stages}, {variant.window or 0}, "
+        f"{flag(variant.softcap is not None)}, {flag(variant.sinks)}"
+    )
+    element = TYPES[shape.dtype]
+    numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
+    match variant.rotary:
+        case None:
+            inputs: tuple[str, ...] = ("q",)
+            after: tuple[str, ...] = ("written",)
+            call = f"work.run(q, pages, results, sinks, {numbers});"
+        case Rotary(dims, traditional, epsilon, gated, values):
+            inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
+            options = (
+                f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {flag(gated)}, "
+                f"{flag(values)}, {launch.fresh}"
+            )
+            call = (
+                f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
+                f"{real(epsilon or 0.0)}}};\n"
+                f"work.run_fused<{options}>(fresh, pages, results, sinks, {numbers});"
+            )
+    body = (
+        f"kernels::Pages<{element}> pages = {{k_pool, v_pool, table, lengths, items, "
+        "k_pool_shape[1], table_shape[1]};\n"
+        f"kernels::Results<{element}> results = {{out, partial, partial_figures, arrivals}};\n"
+        f"kernels::Attend<{constants}> work;\n{call}"
+    )
+    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
+    return KernelSource(
+        name="paged_attend",
+        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
+        body=body,
+        inputs=(*inputs, *pages, *after),
+        outputs=("out", "partial", "partial_figures"),
+        shared_memory=launch.shared_memory,
+    )
+
+
+def writer(of: Pools) -> Writer:
+    """Of heads that have a multiple of `PIECE` elements."""
+    threads = -(-of.kv_heads * of.widest // PIECE // THREADS) * THREADS
+    kernel = compiled_for_cuda(write_source(of), ensure_row_contiguous=False)
+    return Writer(kernel, threads, THREADS)
+
+
+def write_source(of: Pools) -> KernelSource:
+    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
+    body = (
+        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
+        "slots, k_pool_shape[1], k_shape[1], k_shape[2], k_strides, v_strides);\n"
+        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
+    )
+    return KernelSource(
+        name="paged_write",
+        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
+        body=body,
+        inputs=("k_pool", "v_pool", "k", "v", "slots"),
+        outputs=("written",),
+    )
+
+
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
+    element = TYPES[shape.dtype]
+    normed, kv_heads = rotary.epsilon is not None, 0 if rotary.alone else shape.kv_heads
+    constants = (
+        f"{element}, {shape.head_dim}, {shape.q_heads}, {kv_heads}, {_lanes(shape)}, "
+        f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}, "
+        f"{flag(rotary.gated)}, {flag(rotary.values)}"
+    )
+    body = (
+        f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
+        f"{real(rotary.epsilon or 0.0)}}};\n"
+        f"kernels::RotateAndWrite<{constants}>::run(fresh, k_pool, v_pool, slots, "
+        "k_pool_shape[1], qkv_shape[0], queries);"
+    )
+    return KernelSource(
+        name="paged_rotate",
+        header=source(DEVICE_SOURCE, HEADS_SOURCE),
+        body=body,
+        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        outputs=("queries",),
+    )
+
+
+def rotate_threads(shape: AttentionShape, tokens: int) -> int:
+    """Of the launch that `rotate_source` is for: whole blocks."""
+    sets = -(-(shape.q_heads + 2 * shape.kv_heads) // HEADS_EACH)
+    return -(-tokens * sets * _lanes(shape) // THREADS) * THREADS
+
+
+def _lanes(shape: AttentionShape) -> int:
+    """Threads that share a head, 16 elements each: a power of two, so that none is in two warps."""
+    return 1 << (shape.head_dim // 16 - 1).bit_length()

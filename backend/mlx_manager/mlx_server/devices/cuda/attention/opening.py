@@ -1,0 +1,156 @@
+"""What a decode step begins with, in one launch on an NVIDIA GPU, from opening.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.attention.decode import MOST_QUERIES
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight, arrays_of
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+    flag,
+    real,
+    source,
+)
+
+THREADS = 256
+
+_SOURCE = Path(__file__).with_name("opening.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """A kind of rotation but for its frequencies: `dims` elements of each head, whose pairs are
+    neighbours when `traditional`, else half of `dims` apart, and are multiplied by `amplitude`."""
+
+    dims: int
+    traditional: bool
+    amplitude: float
+
+
+BuildOpening = Callable[[Weight, Sequence[Turning], float | None], "OpeningKernel | Unsupported"]
+
+
+def build(
+    embeddings: Weight, turnings: Sequence[Turning], scale: float | None
+) -> OpeningKernel | Unsupported:
+    """The kernel for `embeddings`, (vocabulary, width), on the default device. scale: a number of
+    their type that they are multiplied by, if they are."""
+    device = device_for(embeddings.dtype)
+    if isinstance(device, Unsupported):
+        return device
+    width = embeddings.shape[1]
+    if width % 8:
+        return Unsupported(f"embeddings of {width} elements, which is no multiple of 8")
+    if isinstance(embeddings, Packed) and not is_served(embeddings):
+        kind = f"{embeddings.mode}, {embeddings.bits} bits"
+        return Unsupported(f"embeddings that are packed otherwise ({kind})")
+    kernel = compiled_for_cuda(opening_source(embeddings, turnings, scale))
+    return OpeningKernel(kernel, embeddings, turnings)
+
+
+def is_served(embeddings: Packed) -> bool:
+    """Whether the kernel knows how they are packed: whole integers in a word."""
+    return embeddings.mode == "affine" and embeddings.bits in (2, 4, 8)
+
+
+class OpeningKernel:
+    """Embeddings, lengths and rotations of a step's newest tokens.
+
+    Attributes:
+        lengths: (MOST_QUERIES,) int32, with the newest token, 0 for padding. rotations: for each
+            kind what `PagedKernels.attend_fused` takes, (MOST_QUERIES, dims) float32. The first
+            rows of both are the last step's, written in place.
+    """
+
+    def __init__(self, kernel: Kernel, embeddings: Weight, turnings: Sequence[Turning]) -> None:
+        self._kernel = kernel
+        self._embeddings = embeddings
+        self.lengths = mx.zeros((MOST_QUERIES,), mx.int32)
+        self.rotations = [mx.zeros((MOST_QUERIES, turning.dims)) for turning in turnings]
+        mx.eval(self.lengths, self.rotations)
+
+    def open(
+        self,
+        tokens: mx.array,
+        before: mx.array,
+        frequencies: Sequence[mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        """
+        Args:
+            tokens: (rows,) uint32, of the vocabulary; `MOST_QUERIES` at most.
+            before: (rows,) int32, tokens of each row before that one; 0 for padding.
+            frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
+
+        Returns:
+            (rows, width) embeddings, without which nobody may read `lengths` and `rotations`; and
+            what is `before` the next step.
+        """
+        rows = tokens.shape[0]
+        if rows > MOST_QUERIES:
+            raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
+        hidden, following = self._kernel(
+            inputs=[
+                *(tokens, before, *arrays_of(self._embeddings)),
+                *(*frequencies, self.lengths, *self.rotations),
+            ],
+            grid=(rows * THREADS, 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(rows, self._embeddings.shape[1]), (rows,)],
+            output_dtypes=[self._embeddings.dtype, mx.int32],
+        )
+        return hidden, following
+
+
+def opening_source(
+    embeddings: Weight, turnings: Sequence[Turning], scale: float | None = None
+) -> KernelSource:
+    scaled = flag(scale is not None)
+    if isinstance(embeddings, Packed):
+        parts: tuple[str, ...] = ("embeddings", "scales", "biases")
+        bits, group = embeddings.bits, embeddings.group_size
+        width = f"embeddings_shape[1] * {32 // bits}"
+        groups = f"(long)tokens[row] * (width / {group})"
+        embed = (
+            f"kernels::embed_packed<{bits}, {group}, {scaled}>(embeddings + (long)tokens[row] * "
+            f"embeddings_shape[1], scales + {groups}, biases + {groups}, width, "
+        )
+    else:
+        parts, width = ("embeddings",), "embeddings_shape[1]"
+        embed = f"kernels::embed<{scaled}>(embeddings + (long)tokens[row] * width, width, "
+    body = (
+        f"const int row = blockIdx.x, width = {width};\n"
+        f"{embed}{real(1.0 if scale is None else scale)}, hidden + (long)row * width);\n"
+        "const int position = before[row];\n"
+        "if (threadIdx.x == 0)\n"
+        "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
+    )
+    for i, turning in enumerate(turnings):
+        body += (
+            f"kernels::turn<{turning.dims}, {flag(turning.traditional)}>(position, "
+            f"frequencies_{i}, {real(turning.amplitude)}, "
+            f"const_cast<float*>(rotation_{i}) + (long)row * {turning.dims});\n"
+        )
+    kinds = range(len(turnings))
+    return KernelSource(
+        name="paged_opening",
+        header=source(DEVICE_SOURCE, _SOURCE),
+        body=body,
+        inputs=(
+            "tokens",
+            "before",
+            *parts,
+            *(f"frequencies_{i}" for i in kinds),
+            "lengths",
+            *(f"rotation_{i}" for i in kinds),
+        ),
+        outputs=("hidden", "following"),
+    )

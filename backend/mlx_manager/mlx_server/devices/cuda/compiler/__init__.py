@@ -1,0 +1,1 @@
+"""CUDA's compiler, the instructions, and what the devices have room for."""

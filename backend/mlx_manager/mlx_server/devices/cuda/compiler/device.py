@@ -1,0 +1,73 @@
+"""NVIDIA GPUs: what they have room for, and how CUDA names the elements of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.devices.kernel import Kernel, Unsupported
+
+TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
+DEVICE_SOURCE = Path(__file__).with_name("device.cu")
+
+# Of shared memory, in bytes, by CUDA itself.
+RESERVED_PER_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """Shared memory in bytes that a block and a multiprocessor have.
+
+    `multiplies_in_groups`: whether it has the instructions of hopper.py.
+    """
+
+    multiprocessors: int
+    block_memory: int
+    multiprocessor_memory: int
+    multiplies_in_groups: bool = False
+
+
+def device_for(dtype: mx.Dtype) -> CudaDevice | Unsupported:
+    """The default device, if kernels for arrays of `dtype` run on it."""
+    if dtype not in TYPES:
+        return Unsupported(f"{dtype}: the CUDA kernels serve bfloat16 and float16")
+    return cuda_device()
+
+
+def cuda_device() -> CudaDevice | Unsupported:
+    """Limits by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    if mx.default_device().type != mx.gpu or mx.metal.is_available():
+        return Unsupported("the default device is no NVIDIA GPU")
+    info = mx.device_info()
+    capability = (
+        int(str(info["compute_capability_major"])),
+        int(str(info["compute_capability_minor"])),
+    )
+    if capability < (8, 0):
+        return Unsupported(f"{info['architecture']}: the CUDA kernels need sm_80 or later")
+    large = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
+    kib = large.get(capability, 100)
+    return CudaDevice(_multiprocessors(), (kib - 1) * 1024, kib * 1024, capability == (9, 0))
+
+
+@cache
+def _multiprocessors() -> int:
+    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
+        name="paged_multiprocessors",
+        input_names=["unused"],
+        output_names=["count"],
+        source='unsigned n; asm("mov.u32 %0, %%nsmid;" : "=r"(n)); count[0] = n;',
+    )
+    (count,) = kernel(
+        inputs=[mx.zeros((1,), mx.int32)],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return int(np.array(count)[0])

@@ -1,0 +1,1 @@
+"""Layers that keep a state, on NVIDIA GPUs."""

@@ -1,0 +1,149 @@
+"""Gated short convolutions on NVIDIA GPUs: see short.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
+from mlx_manager.mlx_server.devices.kernel import (
+    KernelSource,
+    Unsupported,
+    bounded,
+    compiled_for_cuda,
+    source,
+)
+from mlx_manager.mlx_server.devices.states import ShortShape, StateStore
+
+_SOURCE = Path(__file__).with_name("short.cu")
+# Those that there are tests of; any number would do.
+TAPS = (2, 3, 4)
+# Channels of a thread.
+EACH = 4
+# Few, so that one row is several blocks.
+THREADS = 128
+
+
+class ShortKernels:
+    """Launches for one shape."""
+
+    def __init__(self, shape: ShortShape) -> None:
+        self.shape = shape
+        self._step = compiled_for_cuda(step_source(shape))
+        self._chunks = compiled_for_cuda(chunks_source(shape))
+        self._restore = compiled_for_cuda(restore_source(shape))
+
+    def step(
+        self,
+        heads: mx.array,
+        weights: mx.array,
+        pool: Sequence[mx.array],
+        lengths: mx.array,
+        slots: mx.array,
+    ) -> mx.array:
+        """One token of each row, (rows, channels).
+
+        heads: (rows, columns or more), what the first product gives. weights: (taps, channels).
+        pool: of a `StateStore`, written in place. lengths: (rows or more,) int32, tokens of each
+        row, that one included; 0 for padding. slots: (rows,) int32.
+        """
+        rows = heads.shape[0]
+        (out,) = self._step(
+            inputs=[heads, lengths, slots, weights, *pool],
+            grid=(threads_for(self.shape, rows), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(rows, self.shape.channels)],
+            output_dtypes=[self.shape.dtype],
+        )
+        return out
+
+    def chunks(
+        self, heads: mx.array, weights: mx.array, store: StateStore, texts: Texts
+    ) -> mx.array:
+        """All tokens of a step with prompts in it, (tokens, channels); writes to `store` in
+        place."""
+        of = self.shape
+        out, store.written = self._chunks(
+            inputs=[heads, texts.spans, texts.pieces, weights, store.ring],
+            grid=(threads_for(of, texts.pieces.shape[0]), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(heads.shape[0], of.channels), (1,)],
+            output_dtypes=[of.dtype, mx.int32],
+        )
+        return out
+
+    def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
+        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
+        (store.written,) = self._restore(
+            inputs=[*kept, mx.array([slot], mx.int32), store.ring],
+            grid=(threads_for(self.shape, 1), 1, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+
+
+BuildShort = Callable[[ShortShape], "ShortKernels | Unsupported"]
+
+
+def build(shape: ShortShape) -> ShortKernels | Unsupported:
+    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    served = unserved(shape)
+    if served is not None:
+        return Unsupported(served)
+    device = device_for(shape.dtype)
+    return device if isinstance(device, Unsupported) else ShortKernels(shape)
+
+
+def unserved(shape: ShortShape) -> str | None:
+    """Why the kernels do not serve layers of these sizes."""
+    if shape.taps not in TAPS:
+        return f"a convolution of {shape.taps} tokens: there are kernels of {TAPS}"
+    if shape.channels % EACH:
+        return f"a convolution of {shape.channels} channels: kernels take multiples of {EACH}"
+    return None
+
+
+def threads_for(shape: ShortShape, count: int) -> int:
+    """In whole blocks, for all channels of so many rows or pieces."""
+    return -(-count * (shape.channels // EACH) // THREADS) * THREADS
+
+
+def step_source(shape: ShortShape) -> KernelSource:
+    body = (
+        f"{_short(shape)}step(heads, heads_shape[1], heads_shape[0], lengths, slots, weights, "
+        "ring, out);"
+    )
+    return _text("short_step", body, ("heads", "lengths", "slots", "weights", "ring"))
+
+
+def chunks_source(shape: ShortShape) -> KernelSource:
+    body = (
+        f"{_short(shape)}chunks(heads, heads_shape[1], spans, spans_shape[0], pieces, "
+        f"pieces_shape[0], weights, ring, out);\n{_done('written')}"
+    )
+    inputs = ("heads", "spans", "pieces", "weights", "ring")
+    return _text("short_chunks", body, inputs, ("out", "written"))
+
+
+def restore_source(shape: ShortShape) -> KernelSource:
+    body = f"{_short(shape)}restore(kept, slot[0], ring);\n{_done('out')}"
+    return _text("short_restore", body, ("kept", "slot", "ring"))
+
+
+def _short(shape: ShortShape) -> str:
+    return f"kernels::Short<{TYPES[shape.dtype]}, {shape.channels}, {shape.taps}>::"
+
+
+def _done(name: str) -> str:
+    return f"if (blockIdx.x + threadIdx.x == 0) {name}[0] = 0;"
+
+
+def _text(
+    name: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",)
+) -> KernelSource:
+    header = source(DEVICE_SOURCE, _SOURCE) + bounded(THREADS)
+    return KernelSource(name, header, body, inputs, outputs)

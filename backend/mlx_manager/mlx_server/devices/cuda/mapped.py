@@ -1,0 +1,228 @@
+"""Memory of the host that an NVIDIA GPU reads and writes where it is.
+
+MLX on CUDA puts what the host makes or reads into managed memory, which moves to whoever touches
+it, by page faults of 100 to 600 us a time, and hands the same memory out for arrays that are the
+device's alone. What goes between the two while steps run goes through boxes that stay on the host
+instead, and a kernel copies it into one or out of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import cuda_device
+from mlx_manager.mlx_server.devices.cuda.driver import Driver
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    compiled_for_cuda,
+)
+
+log = logging.getLogger(__name__)
+
+THREADS = 256
+
+# Arrays of a size that are under way: those of some steps of some models, as the device fetches a
+# step's when it is through with the one before.
+UNDER_WAY = 32
+LEAST_ROOM = 1 << 14
+MOST_ROOM = 1 << 19
+"""Words of the smallest and of the largest box for arrays."""
+
+TOKENS = 4096
+"""Words of a box for a step's tokens."""
+
+# Of cuMemAdvise (CUDA driver API, unified addressing).
+_PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
+_HOST, _DEVICE = -1, 0
+
+TELL = KernelSource(
+    name="mapped_tell",
+    header="",
+    body=(
+        "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "if (i < words_shape[0]) const_cast<uint32_t*>(box)[i] = words[i];\n"
+        "if (i == 0) told[0] = 0;"
+    ),
+    inputs=("words", "box"),
+    outputs=("told",),
+)
+# The box's first word tells how many others there are.
+FETCH = KernelSource(
+    name="mapped_fetch",
+    header="",
+    body=(
+        "const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "if (i < box[0]) words[i] = box[i + 1];"
+    ),
+    inputs=("box",),
+    outputs=("words",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Memory of both: as the device knows it, and as the host sees it, (words,) uint32."""
+
+    array: mx.array
+    seen: NDArray[np.uint32]
+
+    @staticmethod
+    def of(words: int) -> Box:
+        """
+        Raises:
+            OSError, RuntimeError: CUDA's driver does not keep memory on the host.
+        """
+        array = mx.array(np.zeros(words, np.uint32))
+        box = Box(array, np.array(array, copy=False))
+        driver = Driver()
+        start, size = ctypes.c_uint64(box.seen.ctypes.data), ctypes.c_size_t(box.seen.nbytes)
+        for advice, place in ((_PREFERRED_LOCATION, _HOST), (_ACCESSED_BY, _DEVICE)):
+            driver.call("cuMemAdvise", start, size, ctypes.c_int(advice), ctypes.c_int(place))
+        return box
+
+
+class Carrier:
+    """The boxes of the process, for its MLX thread alone, and the kernels that carry words into
+    them and out of them.
+
+    A box is never given back: MLX would hand its memory out for arrays of the device's alone.
+    """
+
+    def __init__(self, tell: Kernel, fetch: Kernel) -> None:
+        self._tell = tell
+        self._fetch = fetch
+        # By size; what was sent by each box last: the box is free once that is there.
+        self._sent: dict[int, deque[tuple[Box, mx.array]]] = defaultdict(deque)
+        self._free: list[Box] = []
+        self._made: list[Box] = []
+        # What is to set out together, where something is.
+        self._waiting: list[mx.array] | None = None
+
+    def send(self, numbers: NDArray[np.int32]) -> mx.array:
+        """An array as `numbers`, of `MOST_ROOM` - 1 at most, under way to the device's memory.
+
+        Nothing is left to be done with it: what is put together once and repeated takes it as it
+        is.
+        """
+        room = max(LEAST_ROOM, 1 << numbers.size.bit_length())
+        sent = self._sent[room]
+        box = self._free_of(sent) if len(sent) == UNDER_WAY else self._box(room)
+        box.seen[0], box.seen[1 : numbers.size + 1] = numbers.size, numbers.reshape(-1)
+        (fetched,) = self._fetch(
+            inputs=[box.array],
+            grid=_grid(numbers.size),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[numbers.shape],
+            output_dtypes=[mx.int32],
+        )
+        sent.append((box, fetched))
+        if self._waiting is None:
+            mx.async_eval(fetched)  # type: ignore[no-untyped-call]
+        else:
+            self._waiting.append(fetched)
+        return fetched
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `together`; not one within the other."""
+        waiting = self._waiting = []
+        try:
+            yield
+        finally:
+            self._waiting = None
+            if waiting:
+                mx.async_eval(waiting)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _free_of(sent: deque[tuple[Box, mx.array]]) -> Box:
+        box, fetched = sent.popleft()
+        mx.eval(fetched)
+        return box
+
+    def tell(self, tokens: mx.array) -> tuple[mx.array, Box]:
+        """(1,), not evaluated: once it is, `tokens`, (n,) uint32, `TOKENS` at most, are in the box.
+        `release` it when they have been read."""
+        box = self._free.pop() if self._free else self._box(TOKENS)
+        (told,) = self._tell(
+            inputs=[tokens, box.array],
+            grid=_grid(tokens.size),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+        return told, box
+
+    def release(self, box: Box) -> None:
+        self._free.append(box)
+
+    def _box(self, words: int) -> Box:
+        box = Box.of(words)
+        self._made.append(box)
+        return box
+
+    def check(self) -> str | None:
+        """What is wrong, if words do not arrive as they are sent."""
+        for first in (5, 2**31 - 1 - THREADS):
+            numbers = np.arange(first, first + THREADS + 1, dtype=np.int64).astype(np.int32)
+            there = self.send(numbers)
+            told, box = self.tell(there.view(mx.uint32))
+            mx.eval(told)
+            arrived = box.seen[: numbers.size].astype(np.int32)
+            self.release(box)
+            if (arrived != numbers).any():
+                return "words do not arrive as they are sent"
+        return None
+
+
+def _grid(words: int) -> tuple[int, int, int]:
+    return -(-words // THREADS) * THREADS, 1, 1
+
+
+@cache
+def carrier() -> Carrier | Unsupported:
+    """What carries words, if that has been seen to work on the default device."""
+    device = cuda_device()
+    if isinstance(device, Unsupported):
+        return device
+    found = Carrier(compiled_for_cuda(TELL), compiled_for_cuda(FETCH))
+    try:
+        wrong = found.check()
+    except (OSError, RuntimeError) as error:
+        # Of the compiler, of the driver, or of a driver without these functions.
+        wrong = str(error)
+    if wrong is None:
+        return found
+    log.info("arrays go between the host and the GPU by MLX alone: %s", wrong)
+    return Unsupported(wrong)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What is sent within sets out at its end, all at once: to queue is to give up Python's lock,
+    and to wait for it again."""
+    match carrier():
+        case Carrier() as found:
+            with found.together():
+                yield
+        case _:
+            yield
+
+
+def send(numbers: NDArray[np.int32]) -> mx.array:
+    """An array as `numbers`; under way to the device's memory if it is an NVIDIA GPU."""
+    match carrier():
+        case Carrier() as found if 0 < numbers.size < MOST_ROOM:
+            return found.send(numbers)
+    return mx.array(numbers)

@@ -1,0 +1,391 @@
+"""Products of a step's few rows with a layer's large matrices, on NVIDIA GPUs.
+
+Such a product takes as long as reading the matrix takes, and what stands around it (norm,
+activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
+the rest on the way; with many rows, reading the rows themselves in every block costs more than the
+launches that it saves. There are three: products.cu, for weights of half precision and for those
+that MLX has packed into 4 or 8 bits; row.cu, for one row and packed weights, where what is done to
+the rows would cost more than the weights; and groups.cu for compute capability 9.0. Where the last
+is used, what a norm does to rows is done where they are made, and not by every block that reads
+them. With very few rows launches are what a step of a small model waits for: chain.cu has four
+products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
+and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
+there are: route.cu and experts.cu; of many rows by warpgroups, where those are faster:
+group_experts.cu. Where a layer norms what its products give before that is added, sum.cu does both,
+and the norm before the product that follows. Latent attention has a matrix of each head:
+by_head.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import (
+    DEVICE_SOURCE,
+    TYPES,
+    CudaDevice,
+    device_for,
+)
+from mlx_manager.mlx_server.devices.cuda.matmul.chain import Chain, ChainVariant, chain_source
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
+    Activation,
+    Link,
+    Norm,
+    Packed,
+    Scaled,
+    Weight,
+    arrays_of,
+)
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
+    Form,
+    GroupForm,
+    Packing,
+    RowForm,
+    WarpForm,
+    knows,
+)
+from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels
+from mlx_manager.mlx_server.devices.cuda.mla.by_head import HeadKernels
+from mlx_manager.mlx_server.devices.cuda.moe.experts import ExpertKernels
+from mlx_manager.mlx_server.devices.kernel import (
+    CompiledForCuda,
+    KernelSource,
+    Unsupported,
+    flag,
+    real,
+    source,
+)
+
+# From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
+# too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32 rows,
+# but 24 instead of 21 for a 1B's (H200).
+FEWEST_IN_GROUPS = 17
+# More MLX multiplies.
+MOST_ROWS_OF_PACKED = 128
+_GATES_SOURCE = Path(__file__).with_name("gates.cu")
+_GATES_THREADS = 256
+# Elements that a thread takes.
+_PIECE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Constants of one kernel: one compilation for each. `gated`: what is made of gates and ups, if
+    they are multiplied with; `epsilon` None for no norm; `makers`: how many blocks have made the
+    rows and did its part, or 0; `ahead`: so does this product for the one behind it."""
+
+    form: Form
+    gated: Activation | None
+    epsilon: float | None
+    makers: int
+    bias: bool
+    residual: bool
+    ahead: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the kernel's inputs."""
+        there = {
+            "norm": self.epsilon is not None and not self.makers,
+            "squares": self.makers > 0,
+            "bias": self.bias,
+            "residual": self.residual,
+            "next_norm": self.ahead,
+        }
+        return (
+            "x",
+            *self.form.weight_parts,
+            *(name for name, is_there in there.items() if is_there),
+        )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("out", "scaled_out", "squares_out") if self.ahead else ("out",)
+
+
+def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
+    """The kernels for rows and matrices of `dtype` on the default device."""
+    device = device_for(dtype)
+    return device if isinstance(device, Unsupported) else ProductKernels(dtype, device)
+
+
+class ProductKernels:
+    """Products of few rows, (rows, inputs), with matrices (outputs, inputs).
+
+    Attributes:
+        experts: what multiplies with those, however many rows there are. sums: what norms products
+            and adds them to a residual, likewise. heads: what multiplies each head's rows with a
+            matrix of its own.
+    """
+
+    def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
+        self.experts = ExpertKernels(dtype, device)
+        self.sums = SumKernels(dtype)
+        self.heads = HeadKernels(dtype, device)
+        self._dtype = dtype
+        self._device = device
+        self._kernel = CompiledForCuda(dtype)
+        # Of a chain's blocks; its launches follow each other, and leave zeros.
+        self._counters = mx.zeros((4,), mx.int32)
+        mx.eval(self._counters)
+
+    @staticmethod
+    def serves(weight: Weight) -> bool:
+        floats = isinstance(weight, Packed) and weight.mode != "affine"
+        return weight.shape[0] % 64 == 0 and knows(weight) and not floats
+
+    @staticmethod
+    def serves_ahead(weight: Weight) -> bool:
+        """Whether `multiply_ahead` takes what is served, too: an even number of blocks gives it."""
+        return weight.shape[0] % 128 == 0
+
+    @staticmethod
+    def most_rows(weight: Weight) -> int:
+        """How many `multiply` takes."""
+        return MOST_ROWS_OF_PACKED if isinstance(weight, Packed) else WarpForm.most_rows
+
+    def most_gated_rows(self, weight: Weight) -> int:
+        """How many `gated` takes."""
+        if GroupForm.serves(weight, self._device):
+            return GroupForm.most_rows
+        return self.most_rows(weight)
+
+    def multiply(
+        self,
+        x: mx.array | Scaled,
+        weight: Weight,
+        *,
+        norm: Norm | None = None,
+        bias: mx.array | None = None,
+        residual: mx.array | None = None,
+        form: WarpForm | RowForm | None = None,
+    ) -> mx.array:
+        """`norm(x) @ weight.T + bias + residual`, (rows, outputs). x: `Scaled` for the norm if its
+        maker did the norm's part."""
+        return self._multiply(_Factors(x, weight, norm, bias, residual), form)[0]
+
+    def multiply_ahead(
+        self,
+        x: mx.array,
+        weight: Weight,
+        following: Norm,
+        *,
+        bias: mx.array | None = None,
+        residual: mx.array | None = None,
+        form: WarpForm | None = None,
+    ) -> tuple[mx.array, Scaled]:
+        """As `multiply`, and what the product behind `following` takes of the result."""
+        factors = _Factors(x, weight, None, bias, residual, following.weight)
+        out, scaled, squares = self._multiply(factors, form)
+        return out, Scaled(scaled, squares)
+
+    def gated(
+        self,
+        x: mx.array | Scaled,
+        weight: Weight,
+        *,
+        norm: Norm | None = None,
+        bias: mx.array | None = None,
+        activation: Activation = Activation.SILU,
+        form: Form | None = None,
+    ) -> mx.array:
+        """`activation` of gate and up, (rows, outputs / 2): the halves of `norm(x) @ weight.T +
+        bias`."""
+        outputs = weight.shape[0]
+        factors = _Factors(x, weight, norm, bias)
+        form = form or gated_form(weight, x.shape[0], self._device)
+        return self._run(factors, form, outputs // 2, activation)[0]
+
+    def gates_by_groups(self, weight: Weight, rows: int) -> bool:
+        """Whether `gated` is by groups.cu, which a norm costs more time than it does who makes the
+        rows: 5 % of an 8B's step of 32, nothing of a 1B's, whose gates are by warps (H200)."""
+        if rows > self.most_rows(weight):
+            return False
+        return isinstance(gated_form(weight, rows, self._device), GroupForm)
+
+    def gate(self, both: mx.array, activation: Activation = Activation.SILU) -> mx.array:
+        """`activation` of gate and up, (rows, width), the halves of `both`, (rows, 2 * width). For
+        products of more rows than `gated` takes, with matrices that are served."""
+        rows, width = both.shape[0], both.shape[1] // 2
+        threads = rows * width // _PIECE
+        (out,) = self._kernel(gate_source, activation)(
+            inputs=[both],
+            grid=(threads + -threads % _GATES_THREADS, 1, 1),
+            threadgroup=(_GATES_THREADS, 1, 1),
+            output_shapes=[(rows, width)],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+    def chain(self, links: Sequence[Link]) -> Chain | None:
+        """What lies between the attention of a layer and that of the next, in one launch; None
+        where the weights are not all stored in one way.
+
+        links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
+            queries, keys and values. All of matrices that are served.
+        """
+        variants = ChainVariant.all_of(links, self._device)
+        kernels = {variant.form: self._kernel(chain_source, variant) for variant in variants}
+        return Chain(links, kernels, self._counters) if kernels else None
+
+    def _form(self, factors: _Factors) -> WarpForm | RowForm:
+        outputs, rows = factors.weight.shape[0], factors.x.shape[0]
+        packing = Packing.of(factors.weight)
+        one = None
+        if factors.is_of_itself:
+            one = one_row_form(factors.weight, packing, rows, self._device)
+        return one or WarpForm.choose(outputs, rows, self._device, packing)
+
+    def _multiply(self, factors: _Factors, form: WarpForm | RowForm | None) -> list[mx.array]:
+        outputs = factors.weight.shape[0]
+        form = form or self._form(factors)
+        return self._run(factors, form, outputs, None)
+
+    def _run(
+        self, factors: _Factors, form: Form, width: int, gated: Activation | None
+    ) -> list[mx.array]:
+        """width: of the result."""
+        variant = factors.variant(form, gated)
+        rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
+        turns = -(-rows // form.held)
+        shapes, dtypes = [(rows, width)], [self._dtype]
+        if variant.ahead:
+            shapes += [(rows, width), (rows, blocks)]
+            dtypes += [self._dtype, mx.float32]
+        return self._kernel(product_source, variant)(
+            inputs=factors.arrays,
+            grid=(blocks * turns * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """All that a product takes. `following`: the weights of the norm behind it, for whose product
+    it is to do its part."""
+
+    x: mx.array | Scaled
+    weight: Weight
+    norm: Norm | None = None
+    bias: mx.array | None = None
+    residual: mx.array | None = None
+    following: mx.array | None = None
+
+    @property
+    def is_of_itself(self) -> bool:
+        """Whether nobody else does a norm's part for the product, nor it for others."""
+        return not isinstance(self.x, Scaled) and self.following is None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """In the order of `Variant.inputs`."""
+        norm = None if self.norm is None else self.norm.weight
+        rows, before = (
+            (self.x.rows, self.x.squares) if isinstance(self.x, Scaled) else (self.x, norm)
+        )
+        may_be = (before, self.bias, self.residual, self.following)
+        return [rows, *arrays_of(self.weight), *(array for array in may_be if array is not None)]
+
+    def variant(self, form: Form, gated: Activation | None) -> Variant:
+        return Variant(
+            form,
+            gated,
+            None if self.norm is None else self.norm.epsilon,
+            self.x.makers if isinstance(self.x, Scaled) else 0,
+            self.bias is not None,
+            self.residual is not None,
+            self.following is not None,
+        )
+
+
+def one_row_form(
+    weight: Weight, packing: Packing | None, rows: int, device: CudaDevice
+) -> RowForm | None:
+    """Of a product with packed weights, where there is one row and it fits."""
+    if rows > 1 or packing is None:
+        return None
+    found = RowForm.choose([weight], device, packing)
+    return found[0] if found else None
+
+
+def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
+    """What is fastest for gates and ups."""
+    outputs, packing = weight.shape[0], Packing.of(weight)
+    if packing is not None:
+        one = one_row_form(weight, packing, rows, device)
+        return one or WarpForm.choose(outputs, rows, device, packing, gated=True)
+    if rows <= WarpForm.most_rows:
+        by_warps = WarpForm.choose(outputs, rows, device, gated=True)
+        all_at_once = outputs / by_warps.outputs <= 2 * device.multiprocessors
+        if rows < FEWEST_IN_GROUPS or all_at_once or not GroupForm.serves(weight, device):
+            return by_warps
+    return GroupForm.choose(outputs, rows, device)
+
+
+def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
+    element, form = TYPES[dtype], variant.form
+    there = {*variant.inputs, *variant.outputs}
+
+    def given(name: str) -> str:
+        return name if name in there else "nullptr"
+
+    def rows_of(name: str, width: str) -> str:
+        """Of the block's share."""
+        return f"{name} + (long)share.first * ({width})" if name in there else "nullptr"
+
+    norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)
+    constants = [element, form.constants, norm, flag(variant.bias)]
+    all_outputs, inputs = "weight_shape[0]", "x_shape[1]"
+    if isinstance(form, RowForm):
+        all_outputs, inputs = form.size_of("weight")
+    outputs = all_outputs if variant.gated is None else f"{all_outputs} / 2"
+    rows = [rows_of("x", inputs), given("norm"), rows_of("squares", str(variant.makers))]
+    given_all = [*rows, form.weight(element), given("bias")]
+    sizes = ["share.rows", inputs, outputs, real(variant.epsilon or 0.0)]
+    if variant.gated is not None:
+        constants.insert(0, f"kernels::{variant.gated.value}")
+        called, arguments = form.gated, [*given_all, rows_of("out", outputs), *sizes]
+    else:
+        assert not isinstance(form, GroupForm)
+        constants += [flag(variant.residual), flag(variant.ahead)]
+        blocks = f"{all_outputs} / {form.outputs}"
+        ahead = [
+            given("next_norm"),
+            rows_of("scaled_out", outputs),
+            rows_of("squares_out", blocks),
+        ]
+        called = f"{form.by}::multiply"
+        results = [rows_of("residual", outputs), rows_of("out", outputs), f"{{{', '.join(ahead)}}}"]
+        arguments = [*given_all, *results, *sizes]
+    return KernelSource(
+        name="product",
+        header=form.header(),
+        body=(
+            f"const kernels::Share share = kernels::Share::of<{form.held}>(x_shape[0]);\n"
+            f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}, share.block"
+            f"{form.awaited});"
+        ),
+        inputs=variant.inputs,
+        outputs=variant.outputs,
+        shared_memory=form.shared_memory,
+    )
+
+
+def gate_source(dtype: mx.Dtype, activation: Activation) -> KernelSource:
+    place = "blockIdx.x * blockDim.x + threadIdx.x"
+    return KernelSource(
+        name="gate",
+        header=source(DEVICE_SOURCE, _GATES_SOURCE),
+        body=(
+            f"kernels::gate_rows<kernels::{activation.value}>(both, out, both_shape[0], "
+            f"both_shape[1] / 2, {place});"
+        ),
+        inputs=("both",),
+        outputs=("out",),
+    )

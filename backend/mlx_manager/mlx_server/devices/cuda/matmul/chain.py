@@ -1,0 +1,174 @@
+"""What lies between the attentions of two layers in one launch: see chain.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, arrays_of
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import ByWarps, Packing, RowForm, WarpForm
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, flag, real
+
+MOST_ROWS = 8
+"""For which one launch takes the device no longer than four, and the host less."""
+
+PRODUCTS = ("output", "gate_up", "down", "qkv")
+NORMED = ("gate_up", "qkv")
+MADE = ("hidden", "gated", "result", "heads")
+_SOURCE = Path(__file__).with_name("chain.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainForm:
+    """The forms of the products, which have all but their `share` in common."""
+
+    products: tuple[ByWarps, ...]
+
+    @property
+    def any(self) -> ByWarps:
+        """For what they have in common."""
+        return self.products[0]
+
+    @property
+    def shared_memory(self) -> int:
+        return max(form.shared_memory for form in self.products)
+
+    @property
+    def constants(self) -> str:
+        shares = [form.share for form in self.products]
+        # The fourth product's, where there is none.
+        shares += shares[:1] * (len(PRODUCTS) - len(shares))
+        return f"{', '.join(map(str, shares))}, {self.any.constants_in_common}"
+
+    def blocks(self, outputs: Sequence[int]) -> int:
+        """Of a launch for products of so many outputs."""
+        return sum(of // form.outputs for of, form in zip(outputs, self.products, strict=True))
+
+
+# As measured on an H200. Two blocks fit a multiprocessor, so that one waits while another ends.
+_PLAIN = WarpForm(tiles=1, rows=MOST_ROWS, warps=8, stages=3)
+_PACKED = WarpForm(tiles=1, rows=MOST_ROWS, warps=4, stages=2)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainVariant:
+    """Constants of one kernel: one compilation for each. Whether there are `biases`, by product,
+    and the `epsilons` of those that have norms."""
+
+    form: ChainForm
+    biases: tuple[bool, ...]
+    epsilons: tuple[float, ...]
+    activation: Activation = Activation.SILU
+
+    @staticmethod
+    def all_of(links: Sequence[Link], device: CudaDevice) -> list[ChainVariant]:
+        """Those for few rows first; none where the weights are not all stored in one way."""
+        packing, *others = {Packing.of(link.weight) for link in links}
+        if others:
+            return []
+        biases = tuple(link.bias is not None for link in links)
+        epsilons = tuple(link.norm.epsilon for link in links if link.norm is not None)
+        activation = links[PRODUCTS.index("gate_up")].activation
+        forms = _forms(links, device, packing)
+        return [ChainVariant(form, biases, epsilons, activation) for form in forms]
+
+
+def _forms(
+    links: Sequence[Link], device: CudaDevice, packing: Packing | None
+) -> Iterator[ChainForm]:
+    if packing is None:
+        yield ChainForm((_PLAIN,) * len(links))
+        return
+    of_one_row = RowForm.choose([link.weight for link in links], device, packing)
+    if of_one_row is not None:
+        yield ChainForm(of_one_row)
+    # Of gates and ups there are enough blocks of two tiles.
+    few = replace(_PACKED, packing=packing)
+    tiles = [2 if name == "gate_up" else 1 for name in PRODUCTS]
+    yield ChainForm(tuple(replace(few, tiles=each) for each in tiles[: len(links)]))
+
+
+class Chain:
+    """The products from one layer's attention to the next one's; one launch."""
+
+    most_rows = MOST_ROWS
+
+    def __init__(
+        self, links: Sequence[Link], kernels: Mapping[ChainForm, Kernel], counters: mx.array
+    ) -> None:
+        """
+        links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
+            queries, keys and values. kernels: of their variants. counters: (4,) int32, zeros.
+        """
+        self._kernels = kernels
+        self._weights = [array for link in links for array in arrays_of_link(link)]
+        self._weights.append(counters)
+        self._widths = [link.weight.shape[0] for link in links]
+        self._outputs = [self._widths[0], self._widths[1] // 2, *self._widths[2:]]
+
+    def __call__(self, attended: mx.array, residual: mx.array) -> list[mx.array]:
+        """What the output gives, the gated, the layer's result, and the heads of the layer that
+        follows, each (rows, outputs).
+
+        attended: (rows, inputs of the output). residual: (rows, width).
+        """
+        rows = attended.shape[0]
+        form = next(form for form in self._kernels if form.any.held >= rows)
+        threads = form.any.threads
+        return self._kernels[form](
+            inputs=[attended, residual, *self._weights],
+            grid=(form.blocks(self._widths) * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(rows, outputs) for outputs in self._outputs],
+            output_dtypes=[attended.dtype] * len(self._outputs),
+        )
+
+
+def arrays_of_link(link: Link) -> list[mx.array]:
+    """In the order of `inputs_of`."""
+    norm = None if link.norm is None else link.norm.weight
+    may_be = [array for array in (link.bias, norm) if array is not None]
+    return [*arrays_of(link.weight), *may_be]
+
+
+def inputs_of(name: str, form: ByWarps, *, bias: bool, norm: bool) -> list[str]:
+    """Names of what a product takes."""
+    there = [part for part, is_there in (("bias", bias), ("norm", norm)) if is_there]
+    return [f"{name}_{part}" for part in (*form.weight_parts, *there)]
+
+
+def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> KernelSource:
+    element, alike, count = TYPES[dtype], variant.form.any, len(variant.biases)
+    epsilons = iter(variant.epsilons)
+    links, inputs = [], ["attended", "residual"]
+    for name, bias, form in zip(PRODUCTS, variant.biases, variant.form.products, strict=False):
+        norm = name in NORMED
+        own = inputs_of(name, form, bias=bias, norm=norm)
+        inputs += own
+        weight = ", ".join(own[: len(form.weight_parts)])
+        may_be = [f"{name}_{part}" for part in ("bias", "norm")]
+        given = ", ".join(each if each in own else "nullptr" for each in may_be)
+        shape = ", ".join(form.size_of(own[0]))
+        links.append(f"{{{{{weight}}}, {given}, {shape}, {real(next(epsilons) if norm else 0.0)}}}")
+    biases = ", ".join(flag(bias) for bias in (*variant.biases, False)[:4])
+    made = MADE[:count]
+    results = ", ".join((*made, "result")[:4])
+    types = f"kernels::{alike.by}, kernels::{variant.activation.value}, {element}"
+    constants = f"{types}, {variant.form.constants}, {biases}"
+    link = f"kernels::Link<{element}, {alike.weight_type(element)}>"
+    return KernelSource(
+        name="chain",
+        header=alike.header(_SOURCE),
+        body=(
+            f"const {link} links[] = {{{', '.join(links)}}};\n"
+            f"kernels::chain_products<{constants}>(attended, residual, links, made, {results}, "
+            "attended_shape[0]);"
+        ),
+        inputs=(*inputs, "made"),
+        outputs=made,
+        shared_memory=variant.form.shared_memory,
+    )

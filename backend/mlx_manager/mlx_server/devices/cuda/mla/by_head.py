@@ -1,0 +1,108 @@
+"""A matrix of each head times few rows, on NVIDIA GPUs: see by_head.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Weight, arrays_of
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import WIDTH, Packing, WarpForm, knows
+from mlx_manager.mlx_server.devices.kernel import CompiledForCuda, KernelSource
+
+_SOURCE = Path(__file__).with_name("by_head.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadVariant:
+    """Constants of one kernel: how many heads there are, and whether rows come before them, in
+    which heads lie one behind the other; otherwise results do."""
+
+    form: WarpForm
+    heads: int
+    rows_first: bool
+
+
+class HeadKernels:
+    """Products of few rows of each head with a matrix of its own.
+
+    Matrices are one weight, (heads * outputs, inputs), one below the other.
+    """
+
+    def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._kernel = CompiledForCuda(dtype)
+
+    @staticmethod
+    def serves(weight: Weight, heads: int) -> bool:
+        return knows(weight) and weight.shape[0] // heads % 64 == 0
+
+    def of_rows(self, x: mx.array, weight: Weight, heads: int) -> mx.array:
+        """(heads, rows, outputs) of (rows, heads * n), of whose heads the first numbers are taken,
+        as many as the matrices have inputs; n is a multiple of 8."""
+        rows, outputs = x.shape[0], weight.shape[0] // heads
+        return self._multiply(x, weight, rows, heads, (heads, rows, outputs), rows_first=True)
+
+    def to_rows(self, x: mx.array, weight: Weight) -> mx.array:
+        """(rows, heads * outputs) of (heads, rows, inputs)."""
+        heads, rows, _ = x.shape
+        return self._multiply(x, weight, rows, heads, (rows, weight.shape[0]), rows_first=False)
+
+    def _multiply(
+        self,
+        x: mx.array,
+        weight: Weight,
+        rows: int,
+        heads: int,
+        shape: tuple[int, ...],
+        *,
+        rows_first: bool,
+    ) -> mx.array:
+        form = head_form(weight, heads, rows, self._device)
+        blocks = weight.shape[0] // form.outputs * -(-rows // form.held)
+        (out,) = self._kernel(head_source, HeadVariant(form, heads, rows_first))(
+            inputs=[x, *arrays_of(weight)],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+
+def head_form(weight: Weight, heads: int, rows: int, device: CudaDevice) -> WarpForm:
+    """As for one matrix of so many outputs; no more warps than there are stages for, and whole
+    tiles of each head."""
+    outputs, inputs = weight.shape
+    packing = Packing.of(weight)
+    form = WarpForm.choose(outputs, rows, device, packing)
+    stages = inputs // (WIDTH if packing is None else packing.width)
+    warps = min(form.warps, 1 << (stages - 1).bit_length())
+    tiles = form.tiles if outputs // heads % form.outputs == 0 else 2
+    return replace(form, warps=warps, tiles=tiles)
+
+
+def head_source(dtype: mx.Dtype, variant: HeadVariant) -> KernelSource:
+    element, form, heads = TYPES[dtype], variant.form, variant.heads
+    lines, inputs = form.size_of("weight")
+    outputs = f"{lines} / {heads}"
+    if variant.rows_first:
+        rows = "x_shape[0]"
+        given, made = f"x_shape[1] / {heads}, x_shape[1]", f"{rows} * ({outputs}), {outputs}"
+    else:
+        rows = "x_shape[1]"
+        given, made = f"{rows} * x_shape[2], x_shape[2]", f"{outputs}, {lines}"
+    return KernelSource(
+        name="heads_product",
+        header=form.header(_SOURCE),
+        body=(
+            f"kernels::multiply_heads<{element}, {form.constants}>(x, {form.weight(element)}, out, "
+            f"{rows}, {inputs}, {outputs}, {{{given}}}, {{{made}}});"
+        ),
+        inputs=("x", *form.weight_parts),
+        outputs=("out",),
+        shared_memory=form.shared_memory,
+    )

@@ -1,0 +1,1 @@
+"""Layers with experts on NVIDIA GPUs."""

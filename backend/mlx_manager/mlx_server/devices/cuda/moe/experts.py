@@ -1,0 +1,636 @@
+"""The experts of a layer, on NVIDIA GPUs: see route.cu."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
+    LEAST,
+    Activation,
+    Experts,
+    Norm,
+    Packed,
+    Scoring,
+    Weight,
+    arrays_of,
+)
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import GroupForm, Packing, WarpForm, knows
+from mlx_manager.mlx_server.devices.kernel import (
+    CompiledForCuda,
+    KernelSource,
+    bounded,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.devices.likeness import distance
+
+MOST_CHOSEN = 32
+# Of an errand: expert, place, rows, nothing.
+_ERRAND = 4
+# Rows and experts of a router's block, if there is more than one row.
+_ROUTED, _ROUTER_TILE = 8, 16
+_ROUTER_WARPS = 16
+# Rows that a launch routes whole. With more the norm and the product with the router are MLX's, and
+# blocks of so many choose: of 8 192 rows and 128 experts a launch takes 475 us (H100; NOTES 145).
+_MOST_ROUTED, _CHOOSING = 512, 64
+# Of a router's blocks: rows of a launch are at most 8 times as many.
+_MOST_GROUPS = 8192
+# Rows that are mixed by who comes last to the way down, of whose parts there are at most so many.
+# Of more rows few blocks would have too much to do.
+_MOST_MIXED, _MOST_PARTS = 64, 1024
+_MIX_THREADS = 256
+_PIECE = 8
+_ROUTE_SOURCE = Path(__file__).with_name("route.cu")
+_EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
+_GROUP_EXPERTS_SOURCE = Path(__file__).with_name("group_experts.cu")
+# Pairs of an errand that warpgroups do, if an expert has more than 32 in the mean.
+_GROUPED = (64, 128)
+# Rows of an expert by which they are compared with warps, of all at most so many, how often, and
+# what may be their results' difference.
+_COMPARED, _MOST_COMPARED, _TIMES, _TOLERANCE = 128, 4096, 3, 1e-2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
+    is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale,
+    least: see `Experts`, and so for whether there are a `router_norm` and `scales`."""
+
+    each: int
+    held: int
+    experts: int
+    chosen: int
+    shared: int
+    normalised: bool
+    bias: bool
+    width: int
+    epsilon: float
+    gated: bool = True
+    scoring: Scoring = Scoring.SOFTMAX
+    corrected: bool = False
+    scale: float = 1.0
+    least: float = LEAST
+    router_norm: bool = False
+    scales: bool = False
+
+    @property
+    def threads(self) -> int:
+        return _ROUTER_WARPS * 32
+
+    @property
+    def logits(self) -> int:
+        """Of a row."""
+        return self.experts if self.gated else self.experts - self.shared
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of inputs that not all routers have."""
+        there = {
+            "router_norm": self.router_norm,
+            "bias": self.bias,
+            "correction": self.corrected,
+            "scales": self.scales,
+        }
+        return tuple(name for name, is_there in there.items() if is_there)
+
+    @property
+    def choosing(self) -> tuple[str, ...]:
+        """Those of them that experts are chosen by."""
+        return tuple(name for name in self.optional if name in {"correction", "scales"})
+
+    def given(self, name: str) -> str:
+        """An input that not all routers have, as the kernels are given it."""
+        return name if name in self.optional else "nullptr"
+
+    @property
+    def shared_memory(self) -> int:
+        merged = _ROUTER_WARPS * _ROUTER_TILE * 8 * 4
+        return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 2))
+
+    def groups(self, rows: int) -> int:
+        """Of rows that a block has."""
+        return -(-rows // self.each)
+
+    def blocks(self, rows: int) -> int:
+        return self.groups(rows) * -(-self.logits // _ROUTER_TILE)
+
+    def most_errands(self, rows: int) -> int:
+        """How many there may be."""
+        pairs = rows * self.chosen
+        return min(pairs, self.experts + pairs // self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How what a row's `chosen` experts give is mixed. alone: the row itself is not added."""
+
+    chosen: int
+    alone: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of what it takes besides."""
+        return (*([] if self.alone else ["residual"]), "places", "scores")
+
+    @property
+    def residual(self) -> str:
+        """As the kernels are given it."""
+        return "nullptr" if self.alone else "residual"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrandVariant:
+    """Constants of a product's kernel. `activation`: of gates and ups; None for the way down.
+    `mix`: of what experts give, if it is mixed there."""
+
+    form: WarpForm | GroupForm
+    experts: int
+    activation: Activation | None
+    bias: bool
+    mix: Mix | None = None
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of what says the rows."""
+        return ("gated", "errands") if self.activation is None else ("x", "order", "errands")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the kernel's inputs."""
+        bias = ("bias",) if self.bias else ()
+        mixed = () if self.mix is None else ("done", *self.mix.inputs)
+        return (*self.rows, *self.form.weight_parts, *bias, *mixed)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("out",) if self.mix is None else ("out", "mixed")
+
+
+class ExpertKernels:
+    """What a layer's experts make of rows, (rows, width), however many."""
+
+    def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._kernel = CompiledForCuda(dtype)
+        # Of which sizes of experts many rows are multiplied by warpgroups.
+        self._grouped: dict[Hashable, bool] = {}
+        # Whether many rows of a kind's are routed right by several launches.
+        self._routes_many: dict[Hashable, bool] = {}
+        # Of a router's blocks, and of those of the way down; launches follow each other, and leave
+        # zeros.
+        self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
+        self._lowered = mx.zeros((_MOST_PARTS,), mx.int32)
+        mx.eval(self._routed, self._lowered)
+
+    def serves(self, experts: Experts) -> bool:
+        """Whether the kernels do."""
+        weights = (experts.gate_up, experts.down)
+        return (
+            all(map(knows, weights))
+            and len({Packing.of(weight) is None for weight in weights}) == 1
+            and experts.width % 64 == 0
+            and experts.width // 32 <= _MOST_PARTS
+            and experts.inner % 64 == 0
+            and experts.chosen <= min(MOST_CHOSEN, experts.count)
+            and self._router_form(experts, _ROUTED, 0.0).shared_memory <= self._device.block_memory
+        )
+
+    def check(self, experts: Experts) -> None:
+        """Find out, once for each kind of router, whether many rows are routed right by several
+        launches; by one otherwise."""
+        kind = self._router_kind(experts)
+        if kind in self._routes_many:
+            return
+        hidden, norm = self._rows_for(experts, 2 * _MOST_ROUTED)
+        try:
+            form = self._router_form(experts, hidden.shape[0], norm.epsilon)
+            made = self._route_many(hidden, norm, experts, form)
+            mx.eval(made)
+            wrong = misrouted(experts, made)
+        except (RuntimeError, ValueError) as error:
+            # As in `compare`.
+            wrong = str(error)
+        self._routes_many[kind] = wrong is None
+        if wrong is not None:
+            log.warning("prompts' experts are chosen by one launch: %s", wrong)
+
+    def compare(self, experts: Experts) -> None:
+        """Find out, once for each size of experts, whether those of many rows are multiplied sooner
+        by warpgroups; where there are any."""
+        kind = _kind(experts)
+        if kind in self._grouped or not self._serves_in_groups(experts):
+            return
+        rows = min(-(-_COMPARED * experts.count // experts.chosen), _MOST_COMPARED)
+        hidden, norm = self._rows_for(experts, rows)
+        self._grouped[kind] = False
+        seconds, wanted = self._timed(hidden, norm, experts)
+        self._grouped[kind] = True
+        try:
+            less, got = self._timed(hidden, norm, experts)
+        except (RuntimeError, ValueError) as error:
+            # What MLX raises when a kernel can't be compiled, loaded or launched.
+            self._grouped[kind] = False
+            log.warning("prompts' experts are not multiplied by warpgroups: %s", error)
+            return
+        off = distance(*((x - hidden).reshape(-1) for x in (got, wanted)))
+        self._grouped[kind] = off <= _TOLERANCE and less < seconds
+        log.info(
+            "prompts' experts by warpgroups: %.2f times as fast, %.2g off%s",
+            seconds / less,
+            off,
+            "" if self._grouped[kind] else "; not used",
+        )
+
+    def _rows_for(self, experts: Experts, rows: int) -> tuple[mx.array, Norm]:
+        """So many rows, and a norm of them, for a trial: each expert is some rows' first choice."""
+        times = -(-rows // experts.router.shape[0])
+        hidden = mx.concatenate([experts.router] * times)[:rows]
+        return hidden, Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+
+    def _timed(self, hidden: mx.array, norm: Norm, experts: Experts) -> tuple[float, mx.array]:
+        """What so many rows take, and their result."""
+        launches = self(hidden, norm, experts)
+        mx.eval(launches)
+        return self._seconds(hidden, norm, experts), launches[-1]
+
+    def _seconds(self, hidden: mx.array, norm: Norm, experts: Experts) -> float:
+        """What the experts of so many rows take, the best of some times."""
+        best = math.inf
+        for _ in range(_TIMES):
+            began = time.perf_counter()
+            mx.eval(self(hidden, norm, experts)[-1])
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    def _serves_in_groups(self, experts: Experts) -> bool:
+        dense = not any(isinstance(weight, Packed) for weight in (experts.gate_up, experts.down))
+        whole = experts.width % 128 == 0 and experts.inner % 64 == 0
+        form = group_errand_form(experts.width, _GROUPED[-1], down=True)
+        fits = form.shared_memory <= self._device.block_memory
+        return self._device.multiplies_in_groups and dense and whole and fits
+
+    def __call__(
+        self, hidden: mx.array, norm: Norm, experts: Experts, *, alone: bool = False
+    ) -> list[mx.array]:
+        """`hidden` plus what its rows' experts make of `norm(hidden)`, behind what is launched for
+        that. alone: without `hidden`."""
+        form = self._router_form(experts, hidden.shape[0], norm.epsilon)
+        routed = self._route(hidden, norm, experts, form)
+        normed, _, _, scores, places, order, errands = routed
+        (gated,) = self._multiply(experts, form, experts.activation, [normed, order, errands])
+        mix = Mix(experts.chosen, alone)
+        mixed = [*([] if alone else [hidden]), places, scores]
+        given, *out = self._multiply(experts, form, mix, [gated, errands], mixed)
+        return [*routed, gated, given, *(out or [self._mix(mix, given, mixed)])]
+
+    def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
+        # As few of an expert's rows at once as most experts have.
+        mean = rows * experts.chosen / experts.count
+        held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
+        if mean > held and self._grouped.get(_kind(experts), False):
+            held = next(held for held in _GROUPED if mean <= held or held == _GROUPED[-1])
+        each = 1 if rows == 1 else _ROUTED
+        bias = experts.router_bias is not None
+        numbers = (experts.count, experts.chosen, experts.shared)
+        return RouterForm(
+            each,
+            held,
+            *numbers,
+            experts.normalised,
+            bias,
+            experts.width,
+            epsilon,
+            gated=experts.gated,
+            scoring=experts.scoring,
+            corrected=experts.correction is not None,
+            scale=experts.scale,
+            least=experts.least,
+            router_norm=experts.router_norm is not None,
+            scales=experts.scales is not None,
+        )
+
+    def _router_kind(self, experts: Experts) -> Hashable:
+        """Equal for those whose many rows are routed alike, whatever multiplies them then."""
+        return replace(self._router_form(experts, _MOST_ROUTED, 0.0), held=0)
+
+    def _route(
+        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+    ) -> list[mx.array]:
+        rows, width = hidden.shape
+        if rows > _MOST_ROUTED and self._routes_many.get(self._router_kind(experts), False):
+            return self._route_many(hidden, norm, experts, form)
+        if form.groups(rows) > _MOST_GROUPS:
+            raise ValueError(f"{rows} rows: the router takes {_MOST_GROUPS * _ROUTED} at most")
+        pairs = rows * form.chosen
+        of_pairs = [(rows, form.chosen)] * 2 + [(pairs,)] * 2
+        may_be = (experts.router_norm, experts.router_bias)
+        optional = [array for array in (*may_be, *_choosing(experts)) if array is not None]
+        kernel = self._kernel(route_source, form)
+        return kernel(
+            inputs=[hidden, norm.weight, experts.router, *optional, self._routed],
+            grid=(form.blocks(rows) * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=[
+                (rows, width),
+                (rows, form.logits),
+                *of_pairs,
+                (form.most_errands(rows), _ERRAND),
+            ],
+            output_dtypes=[self._dtype, mx.float32, mx.int32, mx.float32, *[mx.int32] * 3],
+        )
+
+    def _route_many(
+        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+    ) -> list[mx.array]:
+        """As `_route`, by several launches."""
+        rows, threads = hidden.shape[0], (form.threads, 1, 1)
+        normed = own = mx.fast.rms_norm(hidden, norm.weight, norm.epsilon)
+        if experts.router_norm is not None:
+            own = mx.fast.rms_norm(hidden, experts.router_norm, norm.epsilon)
+        if experts.router_bias is None:
+            logits = own @ experts.router.T
+        else:
+            logits = mx.addmm(experts.router_bias, own, experts.router.T)
+        blocks, pairs = -(-rows // _CHOOSING), (rows * form.chosen,)
+        chosen, scores, counts, errands = self._kernel(choose_source, form)(
+            inputs=[logits, *_choosing(experts), self._routed],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=threads,
+            output_shapes=[
+                *[(rows, form.chosen)] * 2,
+                (blocks + 1, form.experts),
+                (form.most_errands(rows), _ERRAND),
+            ],
+            output_dtypes=[mx.int32, mx.float32, mx.int32, mx.int32],
+        )
+        places, order = self._kernel(place_source, form)(
+            inputs=[chosen, counts],
+            grid=(blocks * form.threads, 1, 1),
+            threadgroup=threads,
+            output_shapes=[pairs, pairs],
+            output_dtypes=[mx.int32, mx.int32],
+        )
+        return [normed, logits, chosen, scores, places, order, errands]
+
+    def _multiply(
+        self,
+        experts: Experts,
+        router: RouterForm,
+        way: Activation | Mix,
+        given: list[mx.array],
+        mixed: Sequence[mx.array] = (),
+    ) -> list[mx.array]:
+        """way: of gates and ups their activation; of the way down how that is mixed. given: the
+        first has a row for each pair, or for each row, and the errands are the last. mixed: what a
+        mix takes."""
+        down = isinstance(way, Mix)
+        weight, bias = experts.down if down else experts.gate_up, experts.biases
+        pairs = given[0].shape[0] * (1 if down else experts.chosen)
+        form = self._errand_form(weight, router.held, experts, pairs, down=down)
+        mix = way if isinstance(way, Mix) and pairs <= _MOST_MIXED * experts.chosen else None
+        activation = None if isinstance(way, Mix) else way
+        variant = ErrandVariant(form, experts.count, activation, bias is not None, mix)
+        arrays = [*given, *arrays_of(weight), *([] if bias is None else [bias[down]])]
+        shapes = [(pairs, experts.width if down else experts.inner)]
+        if mix is not None:
+            arrays += [self._lowered, *mixed]
+            shapes.append((pairs // experts.chosen, experts.width))
+        parts = weight.shape[0] // experts.count // form.outputs
+        return self._kernel(errand_source, variant)(
+            inputs=arrays,
+            grid=(given[-1].shape[0] * parts * form.threads, 1, 1),
+            threadgroup=(form.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[self._dtype] * len(shapes),
+        )
+
+    def _errand_form(
+        self, weight: Weight, held: int, experts: Experts, pairs: int, *, down: bool
+    ) -> WarpForm | GroupForm:
+        if held in _GROUPED:
+            return group_errand_form(experts.width if down else experts.inner, held, down=down)
+        return errand_form(weight, held, self._device, few=pairs < experts.count)
+
+    def _mix(self, mix: Mix, given: mx.array, mixed: list[mx.array]) -> mx.array:
+        pairs, width = given.shape
+        rows = pairs // mix.chosen
+        kernel = self._kernel(mix_source, mix)
+        threads = rows * width // _PIECE
+        (out,) = kernel(
+            inputs=[given, *mixed],
+            grid=(threads + -threads % _MIX_THREADS, 1, 1),
+            threadgroup=(_MIX_THREADS, 1, 1),
+            output_shapes=[(rows, width)],
+            output_dtypes=[self._dtype],
+        )
+        return out
+
+
+def group_errand_form(outputs: int, held: int, *, down: bool) -> GroupForm:
+    """outputs: of each expert, gates if it is not the way `down`."""
+    return GroupForm(4 if outputs % (256 if down else 128) == 0 else 2, held)
+
+
+def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = False) -> WarpForm:
+    """For up to `held` pairs of an expert; few: most experts have none. As measured on an H200: of
+    packed weights 64 bytes of a row at once and two stages, so that many blocks fit, and unless
+    pairs are few more tiles share the reading of rows; of floats there is too much to do for that.
+    """
+    packing = Packing.of(weight)
+    if packing is None:
+        forms = [
+            WarpForm(2, held, warps, stages) for warps, stages in ((4, 3), (4, 2), (2, 2), (1, 2))
+        ]
+        most = device.multiprocessor_memory // 2 - 1024
+    else:
+        most_tiles = 2 if few or packing.floats else 4
+        sizes = [(tiles, 4) for tiles in (4, 2) if tiles <= most_tiles] + [(2, 2), (2, 1)]
+        narrow = packing.narrower()
+        forms = [WarpForm(tiles, held, warps, 2, narrow) for tiles, warps in sizes]
+        most = device.block_memory
+    fitting = (form for form in forms if form.shared_memory <= most)
+    return next(fitting, forms[-1])
+
+
+def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
+    numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
+    constants = f"{TYPES[dtype]}, {numbers}, {flag(form.bias)}, {form.held}"
+    rows = "x_shape[0]"
+    router_norm, bias = form.given("router_norm"), form.given("bias")
+    return KernelSource(
+        name="route",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=(
+            f"{_most_errands(rows, form)}"
+            f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, "
+            f"{_choice(form)}, done, normed, logits, chosen, scores, places, order, errands, "
+            f"{rows}, x_shape[1], {real(form.epsilon)}, most);"
+        ),
+        inputs=("x", "norm", "router", *form.optional, "done"),
+        outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
+        shared_memory=form.shared_memory,
+    )
+
+
+def choose_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
+    numbers = f"{_CHOOSING}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
+    rows = "logits_shape[0]"
+    return KernelSource(
+        name="choose_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=(
+            f"{_most_errands(rows, form)}"
+            f"kernels::choose_rows<{TYPES[dtype]}, {numbers}, {form.held}>(logits, "
+            f"{_choice(form)}, done, chosen, scores, counts, errands, {rows}, most);"
+        ),
+        inputs=("logits", *form.choosing, "done"),
+        outputs=("chosen", "scores", "counts", "errands"),
+        shared_memory=4 * (3 * form.experts + 2),
+    )
+
+
+def place_source(_: mx.Dtype, form: RouterForm) -> KernelSource:
+    constants = f"{_CHOOSING}, {form.experts}, {form.chosen}, {form.threads}"
+    return KernelSource(
+        name="place_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        body=f"kernels::place_pairs<{constants}>(chosen, counts, places, order, chosen_shape[0]);",
+        inputs=("chosen", "counts"),
+        outputs=("places", "order"),
+        shared_memory=4 * form.experts,
+    )
+
+
+def _choice(form: RouterForm) -> str:
+    """How a row's experts are chosen."""
+    flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
+    scoring = f"kernels::Scoring::{form.scoring.value}"
+    given = f"{form.given('correction')}, {form.given('scales')}"
+    figures = f"{real(form.scale)}, {real(form.least)}"
+    return f"kernels::Choice<{scoring}, {flags}>{{{given}, {figures}}}"
+
+
+def _most_errands(rows: str, form: RouterForm) -> str:
+    """Declares `most`: see `RouterForm.most_errands`."""
+    pairs = f"{rows} * {form.chosen}"
+    bound = f"{form.experts} + {pairs} / {form.held}"
+    return f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
+
+
+def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
+    """What is wrong with the routes that `ExpertKernels` has found behind the logits, if anything
+    is: by the definition, on the host."""
+    logits, chosen, places, order, errands = (
+        np.array(made[i].astype(mx.float32) if i == 1 else made[i]) for i in (1, 2, 4, 5, 6)
+    )
+    own, count = experts.count - experts.shared, experts.chosen - experts.shared
+    by = logits[:, :own]
+    if experts.scoring is Scoring.SIGMOID:
+        by = 1 / (1 + np.exp(-by))
+    if experts.correction is not None:
+        by = by + np.array(experts.correction)
+    kept = np.sort(np.take_along_axis(by, chosen[:, :count], 1), 1)
+    if not np.allclose(kept, np.sort(by, 1)[:, own - count :], rtol=1e-3, atol=1e-5):
+        return "others than the largest are chosen"
+    pairs = chosen.size
+    if (np.sort(places) != np.arange(pairs)).any():
+        return "pairs of rows and experts share places"
+    if (order[places] != np.repeat(np.arange(len(chosen)), experts.chosen)).any():
+        return "pairs are in others' places"
+    sizes = np.bincount(chosen.reshape(-1), minlength=experts.count)
+    first = np.cumsum(sizes) - sizes
+    if (places < first[chosen.reshape(-1)]).any() or (
+        np.bincount(errands[:, 0], errands[:, 2], experts.count) != sizes
+    ).any():
+        return "experts are given others' rows"
+    return None
+
+
+def _choosing(experts: Experts) -> list[mx.array]:
+    """What those are chosen by, beside logits."""
+    return [array for array in (experts.correction, experts.scales) if array is not None]
+
+
+def _kind(experts: Experts) -> Hashable:
+    """Equal for experts of one size whose products are by the same kernels."""
+    sizes = (experts.count, experts.width, experts.inner, experts.chosen)
+    return (*sizes, experts.activation, experts.biases is not None)
+
+
+def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
+    element, form, activation = TYPES[dtype], variant.form, variant.activation
+    if isinstance(form, GroupForm):
+        return _group_errand_source(element, form, variant)
+    lines, inputs = form.size_of("weight")
+    bias = flag(variant.bias)
+    if activation is None:
+        mix = variant.mix
+        name, constants = "lower", f"{bias}, {0 if mix is None else mix.chosen}"
+        mixed = ""
+        if mix is not None:
+            mixed = f"done, {mix.residual}, places, scores, mixed, scores_shape[0]"
+        sizes = f"{inputs}, {lines} / {variant.experts}, {{{mixed}}}"
+    else:
+        name, constants = "gate", f"kernels::{activation.value}, {bias}"
+        sizes = f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
+    return KernelSource(
+        name=f"{name}_experts",
+        header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
+        body=(
+            f"kernels::{name}_errand<{element}, {form.constants}, {constants}>("
+            f"{', '.join(variant.rows)}, {form.weight(element)}, "
+            f"{'bias' if variant.bias else 'nullptr'}, out, {sizes});"
+        ),
+        inputs=variant.inputs,
+        outputs=variant.outputs,
+        shared_memory=form.shared_memory,
+    )
+
+
+def _group_errand_source(element: str, form: GroupForm, variant: ErrandVariant) -> KernelSource:
+    lines, inputs, activation = "weight_shape[0]", "weight_shape[1]", variant.activation
+    constants = [element, form.constants]
+    if activation is None:
+        name, sizes = "lower", f"{inputs}, {lines} / {variant.experts}"
+    else:
+        name, sizes = "gate", f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
+        constants.append(f"kernels::{activation.value}")
+    constants.append(flag(variant.bias))
+    return KernelSource(
+        name=f"{name}_group_experts",
+        header=form.header(_ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE) + bounded(form.threads),
+        body=(
+            f"kernels::{name}_group_errand<{', '.join(constants)}>({', '.join(variant.rows)}, "
+            f"weight, {'bias' if variant.bias else 'nullptr'}, out, {sizes});"
+        ),
+        inputs=variant.inputs,
+        outputs=variant.outputs,
+        shared_memory=form.shared_memory,
+    )
+
+
+def mix_source(dtype: mx.Dtype, mix: Mix) -> KernelSource:
+    place = "blockIdx.x * blockDim.x + threadIdx.x"
+    return KernelSource(
+        name="mix_experts",
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        body=(
+            f"kernels::mix_rows<{TYPES[dtype]}, {mix.chosen}>({mix.residual}, given, places, "
+            f"scores, out, scores_shape[0], given_shape[1], {place});"
+        ),
+        inputs=("given", *mix.inputs),
+        outputs=("out",),
+    )

@@ -1,0 +1,184 @@
+"""The kernel of draw.h as MLX's custom kernels take it, on NVIDIA and Apple GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler import device as cuda
+from mlx_manager.mlx_server.devices.draws.wish import Wish
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    Unsupported,
+    bounded,
+    compiled_for_cuda,
+    compiled_for_metal,
+    source,
+)
+from mlx_manager.mlx_server.devices.metal import types as metal
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Threads of a block, and copies of the bins that they count in, among which lanes are shared
+    out."""
+
+    threads: int
+    copies: int
+
+    @property
+    def constants(self) -> str:
+        return f"{self.threads // 32}, {self.copies}"
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of `Scratch` in draw.h."""
+        bins, numbers, arrays = 2 * 2048 * self.copies, 3, 4
+        return 4 * (bins + numbers + arrays * (self.threads // 32))
+
+
+ON_CUDA = Form(1024, 4)
+ON_METAL = Form(256, 1)
+"""A block may have fewer than 1 024 threads there, depending on its registers, and 32 KB."""
+
+MOST_TOKENS = (1 << 20) - 1
+"""Of a vocabulary: weights are summed in 32-bit integers, 12 bits of each at a time."""
+
+INPUTS = ("logits", "wishes", "seeds", "drawn")
+OUTPUTS = ("tokens", "following")
+
+_TEXT = Path(__file__).with_name("draw.h")
+_CUDA_TYPES: dict[Any, str] = {**cuda.TYPES, mx.float32: "float"}
+
+
+def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
+    """The kernel for logits of `dtype` on the default device. Nothing is compiled before its first
+    use."""
+    if mx.default_device().type != mx.gpu:
+        return Unsupported("the default device is no GPU")
+    if mx.metal.is_available():
+        return DrawKernel(compiled_for_metal(metal_source(dtype)), ON_METAL.threads)
+    device = cuda.cuda_device()
+    if isinstance(device, Unsupported):
+        return device
+    best = compiled_for_cuda(best_source(dtype))
+    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), ON_CUDA.threads, best)
+
+
+class DrawKernel:
+    """Draws every row's token in one launch, of a block of `threads` a row.
+
+    best: finds every row's best token, where MLX takes longer.
+    """
+
+    def __init__(self, kernel: Kernel, threads: int, best: Kernel | None = None) -> None:
+        self._kernel = kernel
+        self._best = best
+        self._threads = threads
+
+    def best(self, logits: mx.array) -> mx.array:
+        """Of each row of `logits`, (rows, vocabulary), the most likely token, the first of equals:
+        (rows,) uint32."""
+        if self._best is None:
+            return mx.argmax(logits, axis=-1)
+        rows = logits.shape[0]
+        (tokens,) = self._best(
+            inputs=[logits],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+            output_shapes=[(rows,)],
+            output_dtypes=[mx.uint32],
+        )
+        return tokens
+
+    def draw(
+        self, logits: mx.array, wishes: mx.array, seeds: mx.array, drawn: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """
+        Args:
+            logits: (rows, vocabulary), of `MOST_TOKENS` at most. Minus infinity excludes a token.
+            wishes: (rows that draw, len(Wish)) float32: the others are padding.
+            seeds: (rows that draw, 2) uint32, the lower half first. They and `drawn`, (rows that
+                draw,) uint32, decide what is drawn: see `chances`.
+
+        Returns:
+            (rows,) uint32 tokens, and what `drawn` is the next time.
+        """
+        rows = logits.shape[0]
+        tokens, following = self._kernel(
+            inputs=[logits, wishes, seeds, drawn],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+            output_shapes=[(rows,), drawn.shape],
+            output_dtypes=[mx.uint32, mx.uint32],
+        )
+        return tokens, following
+
+
+def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
+    body = f"const int row = blockIdx.x;\n{_draw(_CUDA_TYPES[dtype], form, 'threadIdx.x')}"
+    return _for_cuda("draw", form, body, INPUTS, OUTPUTS)
+
+
+def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
+    """What finds the best token alone, some 7 instead of 21 us for 128 000 tokens (H200)."""
+    form = replace(form, copies=1)
+    body = (
+        f"const kernels::Row<{_CUDA_TYPES[dtype]}, {form.threads // 32}> row = {{logits + "
+        "long(blockIdx.x) * logits_shape[1], logits_shape[1], threadIdx.x / 32, "
+        "threadIdx.x % 32};\n"
+        "const int place = kernels::best_of(row, scratch).place;\n"
+        "if (threadIdx.x == 0) tokens[blockIdx.x] = place;"
+    )
+    return _for_cuda("best", form, body, ("logits",), ("tokens",))
+
+
+def _for_cuda(
+    name: str, form: Form, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> KernelSource:
+    shared = f"auto scratch = kernels::shared_by_block<kernels::Scratch<{form.constants}>>();\n"
+    return KernelSource(
+        name=name,
+        header=source(cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT) + bounded(form.threads),
+        body=shared + body,
+        inputs=inputs,
+        outputs=outputs,
+        shared_memory=form.shared_memory,
+    )
+
+
+def metal_source(dtype: mx.Dtype, form: Form = ON_METAL) -> KernelSource:
+    body = (
+        "const int row = int(threadgroup_position_in_grid.x);\n"
+        f"threadgroup kernels::Scratch<{form.constants}> shared;\n"
+        f"threadgroup kernels::Scratch<{form.constants}>* scratch = &shared;\n"
+        f"{_draw(metal.TYPES[dtype], form, 'int(thread_index_in_threadgroup)')}"
+    )
+    return KernelSource(
+        name="draw",
+        header=source(_TEXT.with_suffix(".metal"), _TEXT),
+        body=body,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+    )
+
+
+def _draw(element: str, form: Form, thread: str) -> str:
+    kinds = {Wish.GREEDY: "bool", Wish.KEEP: "int"}
+    wishes = ", ".join(
+        f"{kinds.get(wish, 'float')}(wishes[row * {len(Wish)} + {wish:d}])" for wish in Wish
+    )
+    return (
+        f"const int me = {thread};\n"
+        "if (row >= wishes_shape[0]) {\nif (me == 0) tokens[row] = 0;\nreturn;\n}\n"
+        "const kernels::Wide seed = kernels::Wide(seeds[2 * row + 1]) << 32 | seeds[2 * row];\n"
+        f"const kernels::Wishes wished = {{{wishes}, kernels::chance_of(seed, drawn[row])}};\n"
+        f"const int token = kernels::draw<{element}, {form.constants}>(logits + long(row) * "
+        "logits_shape[1], logits_shape[1], wished, scratch, me);\n"
+        "if (token >= 0) tokens[row] = token;\n"
+        "if (me == 0) following[row] = drawn[row] + 1;"
+    )

@@ -1,0 +1,225 @@
+"""Paged decode attention on Apple GPUs, from attention.metal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
+from mlx_manager.mlx_server.devices.attention.splits import Splits, plan
+from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
+from mlx_manager.mlx_server.devices.kernel import (
+    Kernel,
+    KernelSource,
+    compiled_for_metal,
+    flag,
+    real,
+    source,
+)
+from mlx_manager.mlx_server.devices.metal.types import TYPES
+
+_SOURCE = Path(__file__).with_name("attention.metal")
+# Head sizes that are served: lanes hold a whole number of elements each.
+HEAD_DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
+SIMDGROUPS = 4
+# Query heads of a block, and of wide ones, which fill twice the registers and threadgroup memory.
+MOST_HEADS = 4
+MOST_WIDE_HEADS = 2
+WIDE = 256
+# Threadgroups worth having: some 16 for each of the up to 80 cores, four heads' registers deep.
+BLOCKS_WANTED = 1024
+
+
+def build(shape: AttentionShape) -> MetalKernels:
+    return MetalKernels(shape)
+
+
+class MetalKernels(LaunchedKernels):
+    """The Metal kernels; parts of a context are merged by a launch of its own."""
+
+    _merges = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape, writer(shape.pools))
+        self._heads = heads_per_block(shape)
+        self._blocks = shape.kv_heads * -(-shape.group // self._heads)
+        self._kernels: dict[Variant, _Pair] = {}
+
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits:
+        return plan(
+            lengths,
+            blocks_per_item=self._blocks,
+            blocks_wanted=BLOCKS_WANTED,
+            window=window,
+            table_rows=table_rows,
+        )
+
+    def _rotation(self, rotary: Rotary) -> Kernel:
+        return compiled_for_metal(rotate_source(self.shape, rotary))
+
+    def _rotation_threads(self, tokens: int) -> int:
+        return rotate_threads(self.shape, tokens)
+
+    def _launch(  # noqa: PLR0917
+        self,
+        variant: Variant,
+        inputs: Sequence[mx.array],
+        sinks: mx.array,
+        after: Sequence[mx.array],
+        splits: Splits,
+        shape: tuple[int, ...],
+    ) -> mx.array:
+        if variant not in self._kernels:
+            self._kernels[variant] = _Pair.build(self.shape, variant)
+        kernels = self._kernels[variant]
+        figures = splits.work * self._blocks * self._heads if splits.divided else 1
+        dim = self.shape.head_dim
+        out, partial, partial_figures = kernels.attend(
+            inputs=[*inputs, sinks, *after],
+            grid=(self._blocks * SIMDGROUPS * 32, splits.work, 1),
+            threadgroup=(SIMDGROUPS * 32, 1, 1),
+            output_shapes=[(1,) if splits.divided else shape, (figures * dim,), (figures * 2,)],
+            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
+        )
+        if not splits.divided:
+            return out
+        (merged,) = kernels.merge(
+            inputs=[partial, partial_figures, splits.items, sinks],
+            grid=(self.shape.q_heads * dim, splits.work, 1),
+            threadgroup=(dim, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[self.shape.dtype],
+        )
+        return merged
+
+
+def heads_per_block(shape: AttentionShape) -> int:
+    return min(shape.group, MOST_HEADS if shape.head_dim <= WIDE else MOST_WIDE_HEADS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    attend: Kernel
+    merge: Kernel
+
+    @staticmethod
+    def build(shape: AttentionShape, variant: Variant) -> _Pair:
+        return _Pair(
+            compiled_for_metal(attend_source(shape, variant)),
+            compiled_for_metal(merge_source(shape, sinks=variant.sinks)),
+        )
+
+
+def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
+    constants = (
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
+        f"{SIMDGROUPS}, {variant.window or 0}, {flag(variant.softcap is not None)}, "
+        f"{flag(variant.sinks)}, {flag(variant.divided)}"
+    )
+    sets = f"{SIMDGROUPS} * (32 / kernels::lanes_per_token({shape.head_dim}))"
+    heads = f"kernels::heads_per_block({shape.group}, {shape.head_dim})"
+    element, dim = TYPES[shape.dtype], shape.head_dim
+    match variant.rotary:
+        case None:
+            inputs: tuple[str, ...] = ("q",)
+            after: tuple[str, ...] = ("written",)
+            maker = f"kernels::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
+        case rotary:
+            inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
+            maker = f"threadgroup {element} newest[2 * {dim}];\n{_fresh(shape, rotary, 'newest')}"
+    body = (
+        f"threadgroup float merged[{sets} * {heads} * {dim}];\n"
+        f"threadgroup float figures[{sets} * {heads} * 2];\n"
+        f"{maker}"
+        f"kernels::attend<{constants}>(queries, k_pool, v_pool, table, lengths, items, sinks, out, "
+        "partial, partial_figures, merged, figures, k_pool_shape[1], table_shape[1], "
+        f"{real(variant.scale)}, {real(variant.softcap or 1.0)}, threadgroup_position_in_grid, "
+        "threadgroups_per_grid, int(thread_index_in_threadgroup), "
+        "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));"
+    )
+    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
+    return KernelSource(
+        name="paged_attend",
+        header=source(_SOURCE),
+        body=body,
+        inputs=(*inputs, *pages, *after),
+        outputs=("out", "partial", "partial_figures"),
+    )
+
+
+def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
+    """Declares `queries`: what the q/k/v projections made of a step."""
+    constants = (
+        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
+        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}, "
+        f"{flag(rotary.values)}, {flag(rotary.alone)}"
+    )
+    return (
+        f"kernels::Fresh<{constants}, decltype(q_norm), decltype(rotation)> queries = "
+        f"{{qkv, rotation, q_norm, k_norm, {real(rotary.epsilon or 0.0)}, {newest}}};\n"
+    )
+
+
+def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
+    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
+    body = (
+        f"kernels::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
+        "threadgroup_position_in_grid, threadgroups_per_grid, int(thread_index_in_threadgroup));"
+    )
+    return KernelSource(
+        name="paged_merge",
+        header=source(_SOURCE),
+        body=body,
+        inputs=("partial", "partial_figures", "items", "sinks"),
+        outputs=("out",),
+    )
+
+
+def writer(of: Pools) -> Writer:
+    kernel = compiled_for_metal(write_source(of), ensure_row_contiguous=False)
+    return Writer(kernel, of.kv_heads * of.widest, of.widest)
+
+
+def write_source(of: Pools) -> KernelSource:
+    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
+    body = (
+        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
+        "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
+        "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 0;"
+    )
+    return KernelSource(
+        name="paged_write",
+        header=source(_SOURCE),
+        body=body,
+        inputs=("k_pool", "v_pool", "k", "v", "slots"),
+        outputs=("written",),
+    )
+
+
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
+    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}"
+    body = (
+        f"{_fresh(shape, rotary, 'nullptr')}"
+        f"kernels::rotate_and_write<{constants}>(queries, k_pool, v_pool, slots, k_pool_shape[1], "
+        f"{shape.kv_heads}, qkv_shape[0], out, int(thread_position_in_grid.x));"
+    )
+    return KernelSource(
+        name="paged_rotate",
+        header=source(_SOURCE),
+        body=body,
+        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        outputs=("out",),
+    )
+
+
+def rotate_threads(shape: AttentionShape, tokens: int) -> int:
+    """Return the threads of the launch that `rotate_source` is for, in whole threadgroups. A head
+    takes 16 threads, or 8 where its size is no multiple of 16."""
+    heads, lanes = shape.q_heads + 2 * shape.kv_heads, 8 if shape.head_dim % 16 else 16
+    return -(-tokens * heads * lanes // THREADS) * THREADS

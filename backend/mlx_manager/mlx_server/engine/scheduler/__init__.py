@@ -1,0 +1,1 @@
+"""Who runs in the next step, and how much of the prompts."""

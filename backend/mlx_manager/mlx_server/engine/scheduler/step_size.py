@@ -1,0 +1,125 @@
+"""How much of prompts a step takes on, and what memory it works on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from math import inf, isqrt
+
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.table import Device
+from mlx_manager.mlx_server.engine.scheduler.pace import StepLimits
+from mlx_manager.mlx_server.execution.forward import (
+    Forward,
+    query_heads,
+    vocabulary_of,
+    working_bytes,
+)
+from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
+
+# No smaller step for want of memory: then there is too little.
+LEAST_FOR_MEMORY = 256
+# Fewest launches of a layer, in whatever way a model is run: those of the fused decoder.
+LAUNCHES_OF_A_LAYER = 8
+MOST_LAUNCHES = "MLX_MAX_OPS_PER_BUFFER"
+"""Name of the environment variable in which the owner says how many launches MLX puts into a
+command buffer."""
+# Numbers in the logits of a step's scored prompt tokens: of 128 with a vocabulary of 128 000. Each
+# takes up to 16 bytes while its token is scored.
+MOST_SCORED = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step may take on.
+
+    tokens: of prompts, at most. ample: at most where such a step is short, and there are bytes for
+    it. scored: most prompt tokens that are scored. working_bytes, ample_bytes: what steps of
+    `tokens` work on, and those of `ample` besides. limits: what the device bears.
+    """
+
+    tokens: int
+    ample: int = 0
+    scored: int = sys.maxsize
+    working_bytes: int = 0
+    ample_bytes: int = 0
+    limits: StepLimits = field(default_factory=lambda: limits_of(devices.current()))
+
+    @classmethod
+    def of(
+        cls, limits: EngineLimits, model: nn.Module, forward: Forward, ledger: Ledger
+    ) -> StepSize:
+        """Where the owner named no size, none larger than leaves most of what the ledger has to
+        pages."""
+        # What choosing the forward has left behind.
+        clear_cache()
+        most = ledger.available() // 3
+        tokens = chunk_of(limits)
+        working = _working_on(limits, model, forward, tokens)
+        while limits.prefill_chunk is None and tokens > LEAST_FOR_MEMORY and working > most:
+            tokens //= 2
+            working = _working_on(limits, model, forward, tokens)
+        if working > most and forward.unpacked_bytes(tokens):
+            # What is unpacked for prompts would take what pages need.
+            forward.keep_packed()
+            return cls.of(limits, model, forward, ledger)
+        ample, device = tokens, devices.current()
+        if limits.prefill_chunk is None and forward.looks_ahead and tokens == device.chunk:
+            ample = device.ample
+        more = _working_on(limits, model, forward, ample) - working
+        heads = query_heads(model) if forward.attends_whole else None
+        bears = limits_of(device, len(make_prompt_cache(model)), heads)
+        return cls(tokens, ample, _most_scored(limits, model), working, more, bears)
+
+    def wanted(self, tokens: int, shortest: int) -> int:
+        """How many of so many tokens of prompts a step best processes, if it is short all the same.
+
+        Those of a step get their first tokens together. With c of R tokens a step, and steps that
+        cost as much as F tokens besides, these come soonest on average if c is the root of 2 F R,
+        and 2 F are about those of a usual step (NOTES 138). A prompt is not cut for that.
+        """
+        return max(isqrt(self.tokens * tokens), shortest)
+
+
+def chunk_of(limits: EngineLimits) -> int:
+    """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
+    return limits.prefill_chunk or devices.current().chunk
+
+
+def limits_of(device: Device, layers: int = 1, heads: int | None = None) -> StepLimits:
+    """Return the limits of a step of a model with so many layers.
+
+    MLX on Metal cuts a step's launches into command buffers of so many; all of them may take as
+    long as one may, times their number. heads: of queries, where modules attend by themselves, all
+    queries of a chunk at once.
+    """
+    launches = int(os.environ.get(MOST_LAUNCHES, device.buffer_ops))
+    buffers = max(1, layers * LAUNCHES_OF_A_LAYER // launches)
+    seen = inf
+    if heads is not None and device.scores is not None and device.scores_by_chunk:
+        seen = device.scores / heads
+    return StepLimits(
+        device.first_chunk or inf, device.buffer_seconds * buffers, seen, device.least_by_host
+    )
+
+
+def least_working(limits: EngineLimits, model: nn.Module) -> int:
+    """No more than `StepSize.of` will give for the bytes, before there is memory for the
+    weights."""
+    return _working_on(limits, model, None, limits.prefill_chunk or LEAST_FOR_MEMORY)
+
+
+def _working_on(
+    limits: EngineLimits, model: nn.Module, forward: Forward | None, tokens: int
+) -> int:
+    rows = limits.max_rows + min(tokens, _most_scored(limits, model))
+    return working_bytes(model, forward, tokens, rows)
+
+
+def _most_scored(limits: EngineLimits, model: nn.Module) -> int:
+    return max(limits.page_size, MOST_SCORED // vocabulary_of(model))

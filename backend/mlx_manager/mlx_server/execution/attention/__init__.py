@@ -1,0 +1,1 @@
+"""Attention of a step's queries over pages."""

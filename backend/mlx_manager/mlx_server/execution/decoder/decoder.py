@@ -1,0 +1,488 @@
+"""The decoder as a whole: how it is made, and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_manager.mlx_server.devices import attention as gpu
+from mlx_manager.mlx_server.devices.attention import (
+    AttentionShape,
+    BlockKind,
+    BuildKernels,
+    BuildLatents,
+    KernelSet,
+    LatentKernels,
+    LatentShape,
+    PagedKernels,
+    Splits,
+)
+from mlx_manager.mlx_server.devices.attention.kernel import Lengths
+from mlx_manager.mlx_server.devices.cuda import matmul as products
+from mlx_manager.mlx_server.devices.cuda.attention import opening
+from mlx_manager.mlx_server.devices.cuda.attention.opening import BuildOpening
+from mlx_manager.mlx_server.devices.cuda.linear_attention import delta as recurrent
+from mlx_manager.mlx_server.devices.cuda.linear_attention import short
+from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import (
+    BuildDelta,
+    DeltaKernels,
+    Texts,
+)
+from mlx_manager.mlx_server.devices.cuda.linear_attention.short import BuildShort, ShortKernels
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.devices.states import DeltaShape, ShortShape, StateStore
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.execution.alike import arrays_of
+from mlx_manager.mlx_server.execution.attention.latent_chunks import meeting_of
+from mlx_manager.mlx_server.execution.attention.paged import StepPlan, prepare
+from mlx_manager.mlx_server.execution.compiled import Compile, Kinds
+from mlx_manager.mlx_server.execution.decoder.anatomy import (
+    Anatomy,
+    Common,
+    Convolution,
+    Latents,
+    NotFusable,
+    Recurrence,
+    Surroundings,
+)
+from mlx_manager.mlx_server.execution.decoder.latent import LatentPart
+from mlx_manager.mlx_server.execution.decoder.layers import (
+    AttentionPart,
+    Block,
+    Ending,
+    Joint,
+    Layer,
+    Opening,
+    Part,
+    Repeated,
+    Shared,
+    StatePart,
+    Step,
+    Store,
+)
+from mlx_manager.mlx_server.execution.forward import RaggedStep
+from mlx_manager.mlx_server.execution.pieces import Pieces
+
+A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
+K = TypeVar("K")
+BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
+Cuts = tuple[Sequence[tuple[int | None, bool, BlockKind]], bool]
+"""Of a step what is no array: of its splits the window of each, `divided` and `blocks`; `far`."""
+Stepped = tuple[mx.array, mx.array]
+"""A step's logits, and what is `before` the next."""
+# Layers of a step with prompts that are queued at a time: the device begins while the host is still
+# at the next ones. To queue is to give up Python's lock, and to wait for it again.
+LAYERS_AT_A_TIME = 8
+# What is queued keeps all that it works on, 147 kB a token and layer of an 8B. So layers that are
+# queued together work on so many bytes, unless it is one, and all that are queued on so many,
+# unless it is three pieces. One layer at a time takes 1 to 2 % of an 8B's prompts' rate, and spares
+# half of what two keep (NOTES 102).
+BYTES_AT_A_TIME = 500_000_000
+BYTES_AHEAD = 1_300_000_000
+LEAST_AHEAD = 3
+# Steps of more than so many tokens come where memory is plenty and they are short: what the host
+# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them (NOTES 144, 149).
+MANY = 2048
+LEAST_AHEAD_OF_MANY = 4
+# Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
+# tokens).
+STEPS_AHEAD = 1.5
+# Tokens of a step with prompts from which on packed weights that have no dense ones beside them are
+# made dense, a layer at a time: that takes as long whatever the tokens, while MLX's products with
+# packed weights take 1 ms a layer of an 8B for 64 (H200; NOTES 109).
+FEWEST_UNPACKED = 65
+
+
+class FusedDecoder:
+    """Steps of one model; made by `build`.
+
+    Attributes:
+        unpacks: whether weights may be made dense for steps with many tokens; see `keep_packed`.
+        far_from: tokens of a row beyond which its queries are multiplied, if ever; see `Temper`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        open: Opening,
+        ending: Ending,
+        compile: Compile,
+    ) -> None:
+        self._layers = layers
+        self._repeated = Repeated.all_of(layers)
+        self._open = open
+        self._ending = ending
+        parts = [layer.part for layer in layers]
+        # Of each kind of attention, the number of a store.
+        self._attentions: dict[tuple[AttentionShape, int | None], int] = {}
+        self._latents: dict[LatentShape, LatentKernels] = {}
+        self._planners: dict[int | None, PagedKernels] = {}
+        for number, part in enumerate(parts):
+            match part:
+                case AttentionPart():
+                    self._attentions[part.kernels.shape, part.window] = layers[number].source
+                    self._planners[part.window] = part.kernels
+                case LatentPart():
+                    self._latents[part.kernels.shape] = part.kernels
+        # What a layer makes of a token, and what its weights take as dense ones.
+        self._layer_bytes = max(part.token_bytes for part in parts)
+        self._unpacked_bytes = max(part.unpacked_bytes for part in parts)
+        self.unpacks = self._unpacked_bytes > 0
+        tempers = [part.temper for part in parts if isinstance(part, AttentionPart)]
+        self.far_from = min((each.tokens for each in tempers if each), default=None)
+        self._compile = compile
+        self._kinds = Kinds(compile)
+
+    @staticmethod
+    def build(  # noqa: PLR0917
+        model: nn.Module,
+        page_size: int,
+        kernels: BuildKernels = gpu.build,
+        products: BuildProducts = products.build,
+        compile: Compile = mx.compile,
+        openings: BuildOpening = opening.build,
+        deltas: BuildDelta = recurrent.build,
+        latents: BuildLatents = gpu.build_latents,
+        shorts: BuildShort = short.build,
+    ) -> FusedDecoder | Unsupported:
+        """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
+
+        From here on the module's projections of q, k and v, and of gate and up, share memory with
+        the joined ones, a layer at a time. Nothing has been compared yet: see `check`.
+        """
+        try:
+            common = Common.of(model, page_size)
+            parts = _Parts.build(common, kernels, deltas, latents, shorts)
+            return _build(common, parts, products, compile, openings)
+        except NotFusable as reason:
+            return Unsupported(f"the module is no common decoder: {reason}")
+
+    def plan(self, lengths: Lengths) -> dict[int | None, Splits]:
+        """Cut a step's attention; `lengths` are those of the step. Good for the steps
+        that follow, too, as long as the same rows go on (see `Splits`)."""
+        cuts: dict[int | None, Splits] = {
+            window: kernels.plan(lengths, window=window)
+            for window, kernels in self._planners.items()
+        }
+        for kernels in self._latents.values():
+            cuts[None] = kernels.plan(lengths)
+        return cuts
+
+    def is_far(self, lengths: Sequence[int]) -> bool:
+        """Whether a step of rows with so many tokens is `far`."""
+        return self.far_from is not None and max(lengths) > self.far_from
+
+    def run(self, step: Step) -> Stepped:
+        """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
+
+        A kind of step is rows, the width of the table, and the length of the work lists. One that
+        keeps coming is compiled, which halves the host's share.
+        """
+        kind = (
+            step.table.shape,
+            step.far,
+            *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
+        )
+        found: Stepped = self._kinds.run(kind, partial(self._run, _cuts(step)), *_arrays(step))
+        return found
+
+    def launches(self, step: Step) -> list[mx.array]:
+        """What `run` launches, in that order and not evaluated, in one layer of each kind.
+
+        The first launch of a kernel compiles it, and MLX keeps it on disk. Writes to the pages what
+        `run` writes there, or would with other layers before.
+        """
+        return self._all_launches(_cuts(step), *_arrays(step))
+
+    def launches_compiled(self, step: Step) -> list[mx.array]:
+        """As `launches`, but of a compiled step; all kinds of steps share their kernels."""
+        compiled = self._compile(partial(self._all_launches, _cuts(step)))
+        found: list[mx.array] = compiled(*_arrays(step))
+        return found
+
+    def stores(self, page_size: int, kernels: KernelSet) -> list[Store]:
+        """Pages, or states, for its layers, none as yet, that `kernels` read."""
+        return [
+            layer.part.store(page_size, kernels)
+            for number, layer in enumerate(self._layers)
+            if layer.source == number
+        ]
+
+    def prepare(self, plan: StepPlan, stores: Sequence[Store]) -> None:
+        """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
+        _ = plan.numbers.array
+        for (shape, window), number in self._attentions.items():
+            store = stores[number]
+            assert isinstance(store, LayerStore)
+            prepare(shape.q_heads, store, plan, window)
+        for kernels in self._latents.values():
+            meeting_of(plan, kernels)
+
+    def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
+        """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
+        part = self._layers[number].part
+        assert isinstance(part, StatePart)
+        part.kernels.restore(store, slot, kept)
+
+    def run_ragged(
+        self,
+        step: RaggedStep,
+        stores: Sequence[Store],
+        texts: Texts | None = None,
+        before: Pieces | None = None,
+    ) -> tuple[mx.array, Pieces]:
+        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
+        the pieces that are to be queued before them. Of a silent step (1, hidden size).
+
+        `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`;
+        before: the last step's pieces, where it had some. A layer is put together once for each
+        kind there is, and repeated: that takes the host half as long as all of them by themselves
+        (NOTES 104).
+        """
+        rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
+        hidden = self._open.embed(step.tokens)
+        inlets = self._open.of_layers(step.tokens, hidden)
+        at_a_time, pieces_ahead = self._ahead(step.tokens.size, self._expanded_bytes(step.plan))
+        pieces = Pieces(pieces_ahead, before)
+        unpack = self._unpacks(step.tokens.size)
+        compiled: dict[int, Callable[..., tuple[mx.array, mx.array]]] = {}
+        for number, layer in enumerate(self._repeated):
+            store = stores[layer.source]
+            if layer.kind not in compiled:
+                once = partial(layer.run, store, step.plan, texts, unpack)
+                compiled[layer.kind] = self._compile(once)
+            run, rotation = compiled[layer.kind], rotations[layer.rotation]
+            own = _own(inlets, number)
+            hidden, store.written = run(hidden, rotation, own, layer.arrays, store.arrays)
+            if (number + 1) % at_a_time == 0:
+                pieces.add(hidden)
+        last = hidden if step.wanted is None else hidden[step.wanted]
+        return last if step.silent else self._ending(last), pieces
+
+    def tokens_at_once(self, tokens: int) -> int:
+        """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
+        whole = min(tokens, int(BYTES_AHEAD / (self._layer_bytes * len(self._layers))))
+        at_a_time, pieces = self._ahead(tokens)
+        part = STEPS_AHEAD if pieces is None else at_a_time * pieces / len(self._layers)
+        return int(max(STEPS_AHEAD * whole, min(part, STEPS_AHEAD) * tokens))
+
+    @property
+    def unpacked_at_once(self) -> int:
+        """Bytes of the weights that are made dense for steps with many tokens, at once: most for
+        the fewest tokens, as most layers are queued then."""
+        if not self.unpacks:
+            return 0
+        return self._queued(FEWEST_UNPACKED) * self._unpacked_bytes
+
+    def expanded_at_once(self, tokens: int) -> int:
+        """Bytes that a step of so many tokens holds beyond those of `tokens_at_once` where its
+        layers expand all the latents that they may."""
+        expansions = [of.expansion for of in self._latents.values() if of.expansion is not None]
+        if not expansions:
+            return 0
+        expanded = max(of.most_bytes for of in expansions)
+        layer = tokens * self._layer_bytes + expanded
+        counted = self.tokens_at_once(tokens) * self._layer_bytes * len(self._layers)
+        return max(self._queued(tokens, expanded) * layer - counted, 0)
+
+    @property
+    def expands(self) -> bool:
+        """Whether latents may be expanded for steps with many tokens."""
+        return any(kernels.expansion is not None for kernels in self._latents.values())
+
+    def keep_packed(self) -> None:
+        """Unpack nothing from now on."""
+        self.unpacks = False
+        for kernels in self._latents.values():
+            kernels.expansion = None
+
+    def _unpacks(self, tokens: int) -> bool:
+        return self.unpacks and tokens >= FEWEST_UNPACKED
+
+    def _queued(self, tokens: int, expanded: int = 0) -> int:
+        """How many layers are queued at once; see `_ahead`."""
+        at_a_time, pieces = self._ahead(tokens, expanded)
+        layers = len(self._layers)
+        return layers if pieces is None else min(layers, at_a_time * pieces)
+
+    def _expanded_bytes(self, plan: StepPlan) -> int:
+        """What is expanded in a layer of the step takes."""
+        found = [meeting_of(plan, kernels).expanded for kernels in self._latents.values()]
+        return max((each.bytes for each in found if each is not None), default=0)
+
+    def _ahead(self, tokens: int, expanded: int = 0) -> tuple[int, int | None]:
+        """How many layers of a step of so many tokens are queued at a time, and how many such
+        pieces at most; None: all. expanded: bytes of the latents that are, in a layer."""
+        layer = tokens * self._layer_bytes + expanded
+        if self._unpacks(tokens):
+            layer += self._unpacked_bytes
+        if layer * len(self._layers) <= BYTES_AHEAD:
+            return LAYERS_AT_A_TIME, None
+        least = LEAST_AHEAD_OF_MANY if tokens > MANY else LEAST_AHEAD
+        at_a_time = max(1, min(LAYERS_AT_A_TIME, int(BYTES_AT_A_TIME / layer)))
+        return at_a_time, max(least, int(BYTES_AHEAD / (at_a_time * layer)))
+
+    def _run(  # noqa: PLR0917
+        self,
+        cuts: Cuts,
+        tokens: mx.array,
+        before: mx.array,
+        table: mx.array,
+        pools: Sequence[Sequence[mx.array]],
+        items: Sequence[mx.array],
+        slots: Sequence[mx.array],
+    ) -> Stepped:
+        step = _step(cuts, tokens, before, table, pools, items, slots)
+        hidden, shared = self._opened(step)
+        heads: mx.array | None = None
+        for number, layer in enumerate(self._layers):
+            fresh = layer.part.block.heads(hidden) if heads is None else heads
+            attended = layer.attend(fresh, shared, pools[layer.source], step)
+            joined = layer.joint(hidden, attended, _own(shared.inlets, number))
+            hidden, heads = joined.result, joined.heads
+        return self._ending(hidden), shared.following
+
+    def _opened(self, step: Step) -> tuple[mx.array, Shared]:
+        hidden, shared = self._open(step.tokens, step.before)
+        for shape in self._latents:
+            shared = shared.with_slots(step.table, shape.page_size)
+        return hidden, shared
+
+    def _all_launches(self, cuts: Cuts, *arrays: Any) -> list[mx.array]:
+        step = _step(cuts, *arrays)
+        hidden, shared = self._opened(step)
+        found = [shared.following, *shared.rotations, hidden]
+        found += [] if shared.inlets is None else [shared.inlets]
+        kinds = set()
+        for number, layer in enumerate(self._layers):
+            if layer.kind not in kinds:
+                kinds.add(layer.kind)
+                heads = layer.part.block.heads(hidden)
+                attended = layer.attend(heads, shared, step.pools[layer.source], step)
+                joined = layer.joint(hidden, attended, _own(shared.inlets, number))
+                found += [heads, attended, *joined.launches]
+                hidden = joined.result
+        return [*found, self._ending(hidden)]
+
+
+def _own(inlets: mx.array | None, layer: int) -> list[mx.array]:
+    """What the layer of that number takes of its own, (tokens, width), if it does; see `Intake`."""
+    return [] if inlets is None else [inlets[:, layer]]
+
+
+def _cuts(step: Step) -> Cuts:
+    return [(window, cut.divided, cut.blocks) for window, cut in step.splits.items()], step.far
+
+
+def _arrays(step: Step) -> tuple[Any, ...]:
+    items = [cut.items for cut in step.splits.values()]
+    return step.tokens, step.before, step.table, step.pools, items, list(step.slots)
+
+
+def _step(  # noqa: PLR0917
+    cuts: Cuts,
+    tokens: mx.array,
+    before: mx.array,
+    table: mx.array,
+    pools: Sequence[Sequence[mx.array]],
+    items: Sequence[mx.array],
+    slots: Sequence[mx.array],
+) -> Step:
+    windows, far = cuts
+    splits = {
+        window: Splits(array, divided, blocks)
+        for (window, divided, blocks), array in zip(windows, items, strict=True)
+    }
+    return Step(tokens, before, table, pools, splits, slots, far)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What makes the layers' parts, over the kernels for their shapes."""
+
+    attentions: dict[AttentionShape, PagedKernels]
+    deltas: dict[DeltaShape, DeltaKernels]
+    latents: dict[LatentShape, LatentKernels]
+    shorts: dict[ShortShape, ShortKernels]
+
+    @staticmethod
+    def build(
+        common: Common,
+        kernels: BuildKernels,
+        deltas: BuildDelta,
+        latents: BuildLatents,
+        shorts: BuildShort,
+    ) -> _Parts:
+        """
+        Raises:
+            NotFusable: there are none.
+        """
+        own = common.layers
+        attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
+        recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
+        convolutions = {a.shape: _built(shorts(a.shape)) for a in _one_each(own, Convolution)}
+        met = {
+            a.shape: _built(latents(a.shape, traditional=a.rotary.traditional))
+            for a in _one_each(own, Latents)
+        }
+        return _Parts(attentions, recurrences, met, convolutions)
+
+    def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
+        """block: of the same layer, joined. few: what multiplies few rows, if anything does."""
+        match anatomy:
+            case Anatomy():
+                return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
+            case Recurrence():
+                return StatePart(block, self.deltas[anatomy.shape], anatomy.given)
+            case Convolution():
+                return StatePart(block, self.shorts[anatomy.shape], anatomy.given)
+            case Latents():
+                return LatentPart.of(anatomy, block, self.latents[anatomy.shape], few)
+        raise NotFusable(f"a layer of the kind {type(anatomy).__name__}")
+
+
+def _one_each(layers: Sequence[Any], kind: type[A]) -> list[A]:
+    """Of that kind, one of each shape."""
+    return list({layer.shape: layer for layer in layers if isinstance(layer, kind)}.values())
+
+
+def _built(kernels: K | Unsupported) -> K:
+    if isinstance(kernels, Unsupported):
+        raise NotFusable(kernels.reason)
+    return kernels
+
+
+def _build(
+    common: Common,
+    parts: _Parts,
+    products: BuildProducts,
+    compile: Compile,
+    openings: BuildOpening,
+) -> FusedDecoder:
+    multiplier = products(common.layers[0].shape.dtype)
+    few = None if isinstance(multiplier, Unsupported) else multiplier
+    blocks = []
+    for anatomy in common.layers:
+        blocks.append(Block.of(anatomy, few))
+        # Before the next layer is joined, so that one alone is there twice.
+        mx.eval([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
+        blocks[-1].mlp.compare()
+    joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
+    layers = [
+        Layer(parts.of(anatomy, joint.block, few), joint, kind, source)
+        for anatomy, kind, joint, source in zip(
+            common.layers, common.kinds, joints, common.sources, strict=True
+        )
+    ]
+    return FusedDecoder(
+        layers,
+        Opening.of(common, openings),
+        Ending.of(common, few),
+        compile,
+    )

@@ -1,0 +1,260 @@
+"""A model on a GPU, run by its fused decoder. Its rows get pages together, for `HORIZON` steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.devices.attention import BlockKind
+from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
+from mlx_manager.mlx_server.devices.cuda.mapped import together
+from mlx_manager.mlx_server.devices.metal.order import IN_ORDER, LaunchOrder
+from mlx_manager.mlx_server.devices.states import StateStore
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
+from mlx_manager.mlx_server.execution.decoder.layers import Step, Store
+from mlx_manager.mlx_server.execution.forward import (
+    Chunk,
+    Decode,
+    OnPages,
+    Prefixes,
+    RaggedStep,
+    Snapshot,
+    order_after,
+)
+from mlx_manager.mlx_server.execution.pieces import Pieces
+from mlx_manager.mlx_server.execution.running import HORIZON, ROWS, Batch, Running
+from mlx_manager.mlx_server.execution.slots import Slots
+from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
+
+# A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
+# when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
+GRAIN = 128
+# Or one of these few, for which there are kernels of their own: what is left of a prompt that is
+# known but for its end.
+FEW = (16, 32, 64)
+# A step takes the host as long as the device takes so many of a prompt's tokens.
+WORTH = 256
+# A context that is divided among blocks, so that the kernels for that are compiled, too. What a
+# prompt's chunk sees as such a context's end is expanded where latents are.
+LONG = 4096
+
+
+class FusedForward(OnPages):
+    """Steps of running rows alone, in few shapes, and ragged steps with prompts in them.
+
+    stores: of all layers, from `decoder`.
+    """
+
+    kind: ClassVar[str] = "fused"
+    looks_ahead: bool = True
+    horizon: int = HORIZON
+    grain: int = GRAIN
+    worth: int = WORTH
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        decoder: FusedDecoder,
+        page_size: int,
+        order: LaunchOrder = IN_ORDER,
+    ) -> None:
+        self.order_of_launches = order
+        self._decoder = decoder
+        self._page_size = page_size
+        self._pieces = Pieces()
+        self._of_layers = stores
+        self._states = {
+            number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
+        }
+        self._slots = Slots(list(self._states.values()))
+        self._slots_of = self._slots.of if self._states else _no_slots
+        self._running = Running(decoder.plan, slots=self._slots_of)
+        self.stores = [store for store in stores if isinstance(store, LayerStore)]
+        self.prefixes: Prefixes = "snapshot" if self._states else "pages"
+        # Where there is no room for one more, it is made for as many again: see `Slots`.
+        self.row_bytes = 2 * sum(store.shape.slot_bytes for store in self._states.values())
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        last = self._running.batch
+        return order_after(() if last is None else last.keys, keys)
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        logits = self._run(decode, chunks)
+        self.order_of_launches.then(logits)
+        return logits
+
+    def _run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        order = self.order_of_launches
+        if decode is None or chunks:
+            self._running.batch = None
+            slots = self._slots_of(_keys(decode, chunks))
+            with together():
+                ragged = RaggedStep.of(decode, chunks, self._page_size, whole, order)
+                self._decoder.prepare(ragged.plan, self._of_layers)
+                texts = _texts(decode, chunks, ragged.tokens.size, slots) if slots else None
+            logits, self._pieces = self._decoder.run_ragged(
+                ragged, self._of_layers, texts, self._pieces
+            )
+            return logits
+        self._pieces = Pieces()
+        batch = self._running.next(decode.keys, decode.tables, decode.lengths)
+        tokens = batch.padded(order.after(decode.tokens))
+        logits, batch.before = self._decoder.run(self._step(tokens, batch))
+        return logits
+
+    @property
+    def unfinished(self) -> bool:
+        return self._pieces.unfinished
+
+    def finish(self) -> None:
+        self._pieces.finish()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._running.batch, self._pieces = None, Pieces()
+
+    def forget(self, key: int) -> None:
+        self._slots.release(key)
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        slot = self._slots.known(key)
+        if slot is None:
+            return None
+        # The next step writes there.
+        kept = Snapshot([list(store.kept(slot)) for store in self._states.values()])
+        mx.async_eval(kept.leaves)  # type: ignore[no-untyped-call]
+        return kept
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        (slot,) = self._slots.of([key])
+        for (number, store), kept in zip(self._states.items(), snapshot.leaves, strict=True):
+            own = [part for part in kept if part is not None]
+            self._decoder.restore(number, store, slot, own)
+        mx.async_eval([store.written for store in self._states.values()])  # type: ignore[no-untyped-call]
+
+    def state(self) -> list[mx.array]:
+        # Pages are written in place, by launches that the logits come after.
+        last = self._running.batch
+        return [] if last is None else [last.before]
+
+    def tokens_at_once(self, tokens: int) -> int:
+        return self._decoder.tokens_at_once(tokens)
+
+    def unpacked_bytes(self, tokens: int) -> int:
+        return self._decoder.unpacked_at_once + self._decoder.expanded_at_once(tokens)
+
+    def keep_packed(self) -> None:
+        self._decoder.keep_packed()
+
+    def warm(self, doing: Doing = unheard) -> None:
+        """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
+        kernels for long contexts, crowds of them and of short ones, and what steps that are
+        compiled take of MLX's, 17 s in all the first time on a machine (H200).
+
+        Writes to the first page; call before there is anything in it.
+        """
+        size, device = self._page_size, devices.current()
+        length, most = device.warm_chunk, device.warm_rows
+        prompt = Span(PageTable([0] * -(-length // size)), length, length)
+        chunk = Chunk(-1, prompt, [0] * length, final=True)
+        tall = islice(((rows, LONG) for rows in ROWS if self._are_tall(rows)), 1)
+        far_from = self._decoder.far_from
+        far = [(1, far_from - far_from % size + size)] if far_from else []
+        crowd = [(most, size)] if most > 1 else []
+        steps = ((1, LONG), (1, size), *crowd, *tall, *far)
+        for rows, length in counted(doing, "its steps are compiled", steps):
+            tokens = mx.zeros((rows,), mx.uint32)
+            tables = [PageTable([0] * (length // size))] * rows
+            # All the same row, whose states nobody is to have.
+            decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
+            batch = self._running.begin(decode.keys, decode.tables, decode.lengths)
+            step = self._step(tokens, batch)
+            mx.eval(self._decoder.launches(step))
+            mx.eval(self._decoder.launches_compiled(step))
+            if most > 1:
+                self._prompted(decode, chunk)
+        if most == 1:
+            self._prompted(None, chunk)
+        if self._decoder.expands:
+            rest = Span(PageTable([0] * (LONG // size)), LONG, device.warm_chunk)
+            self._prompted(None, Chunk(chunk.key, rest, chunk.tokens, final=True))
+        self._put_back(chunk.key)
+        self.forget(chunk.key)
+        self._slots.clear()
+
+    def _prompted(self, decode: Decode | None, chunk: Chunk) -> None:
+        """A step with a prompt in it, which leaves nothing but what it writes."""
+        ragged = RaggedStep.of(decode, [chunk], self._page_size, whole)
+        slots = self._slots_of(_keys(decode, [chunk]))
+        texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
+        logits, _ = self._decoder.run_ragged(ragged, self._of_layers, texts)
+        mx.eval([logits])
+
+    def _put_back(self, key: int) -> None:
+        """Copy a sequence's states, where there are any, and put the copy in another slot.
+
+        Raises:
+            RuntimeError: there they are not what they were.
+        """
+        kept = self.snapshot(key)
+        if kept is None:
+            return
+        other = key - 1
+        self.restore(other, kept)
+        again = self.snapshot(other)
+        assert again is not None
+        for mine, own in zip(again.leaves[0], kept.leaves[0], strict=True):
+            assert mine is not None
+            assert own is not None
+            mx.eval([mine, own])
+            # By the host, as bytes: that compiles nothing.
+            if not np.array_equal(np.array(mine.view(mx.uint8)), np.array(own.view(mx.uint8))):
+                raise RuntimeError("states that are put back are not what they were")
+        self.forget(other)
+
+    def _are_tall(self, rows: int) -> bool:
+        """Whether so many rows of `LONG` tokens are attended by tall blocks."""
+        splits = self._decoder.plan(np.full(rows, LONG))
+        return any(cut.blocks is BlockKind.TALL for cut in splits.values())
+
+    def _step(self, tokens: mx.array, batch: Batch) -> Step:
+        pools = [
+            (store.keys, store.values) if isinstance(store, LayerStore) else store.pool
+            for store in self._of_layers
+        ]
+        far = self._decoder.is_far(batch.lengths)
+        return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
+
+
+def _no_slots(_: Sequence[int]) -> list[int]:
+    """Where there are no recurrent layers."""
+    return []
+
+
+def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
+    """Of the rows and then the chunks."""
+    return [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
+
+
+def whole(tokens: int) -> int:
+    """What the tokens of a step with prompts in it are padded to."""
+    return next((size for size in FEW if size >= tokens), tokens + -tokens % GRAIN)
+
+
+def _texts(
+    decode: Decode | None, chunks: Sequence[Chunk], tokens: int, slots: Sequence[int]
+) -> Texts:
+    """Of a step of so many tokens, padding included. slots: of the rows and then the chunks."""
+    counts = [1] * (len(decode.keys) if decode else 0)
+    positions = [length - 1 for length in decode.lengths] if decode else []
+    counts += [chunk.span.queries for chunk in chunks]
+    positions += [chunk.span.length - chunk.span.queries for chunk in chunks]
+    return Texts.of(counts, slots, positions, tokens)

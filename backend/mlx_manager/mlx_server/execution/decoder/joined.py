@@ -1,0 +1,266 @@
+"""The common decoder on a CPU: the same joined products as on a GPU, and MLX's operations.
+
+There a step's time is as much that of its operations, some 10 us each on two busy cores, as that of
+its products. mlx-lm's module takes 150 of them a layer, of which many are views; here it is 60.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mlx_manager.mlx_server.devices.attention import AttentionShape
+from mlx_manager.mlx_server.devices.cpu.lane import has_lane, in_halves
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend
+from mlx_manager.mlx_server.execution.decoder.anatomy import (
+    Anatomy,
+    Common,
+    Gates,
+    NotFusable,
+    Rotation,
+    Temper,
+)
+from mlx_manager.mlx_server.execution.decoder.layers import Block
+from mlx_manager.mlx_server.execution.forward import (
+    ABREAST_ON_CPU,
+    Chunk,
+    Decode,
+    NotApplicable,
+    OnPages,
+    RaggedStep,
+    shortest_first,
+)
+
+ByParts = Callable[..., mx.array]
+"""As `in_halves`, or the whole at once."""
+
+LEAST_IN_HALVES = 150_000
+"""Numbers that a layer gets, in a step with prompts: 300 tokens of 512. With fewer, and with rows
+alone, whose products take the time that their weights take to be read, too little is saved."""
+
+
+class MeanByProduct(nn.RMSNorm):  # type: ignore[misc] # mlx is not typed
+    """An RMS norm whose mean is a product: 8 operations where MLX's own takes 11 on a CPU."""
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__(norm.weight.size, norm.eps)
+        self.weight = norm.weight
+        self._mean = mx.full((norm.weight.size, 1), 1 / norm.weight.size)
+        self._epsilon = mx.array([[norm.eps]], mx.float32)
+        mx.eval(self._mean, self._epsilon)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        size = mx.addmm(self._epsilon, x * x, self._mean)
+        out: mx.array = x * mx.rsqrt(size) * self.weight
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """By how much a step's heads are turned: each (tokens, heads + 2 * kv_heads, dim)."""
+
+    cosines: mx.array
+    sines: mx.array
+
+
+class HeadRotation:
+    """One kind of rotation, for q, k and v as one array. A rotation is linear, so that it is
+
+        y = x * cos + (x @ turn) * sin        where `turn` takes x_j to -y_i and x_i to y_j
+
+    for pairs (i, j) of a head's elements. What is not rotated, v among it, has cos 1 and sin 0.
+    """
+
+    def __init__(
+        self, rotation: Rotation, shape: AttentionShape, temper: Temper | None = None
+    ) -> None:
+        dims, dim = 2 * rotation.frequencies.size, shape.head_dim
+        places = np.arange(dims)
+        if rotation.traditional:
+            pair, partner, first = places // 2, places ^ 1, places % 2 == 0
+        else:
+            half = dims // 2
+            pair, partner, first = places % half, (places + half) % dims, places < half
+        turn = np.zeros((dim, dim), np.float32)
+        turn[partner, places] = np.where(first, -1, 1)
+        frequencies = np.zeros(dim, np.float32)
+        frequencies[:dims] = np.array(rotation.frequencies)[pair]
+        amplitudes = np.ones(dim, np.float32)
+        amplitudes[:dims] = rotation.amplitude
+        self.turn = mx.array(turn)
+        self._frequencies = mx.array(frequencies)
+        self._amplitudes = None if rotation.amplitude == 1.0 else mx.array(amplitudes)
+        self._shape = shape
+        self._temper = temper
+        mx.eval(self.turn, self._frequencies)
+
+    def __call__(self, positions: mx.array) -> Turns:
+        """For tokens at `positions`, (tokens,)."""
+        angles = positions.astype(mx.float32)[:, None, None] * self._frequencies
+        cosines, sines = mx.cos(angles), mx.sin(angles)
+        if self._amplitudes is not None:
+            cosines, sines = cosines * self._amplitudes, sines * self._amplitudes
+        factors = None if self._temper is None else self._temper(positions)[:, None, None]
+        return Turns(self._of_heads(cosines, 1.0, factors), self._of_heads(sines, 0.0, factors))
+
+    def _of_heads(self, table: mx.array, rest: float, factors: mx.array | None) -> mx.array:
+        """factors: (tokens, 1, 1), what queries are multiplied by, if they are."""
+        of, (tokens, _, dim) = self._shape, table.shape
+        turned = mx.broadcast_to(table, (tokens, of.q_heads + of.kv_heads, dim))
+        rest_of_all = mx.full((tokens, of.kv_heads, dim), rest)
+        if factors is None:
+            return mx.concatenate([turned, rest_of_all], axis=1)
+        queries = mx.broadcast_to(table * factors, (tokens, of.q_heads, dim))
+        return mx.concatenate([queries, turned[:, of.q_heads :], rest_of_all], axis=1)
+
+
+class HeadNorms:
+    """RMS norms of the heads of q and k, at once."""
+
+    def __init__(self, norms: tuple[nn.RMSNorm, nn.RMSNorm], shape: AttentionShape) -> None:
+        q, k = norms
+        self._heads = shape.q_heads + shape.kv_heads
+        self._weights = mx.concatenate(
+            [
+                mx.broadcast_to(q.weight, (shape.q_heads, q.weight.size)),
+                mx.broadcast_to(k.weight, (shape.kv_heads, k.weight.size)),
+            ]
+        )
+        self._epsilon = q.eps
+        mx.eval(self._weights)
+
+    def __call__(self, heads: mx.array) -> mx.array:
+        """`heads`, (tokens, heads + 2 * kv_heads, dim), those of v as they are."""
+        turned = mx.fast.rms_norm(heads[:, : self._heads], None, self._epsilon) * self._weights
+        return mx.concatenate([turned, heads[:, self._heads :]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayer:
+    """What a step needs of one layer. `kind` numbers the model's kinds of rotation."""
+
+    block: Block
+    head_norms: HeadNorms | None
+    kind: int
+    rotation: HeadRotation
+    shape: AttentionShape
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    @staticmethod
+    def of(anatomy: Anatomy, kind: int, rotation: HeadRotation) -> JoinedLayer:
+        norms = anatomy.head_norms
+        return JoinedLayer(
+            block=Block.of(anatomy, norm=MeanByProduct),
+            head_norms=None if norms is None else HeadNorms(norms, anatomy.shape),
+            kind=kind,
+            rotation=rotation,
+            shape=anatomy.shape,
+            scale=anatomy.scale,
+            softcap=anatomy.softcap,
+            window=anatomy.window,
+        )
+
+    def __call__(
+        self,
+        hidden: mx.array,
+        turns: Sequence[Turns],
+        store: LayerStore,
+        plan: StepPlan,
+        by_parts: ByParts,
+    ) -> mx.array:
+        tokens, of = hidden.shape[0], self.shape
+        by = turns[self.kind]
+        heads = by_parts(self._turned, hidden, by.cosines, by.sines)
+        q, k, v = mx.split(heads, [of.q_heads, of.q_heads + of.kv_heads], axis=1)
+        store.write(k.swapaxes(0, 1), v.swapaxes(0, 1), plan.slots)
+        attended = attend(q[:, :, None], store, plan, self.scale, self.window, softcap=self.softcap)
+        return by_parts(self.block.after, hidden, attended.reshape(tokens, -1))
+
+    def _turned(self, hidden: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+        """q, k and v, (tokens, heads + 2 * kv_heads, dim)."""
+        heads = self.block.heads(hidden).reshape(len(hidden), -1, self.shape.head_dim)
+        if self.head_norms is not None:
+            heads = self.head_norms(heads)
+        return heads * cosines + (heads @ self.rotation.turn) * sines
+
+
+class JoinedForward(OnPages):
+    """All tokens of a step in one pass, by joined products; made by `join`."""
+
+    kind: ClassVar[str] = "fused"
+    abreast: int = ABREAST_ON_CPU
+
+    def __init__(self, common: Common, layers: Sequence[JoinedLayer], page_size: int) -> None:
+        self._page_size = page_size
+        self._layers = layers
+        self._rotations = list({layer.kind: layer.rotation for layer in layers}.values())
+        self._embed = common.embedded
+        self._norm = MeanByProduct(common.norm)
+        self._vocabulary = common.vocabulary
+        shapes = [LayerShape.of(layer.shape, layer.window) for layer in layers]
+        self.stores = [LayerStore(shape, page_size) for shape in shapes]
+        self._serves = False
+
+    def serve(self) -> None:
+        self._serves = True
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        return shortest_first(lengths)
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        step = RaggedStep.of(decode, chunks, self._page_size)
+        turns = [rotation(step.plan.positions) for rotation in self._rotations]
+        hidden = self._embed(step.tokens)
+        apart = chunks and hidden.size >= LEAST_IN_HALVES and self._serves and has_lane()
+        by_parts = in_halves if apart else _whole
+        for layer, store in zip(self._layers, self.stores, strict=True):
+            hidden = layer(hidden, turns, store, step.plan, by_parts)
+        hidden = hidden if step.wanted is None else hidden[step.wanted]
+        return self._vocabulary(self._norm(hidden))
+
+
+def join(model: nn.Module, page_size: int) -> JoinedForward:
+    """The joined form of `model`, which goes on working: its weights become views of the joined
+    ones, a layer at a time. Nothing has been compared yet.
+
+    Raises:
+        NotApplicable: the model, or the device, is another.
+    """
+    if mx.default_device() != mx.cpu:
+        raise NotApplicable("a GPU has kernels for it, or operations are cheap")
+    try:
+        common = Common.of(model, page_size)
+    except NotFusable as reason:
+        raise NotApplicable(f"the module is no common decoder: {reason}") from reason
+    attentions = [layer for layer in common.layers if isinstance(layer, Anatomy)]
+    if len(attentions) < len(common.layers) or any(each.rotary.gated for each in attentions):
+        raise NotApplicable("layers without attention, or with gates behind it")
+    if any(each.rotary.values or each.rotary.alone for each in attentions) or common.inlets:
+        raise NotApplicable("norms of values, or keys or inputs beside a layer's own")
+    if not all(isinstance(anatomy.mlp, Gates) for anatomy in attentions):
+        raise NotApplicable("an MLP of other parts")
+    if attentions[0].shape.dtype != mx.float32:
+        raise NotApplicable("products in half precision take longer than all the rest")
+    rotations: dict[tuple[int, AttentionShape, Temper | None], HeadRotation] = {}
+    layers: list[JoinedLayer] = []
+    for anatomy, kind in zip(attentions, common.kinds, strict=True):
+        key = (kind, anatomy.shape, anatomy.temper)
+        if key not in rotations:
+            rotations[key] = HeadRotation(common.rotations[kind], anatomy.shape, anatomy.temper)
+        number = list(rotations).index(key)
+        layers.append(JoinedLayer.of(anatomy, number, rotations[key]))
+        # Before the next layer is joined, so that one alone is there twice.
+        mx.eval(anatomy.weights())
+    return JoinedForward(common, layers, page_size)
+
+
+def _whole(compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+    return compute(*arrays)

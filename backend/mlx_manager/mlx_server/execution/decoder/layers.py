@@ -1,0 +1,623 @@
+"""A step through one layer, what comes before the first, and behind the last."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx import nn
+
+from mlx_manager.mlx_server.devices.attention import KernelSet, PagedKernels, Rotary, Splits
+from mlx_manager.mlx_server.devices.cuda.attention.opening import (
+    BuildOpening,
+    OpeningKernel,
+    Turning,
+)
+from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import StateKernels, Texts
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul.chain import Chain
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import WarpForm
+from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.devices.states import DeltaWeights, StateStore
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.execution.alike import arrays_of, kind_of, made_of
+from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend, newest_slots
+from mlx_manager.mlx_server.execution.decoder.additions import Addition, NormFor, addition_of
+from mlx_manager.mlx_server.execution.decoder.anatomy import (
+    Anatomy,
+    Common,
+    Inlets,
+    NotFusable,
+    Rotation,
+    Surroundings,
+    Temper,
+)
+from mlx_manager.mlx_server.execution.decoder.inlets import Intake
+from mlx_manager.mlx_server.execution.decoder.mlps import Mlp, mlp_of
+from mlx_manager.mlx_server.execution.decoder.projections import (
+    Ahead,
+    Head,
+    Projection,
+    Sum,
+    head,
+    join,
+    table_of,
+)
+
+Store = LayerStore | StateStore
+"""What a layer's rows keep, on pages or in slots."""
+# Outputs that a product of ours has a multiple of.
+WHOLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step, of one token a row.
+
+    tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
+    that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
+    token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
+    slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
+    where there are recurrent layers, one, (rows,) int32: each row's. far: whether some row is
+    beyond `FusedDecoder.far_from`.
+    """
+
+    tokens: mx.array
+    before: mx.array
+    table: mx.array
+    pools: Sequence[Sequence[mx.array]]
+    splits: Mapping[int | None, Splits]
+    slots: Sequence[mx.array] = ()
+    far: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The products of one layer, joined."""
+
+    norm: nn.RMSNorm
+    qkv: Projection
+    output: Addition
+    mlp: Mlp
+    intake: Intake | None = None
+
+    @staticmethod
+    def of(
+        anatomy: Surroundings,
+        few: ProductKernels | None = None,
+        norm: NormFor = lambda own: own,
+    ) -> Block:
+        """Its weights are joined, and those of the module become views of them: see `join`.
+
+        few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
+        """
+        around, inlet, scale = anatomy.attention_norms, anatomy.inlet, anatomy.scale_of_sum
+        behind = anatomy.mlp_norms.behind if inlet is None else inlet.norm
+        if scale is not None and behind is None:
+            raise NotFusable("a sum that is scaled, without a norm before it")
+        return Block(
+            norm=norm(around.before),
+            qkv=join(anatomy.qkv, few, 1 if isinstance(anatomy, Anatomy) else WHOLE),
+            output=addition_of(anatomy.output, around.behind, few, norm),
+            mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm, None if inlet else scale),
+            intake=None if inlet is None else Intake.of(inlet, few, norm, scale),
+        )
+
+    @property
+    def unpacked(self) -> Block:
+        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+        return replace(
+            self,
+            qkv=self.qkv.unpacked,
+            output=self.output.unpacked,
+            mlp=self.mlp.unpacked,
+            intake=self.intake and self.intake.unpacked,
+        )
+
+    @property
+    def unpacked_bytes(self) -> int:
+        parts = (self.qkv, self.output, self.mlp, self.intake)
+        return sum(part.unpacked_bytes for part in parts if part is not None)
+
+    def heads(self, hidden: Ahead) -> mx.array:
+        """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
+        return self.qkv.normed(hidden, self.norm)
+
+    def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
+        """What who makes so many rows for `qkv` and `mlp` is to do of their norms."""
+        if not (self.output.sees_rows or self.mlp.by_groups(rows)):
+            return None, None
+        return self.qkv.expected(self.norm), self.mlp.expected()
+
+    def after(self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()) -> mx.array:
+        """The layer's result. attended: (tokens, heads * dim). own: see `Intake`."""
+        return self.launches_after(hidden, attended, None, own)[1].rows
+
+    def launches_after(
+        self,
+        hidden: mx.array,
+        attended: mx.array,
+        following: Norm | None,
+        own: Sequence[mx.array] = (),
+    ) -> tuple[list[mx.array], Sum]:
+        """What the layer's result is made from, and that. following: what the next one expects."""
+        _, expected = self.expects(hidden.shape[0])
+        before, added = self.output.launches(hidden, attended, expected)
+        last = self.intake
+        made, result = self.mlp.launches(added, following if last is None else None)
+        launches = [*before, added.rows, *made]
+        if last is None:
+            return launches, result
+        more, sum_of_all = last.launches(result.rows, own, following)
+        return [*launches, result.rows, *more], sum_of_all
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose products are by the same kernels."""
+        return kind_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a joint gives: all that it launches, the layer's result, (rows, width), and the heads of
+    the layer that follows, (rows, (heads + 2 * kv_heads) * dim)."""
+
+    launches: Sequence[mx.array]
+    result: mx.array
+    heads: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What lies between a layer's attention and that of the layer that follows, if one does.
+
+    chain: does it in one launch for few rows, if anything does.
+    """
+
+    block: Block
+    following: Block | None
+    chain: Chain | None
+
+    @staticmethod
+    def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
+        """few: what multiplies few rows, if anything does."""
+        links = [block.output.link(), *block.mlp.links()]
+        if block.intake is not None:
+            links.append(None)
+        if following is not None:
+            links.append(following.qkv.link(following.norm))
+        found = [link for link in links if link is not None]
+        if few is None or len(found) < len(links):
+            return Joint(block, following, None)
+        return Joint(block, following, few.chain(found))
+
+    def __call__(
+        self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()
+    ) -> Joined:
+        """attended: (rows, heads * dim). own: see `Intake`."""
+        if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
+            chained = self.chain(attended, hidden)
+            return Joined(chained, chained[2], None if self.following is None else chained[3])
+        following = self.following
+        expected = None if following is None else following.expects(hidden.shape[0])[0]
+        made, result = self.block.launches_after(hidden, attended, expected, own)
+        made.append(result.rows)
+        if following is None:
+            return Joined(made, result.rows, None)
+        heads = following.heads(result.ahead)
+        return Joined([*made, heads], result.rows, heads)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for joints whose launches are by the same kernels."""
+        following = self.following
+        if self.chain is None and (
+            following is None or not any(following.expects(WarpForm.most_rows))
+        ):
+            return self.block.kind
+        return (self.block.kind, None if following is None else following.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the layers of a step share, and what is `before` the next, (rows,) int32.
+
+    lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
+    rotations: of the newest, by kind. inlets: (rows, layers, width), if there are any. slots:
+    (rows,) int32, theirs on pages, -1 for padding; for layers that do not find them by themselves.
+    """
+
+    following: mx.array
+    lengths: mx.array
+    rotations: Sequence[mx.array]
+    slots: mx.array | None = None
+    inlets: mx.array | None = None
+
+    def with_slots(self, table: mx.array, page_size: int) -> Shared:
+        """table: the pages of each row."""
+        slots = newest_slots(self.following, table, page_size)
+        return replace(self, slots=slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
+
+    embed: Callable[[mx.array], mx.array]
+    rotations: Sequence[Rotation]
+    inlets: Inlets | None
+    kernel: OpeningKernel | None
+
+    @staticmethod
+    def of(common: Common, build: BuildOpening) -> Opening:
+        embed, rotations, inlets = common.embedded, common.rotations, common.inlets
+        dtype, table = common.layers[0].shape.dtype, table_of(common.embed)
+        if table is None or table.dtype != dtype:
+            return Opening(embed, rotations, inlets, None)
+        kinds = [
+            Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
+            for turn in rotations
+        ]
+        kernel = build(table, kinds, common.scale)
+        built = None if isinstance(kernel, Unsupported) else kernel
+        return Opening(embed, rotations, inlets, built)
+
+    def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
+        """Embeddings, (rows, width), and what layers share."""
+        if self.kernel is not None:
+            frequencies = [turn.frequencies for turn in self.rotations]
+            hidden, following = self.kernel.open(tokens, before, frequencies)
+            shared = Shared(following, self.kernel.lengths, self.kernel.rotations)
+        else:
+            # Padding stays at 0: it must not write anywhere.
+            lengths = mx.where(before > 0, before + 1, 0)
+            turns = [turn(before) for turn in self.rotations]
+            hidden, shared = self.embed(tokens), Shared(lengths, lengths, turns)
+        return hidden, replace(shared, inlets=self.of_layers(tokens, hidden))
+
+    def of_layers(self, tokens: mx.array, hidden: mx.array) -> mx.array | None:
+        """What layers take of their own of `tokens`, if they do; see `Inlets`."""
+        return None if self.inlets is None else self.inlets(tokens, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a step ends with. `product`: with the vocabulary, if it is known what is multiplied;
+    else `vocabulary` multiplies, and caps. `capped`: what is done to logits."""
+
+    norm: nn.RMSNorm
+    product: Head | None
+    vocabulary: Callable[[mx.array], mx.array]
+    capped: Callable[[mx.array], mx.array]
+
+    @staticmethod
+    def of(common: Common, few: ProductKernels | None) -> Ending:
+        """few: what multiplies few rows, if anything does."""
+        product = head(common.head, common.layers[0].shape.dtype, few)
+        return Ending(common.norm, product, common.vocabulary, common.capped)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Logits, (rows, vocabulary)."""
+        if self.product is None:
+            return self.vocabulary(self.norm(hidden))
+        return self.capped(self.product.normed(hidden, self.norm))
+
+
+class Part(ABC):
+    """A layer but for what is its neighbours' or the decoder's: a part as `alike` knows them."""
+
+    __slots__ = ()
+
+    block: Block
+
+    @property
+    @abstractmethod
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for parts whose launches, but for products, are of the same kernels."""
+
+    @property
+    @abstractmethod
+    def _own_numbers(self) -> int:
+        """Numbers that are made of a token on the way from the first product to the next."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all that is made of a token on the way through: queries rotated and what they attend
+        to, and what the products make and are made from."""
+        block = self.block
+        # Before and behind the MLP, each with its norm.
+        hidden = 4 * block.output.width + block.output.token_numbers
+        heads = block.qkv.weight.shape[-2] + self._own_numbers
+        size: int = block.norm.weight.dtype.size
+        of_intake = 0 if block.intake is None else block.intake.token_numbers
+        return size * (hidden + heads + block.mlp.token_numbers + of_intake)
+
+    @property
+    @abstractmethod
+    def unpacked(self) -> Self:
+        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.block.unpacked_bytes
+
+    @abstractmethod
+    def store(self, page_size: int, kernels: KernelSet) -> Store:
+        """What its rows keep, nothing as yet. kernels: what reads pages."""
+
+    @abstractmethod
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: Sequence[mx.array],
+        step: Step,
+    ) -> mx.array:
+        """What the output projection takes of each row. heads: what the first product gives.
+        rotation: the number of the layer's."""
+
+    def ragged(
+        self,
+        hidden: mx.array,
+        rotation: mx.array,
+        store: Store,
+        plan: StepPlan,
+        texts: Texts | None,
+        *,
+        unpack: bool,
+        own: Sequence[mx.array] = (),
+    ) -> mx.array:
+        """The layer's result in a step with prompts in it. hidden: (tokens, width). texts: what
+        recurrent layers take of the plan. own: see `Intake`. unpack: whether weights that are
+        packed are made dense for it."""
+        part = self.unpacked if unpack else self
+        heads = part.block.heads(hidden)
+        attended = part._attend_ragged(heads, rotation, store, plan, texts)
+        return part.block.after(hidden, attended, own)
+
+    @abstractmethod
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: Any,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart(Part):
+    block: Block
+    head_norms: tuple[mx.array, mx.array] | None
+    rotary: Rotary
+    kernels: PagedKernels
+    scale: float
+    softcap: float | None
+    window: int | None
+    sinks: mx.array | None
+    temper: Temper | None
+
+    @staticmethod
+    def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> AttentionPart:
+        """block: of the same layer, joined. kernels: for its shape."""
+        return AttentionPart(
+            block=block,
+            head_norms=anatomy.head_weights,
+            rotary=anatomy.rotary,
+            kernels=kernels,
+            scale=anatomy.scale,
+            softcap=anatomy.softcap,
+            window=anatomy.window,
+            sinks=anatomy.sinks,
+            temper=anatomy.temper,
+        )
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        scores = (self.scale, self.softcap, self.sinks is not None, self.temper)
+        return (self.kernels.shape, self.window, *scores, self.rotary)
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(self, block=self.block.unpacked)
+
+    @property
+    def _own_numbers(self) -> int:
+        shape = self.kernels.shape
+        return (3 if self.rotary.gated else 2) * shape.q_heads * shape.head_dim
+
+    def store(self, page_size: int, kernels: KernelSet) -> LayerStore:
+        return LayerStore(LayerShape.of(self.kernels.shape, self.window), page_size, kernels)
+
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: Sequence[mx.array],
+        step: Step,
+    ) -> mx.array:
+        keys, values = pool
+        if step.far:
+            heads = self._tempered(heads, shared.following - 1)
+        fresh = (heads, shared.rotations[rotation], self.head_norms)
+        how: dict[str, Any] = {
+            "scale": self.scale,
+            "splits": step.splits[self.window],
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
+        lengths, rotary = shared.lengths, self.rotary
+        pages = (keys, values, step.table, lengths)
+        if rotary.alone:
+            queries = self.kernels.rotate_and_write(*fresh, keys, values, lengths, rotary=rotary)
+            # What is written has been, by the layer that these keys and values are of.
+            dep = shared.following[:1]
+            return self.kernels.attend(queries, *pages, dep, **how).reshape(heads.shape)
+        attended = self.kernels.attend_fused(*fresh, *pages, rotary=rotary, **how)
+        return self._gated(attended, heads)
+
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: LayerStore,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array:
+        if self.temper is not None and plan.longest > self.temper.tokens:
+            heads = self._tempered(heads, plan.positions)
+        queries = self.kernels.rotate_and_write(
+            heads,
+            rotation,
+            self.head_norms,
+            store.keys,
+            store.values,
+            plan.numbers.array,
+            rotary=self.rotary,
+        )
+        attended = attend(queries, store, plan, self.scale, self.window, self.sinks, self.softcap)
+        return self._gated(attended.reshape(heads.shape[0], -1), heads)
+
+    def _tempered(self, heads: mx.array, positions: mx.array) -> mx.array:
+        """`heads` of tokens at `positions`, (tokens,), with their queries multiplied."""
+        if self.temper is None:
+            return heads
+        of = self.kernels.shape
+        factors = self.temper(mx.maximum(positions, 0)).astype(heads.dtype)[:, None]
+        are_queries = mx.arange(heads.shape[1]) < of.q_heads * of.head_dim
+        return mx.where(are_queries, heads * factors, heads)
+
+    def _gated(self, attended: mx.array, heads: mx.array) -> mx.array:
+        """(tokens, heads * dim), through the gates that lie behind each of `heads`' queries."""
+        if not self.rotary.gated:
+            return attended
+        tokens, columns = heads.shape
+        of = self.kernels.shape
+        own = (tokens, of.q_heads, of.head_dim)
+        gates = mx.as_strided(heads, own, (columns, 2 * of.head_dim, 1), of.head_dim)
+        return _through_gates(attended.reshape(own), gates).reshape(tokens, -1)
+
+
+@partial(mx.compile, shapeless=True)
+def _through_gates(x: mx.array, gates: mx.array) -> mx.array:
+    return x * mx.sigmoid(gates)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart(Part):
+    """Of a layer whose rows keep a state. weights: what `kernels` take besides."""
+
+    block: Block
+    kernels: StateKernels
+    weights: DeltaWeights | mx.array
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (self.kernels.shape,)
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(self, block=self.block.unpacked)
+
+    @property
+    def _own_numbers(self) -> int:
+        return self.kernels.shape.numbers
+
+    def store(self, page_size: int, kernels: KernelSet) -> StateStore:
+        return StateStore(self.kernels.shape)
+
+    def attend(
+        self,
+        heads: mx.array,
+        shared: Shared,
+        rotation: int,
+        pool: Sequence[mx.array],
+        step: Step,
+    ) -> mx.array:
+        return self.kernels.step(heads, self.weights, pool, shared.lengths, step.slots[0])
+
+    def _attend_ragged(
+        self,
+        heads: mx.array,
+        rotation: mx.array,
+        store: StateStore,
+        plan: StepPlan,
+        texts: Texts | None,
+    ) -> mx.array:
+        assert texts is not None
+        return self.kernels.chunks(heads, self.weights, store, texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. `rotation` is the number of its rotation among the decoder's kinds, and `source`
+    that of the store that it works on."""
+
+    part: Part
+    joint: Joint
+    rotation: int
+    source: int
+
+    def attend(
+        self, heads: mx.array, shared: Shared, pool: Sequence[mx.array], step: Step
+    ) -> mx.array:
+        """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
+        return self.part.attend(heads, shared, self.rotation, pool, step)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers whose launches are of the same kernels."""
+        return (*self.part.kind, *self.joint.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A layer, with all that tells it from others of its `kind`, a number: `arrays` and the number
+    of its `rotation`, and that of its store, `source`."""
+
+    part: Part
+    kind: int
+    arrays: Sequence[mx.array]
+    rotation: int
+    source: int
+
+    @staticmethod
+    def all_of(layers: Sequence[Layer]) -> list[Repeated]:
+        parts = [layer.part for layer in layers]
+        numbers: dict[tuple[Any, ...], int] = {}
+        kinds = [numbers.setdefault(kind_of(part), len(numbers)) for part in parts]
+        return [
+            Repeated(part, kind, arrays_of(part), layer.rotation, layer.source)
+            for part, kind, layer in zip(parts, kinds, layers, strict=True)
+        ]
+
+    def run(  # noqa: PLR0917
+        self,
+        store: Store,
+        plan: StepPlan,
+        texts: Texts | None,
+        unpack: bool,
+        hidden: mx.array,
+        rotation: mx.array,
+        own_inputs: Sequence[mx.array],
+        arrays: Sequence[mx.array],
+        pages: Sequence[mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        """The result of any layer of this kind, and what is `written` then.
+
+        own_inputs: see `Intake`. arrays, pages: that layer's, and its store's. texts, unpack: see
+        `Part.ragged`.
+        """
+        own = store.alike(pages)
+        part = made_of(self.part, arrays)
+        result = part.ragged(hidden, rotation, own, plan, texts, unpack=unpack, own=own_inputs)
+        return result, own.written

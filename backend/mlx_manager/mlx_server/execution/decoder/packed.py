@@ -1,0 +1,78 @@
+"""Models whose few rows are multiplied by packed weights."""
+
+from __future__ import annotations
+
+from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, cuda_device
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import knows
+from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.execution.decoder.anatomy import (
+    Anatomy,
+    Common,
+    Gates,
+    GatesAndRoutes,
+    Latents,
+    NotFusable,
+    Routes,
+)
+from mlx_manager.mlx_server.execution.decoder.mlps import flat, stored_in
+from mlx_manager.mlx_server.execution.decoder.projections import packing_of
+
+_PACKED = (nn.QuantizedLinear, QuantizedSwitchLinear)
+# Of pages; the answer does not depend on it.
+_PAGE_SIZE = 16
+
+
+def multiplies_packed(model: nn.Module) -> bool:
+    """Whether the default device has kernels for few rows and `model`'s weights as they are packed,
+    as far as they are: of a common decoder that is stored so."""
+    packed = any(isinstance(module, _PACKED) for _, module in model.named_modules())
+    # The device is asked first: to take a decoder to pieces computes a little.
+    if not packed or isinstance(cuda_device(), Unsupported):
+        return False
+    try:
+        common = Common.of(model, _PAGE_SIZE)
+    except NotFusable:
+        return False
+    return common.layers[0].shape.dtype in TYPES and are_served(common)
+
+
+def are_served(common: Common) -> bool:
+    """Whether there are kernels for all of a decoder's layers and its head as they are packed.
+
+    Where there are experts, some may be packed and others not, and each in its own way. A layer
+    without is multiplied in one launch if all are packed alike, and is worth it then.
+    """
+    found: list[Weight | None] = [_packed(common.head)]
+    joined: list[Weight | None] = []
+    experts: list[Weight] = []
+    for anatomy in common.layers:
+        found.append(_packed(anatomy.output))
+        # Others than those of common attention are joined to as many outputs as there must be.
+        first = found if isinstance(anatomy, Anatomy) else joined
+        first += [_packed(layer) for layer in anatomy.qkv]
+        if isinstance(anatomy, Latents) and anatomy.queries is not None:
+            found.append(_packed(anatomy.queries))
+        of = anatomy.mlp
+        for mlp in (of.gates, of.routes) if isinstance(of, GatesAndRoutes) else (of,):
+            match mlp:
+                case Gates(gate_up=gate_up, down=down):
+                    found += [_packed(layer) for layer in (*gate_up, down)]
+                case Routes(gate_up=gate_up, down=down):
+                    experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
+    alone = [weight for weight in found if isinstance(weight, Packed)]
+    weights = [*alone, *(weight for weight in joined if isinstance(weight, Packed))]
+    if not (all(map(ProductKernels.serves, alone)) and all(map(knows, [*weights, *experts]))):
+        return False
+    kinds = {(weight.bits, weight.group_size) for weight in weights}
+    whole = len(weights) == len(found) + len(joined)
+    return bool(experts) or (whole and len(kinds) == 1)
+
+
+def _packed(layer: nn.Module) -> Packed | None:
+    is_packed = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+    return packing_of(layer) if is_packed else None

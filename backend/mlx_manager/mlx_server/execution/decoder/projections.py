@@ -1,0 +1,447 @@
+"""What hidden states are multiplied with, projections of the same input joined."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.models.activations import swiglu, swiglu_oai
+
+from mlx_manager.mlx_server.devices.cpu.powers import gated_by, gelu_gated_by, pays
+from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
+    Activation,
+    Link,
+    Norm,
+    Packed,
+    Scaled,
+    Weight,
+)
+
+MOST_PACKED = 8
+"""Rows that are multiplied by packed weights where dense ones are there, too: steps of an 8B with
+1, 8 and 32 rows take 1.90, 2.77 and 5.09 ms by integers of 4 bits, and 4.04, 4.21 and 4.60 by
+bfloat16 (H200)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """Rows that the norm before a product has been applied to, (rows, inputs)."""
+
+    rows: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+
+Ahead = mx.array | Scaled | Normed
+"""What a product behind a norm takes: rows as they are, or as their maker leaves them: `Scaled` if
+it did what was `expected`, or `Normed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum, (rows, width), and what the product behind it takes of it."""
+
+    rows: mx.array
+    ahead: Ahead
+
+    @staticmethod
+    def alone(rows: mx.array) -> Sum:
+        return Sum(rows, rows)
+
+
+class FewOrMany(ABC):
+    """What multiplies few rows by kernels of ours, which do on the way what stands around a
+    product, where `few` is there to; and many by MLX. `bias` is (outputs,)."""
+
+    __slots__ = ()
+
+    few: ProductKernels | None
+    bias: mx.array | None
+
+    @property
+    @abstractmethod
+    def factor(self) -> Weight:
+        """The weight as `few` takes it."""
+
+    @property
+    @abstractmethod
+    def unpacked(self) -> Projection:
+        """The same with dense weights, if it has none, which take `unpacked_bytes` for as long as
+        the products with them: what MLX multiplies many rows by sooner."""
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
+
+    @abstractmethod
+    def _product(self, x: mx.array) -> mx.array: ...
+
+    @abstractmethod
+    def _sum(self, residual: mx.array, x: mx.array) -> mx.array:
+        """`residual` plus the product with `x`."""
+
+    def alone(self, x: mx.array) -> mx.array:
+        """The product with `x`."""
+        if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
+            return self.few.multiply(x, self.factor, bias=self.bias)
+        return self._product(x)
+
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
+        """The product with `norm(x)`."""
+        if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
+            rows, left = _left_to_do(x, norm)
+            return self.few.multiply(rows, self.factor, norm=left, bias=self.bias)
+        return self._product(_normed(x, norm))
+
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        """`activation` of gate and up, the halves of the product with `norm(x)`."""
+        if self.few is None:
+            return _gate(self._product(_normed(x, norm)), activation)
+        if x.shape[0] > self.few.most_gated_rows(self.factor):
+            return self.few.gate(self._product(_normed(x, norm)), activation)
+        rows, left = _left_to_do(x, norm)
+        return self.few.gated(rows, self.factor, norm=left, bias=self.bias, activation=activation)
+
+    def by_groups(self, rows: int) -> bool:
+        """Whether `gated` multiplies so many by warpgroups."""
+        return self.few is not None and self.few.gates_by_groups(self.factor, rows)
+
+    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+        """`norm`, before this product, as who makes its few rows may do a part of it."""
+        return None if self.few is None else norm_of(norm)
+
+    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+        """`residual` plus the product with `x`. following: what the next product expects of it."""
+        few, bias = self.few, self.bias
+        if few is None or x.shape[0] > few.most_rows(self.factor):
+            return Sum.alone(self._sum(residual, x))
+        if following is None or not few.serves_ahead(self.factor):
+            return Sum.alone(few.multiply(x, self.factor, bias=bias, residual=residual))
+        return Sum(*few.multiply_ahead(x, self.factor, following, bias=bias, residual=residual))
+
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
+        """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one.
+        activation: of gates and ups."""
+        if self.few is None:
+            return None
+        return Link(self.factor, self.bias, None if norm is None else norm_of(norm), activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(FewOrMany):
+    """`weight` is (outputs, inputs).
+
+    `transposed` is a view of `weight`: one that is made at each product is a microsecond of the
+    host's.
+    """
+
+    weight: mx.array
+    transposed: mx.array
+    bias: mx.array | None
+    few: ProductKernels | None
+
+    @staticmethod
+    def of(weight: mx.array, bias: mx.array | None, few: ProductKernels | None) -> Dense:
+        """few: what multiplies few rows, if anything does, and if it serves `weight`."""
+        return Dense(weight, weight.T, bias, _if_served(few, weight))
+
+    @property
+    def factor(self) -> mx.array:
+        return self.weight
+
+    @property
+    def unpacked(self) -> Dense:
+        return self
+
+    def _product(self, x: mx.array) -> mx.array:
+        if self.bias is None:
+            return x @ self.transposed
+        return mx.addmm(self.bias, x, self.transposed)
+
+    def _sum(self, residual: mx.array, x: mx.array) -> mx.array:
+        out = mx.addmm(residual, x, self.transposed)
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized(FewOrMany):
+    """`packed` is as `mx.quantized_matmul` takes it."""
+
+    packed: Packed
+    bias: mx.array | None
+    few: ProductKernels | None
+
+    @staticmethod
+    def of(packed: Packed, bias: mx.array | None, few: ProductKernels | None) -> Quantized:
+        """few: what multiplies few rows, if anything does, and if it serves `packed`."""
+        return Quantized(packed, bias, _if_served(few, packed))
+
+    @property
+    def weight(self) -> mx.array:
+        return self.packed.words
+
+    @property
+    def factor(self) -> Packed:
+        return self.packed
+
+    @property
+    def unpacked(self) -> Projection:
+        if self.few is None:
+            return self
+        return Dense.of(self.packed.dense, self.bias, self.few)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        outputs, inputs = self.packed.shape
+        return 0 if self.few is None else outputs * inputs * self.packed.dtype.size
+
+    def _product(self, x: mx.array) -> mx.array:
+        out = self.packed.times(x)
+        return out if self.bias is None else out + self.bias
+
+    def _sum(self, residual: mx.array, x: mx.array) -> mx.array:
+        return residual + self._product(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Twofold:
+    """A weight that is there twice: few rows are multiplied as it is packed, which is read sooner,
+    and more by dense numbers. For the methods, see `FewOrMany`."""
+
+    packed: Quantized
+    dense: Dense
+
+    @property
+    def weight(self) -> mx.array:
+        return self.dense.weight
+
+    @property
+    def unpacked(self) -> Projection:
+        return self.dense
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
+
+    def alone(self, x: mx.array) -> mx.array:
+        return self._for(x.shape[0]).alone(x)
+
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
+        return self._for(x.shape[0]).normed(x, norm)
+
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        return self._for(x.shape[0]).gated(x, norm, activation)
+
+    def by_groups(self, rows: int) -> bool:
+        return self._for(rows).by_groups(rows)
+
+    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+        return self.dense.expected(norm)
+
+    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+        return self._for(x.shape[0]).added_to(residual, x, following)
+
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
+        return self.packed.link(norm, activation)
+
+    def _for(self, rows: int) -> FewOrMany:
+        return self.packed if rows <= MOST_PACKED else self.dense
+
+
+class OneProduct(ABC):
+    """What is made of nothing but its product. For the methods, see `FewOrMany`."""
+
+    __slots__ = ()
+
+    @property
+    def unpacked(self) -> Self:
+        return self
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return 0
+
+    def alone(self, x: mx.array) -> mx.array:
+        return self._product(x)
+
+    def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
+        return self._product(_normed(x, norm))
+
+    def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
+        return _gate(self._product(_normed(x, norm)), activation)
+
+    def by_groups(self, rows: int) -> bool:
+        return False
+
+    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+        return None
+
+    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+        return Sum.alone(residual + self._product(x))
+
+    def link(
+        self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
+    ) -> Link | None:
+        return None
+
+    @abstractmethod
+    def _product(self, x: mx.array) -> mx.array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfItsOwn(OneProduct):
+    """A layer whose weight lies in memory in a way of its own, and which multiplies by itself."""
+
+    layer: nn.Linear
+
+    @property
+    def weight(self) -> mx.array:
+        weight: mx.array = self.layer.weight
+        return weight
+
+    @property
+    def bias(self) -> mx.array | None:
+        bias: mx.array | None = self.layer.get("bias")
+        return bias
+
+    def _product(self, x: mx.array) -> mx.array:
+        out: mx.array = self.layer(x)
+        return out
+
+
+Head = Dense | Quantized | Twofold
+Projection = Head | OfItsOwn
+
+
+def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | None:
+    return few if few is not None and few.serves(weight) else None
+
+
+def norm_of(norm: nn.RMSNorm) -> Norm:
+    """As the kernels take it."""
+    return Norm(norm.weight, norm.eps)
+
+
+def _normed(x: Ahead, norm: nn.RMSNorm) -> mx.array:
+    """`norm(x)`, unless that has been done."""
+    rows: mx.array = x.rows if isinstance(x, Normed) else norm(x)
+    return rows
+
+
+def _left_to_do(x: Ahead, norm: nn.RMSNorm) -> tuple[mx.array | Scaled, Norm | None]:
+    """What the kernels take of `x`, and what of `norm` is left to them."""
+    return (x.rows, None) if isinstance(x, Normed) else (x, norm_of(norm))
+
+
+def _gate(both: mx.array, activation: Activation) -> mx.array:
+    gate, up = mx.split(both, 2, axis=-1)
+    by_powers = pays(both, gate.size)
+    gated: mx.array
+    match activation:
+        case Activation.SILU:
+            gated = gated_by(gate, up) if by_powers else swiglu(gate, up)
+        case Activation.GELU:
+            gated = gelu_gated_by(gate, up) if by_powers else _geglu(gate, up)
+        case Activation.CLAMPED_SILU:
+            gated = swiglu_oai(gate, up)
+    return gated
+
+
+@partial(mx.compile, shapeless=True)
+def _geglu(gate: mx.array, up: mx.array) -> mx.array:
+    gated: mx.array = nn.gelu_approx(gate) * up
+    return gated
+
+
+def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int = 1) -> Projection:
+    """One product for several of the same input. Their weights become views of the joined ones,
+    lazily: both are there until `Anatomy.weights` are evaluated. The outputs are a multiple of
+    `multiple`, filled up by zeros."""
+    first = linears[0]
+    joined = dict(first)
+    lacking = -sum(linear.weight.shape[0] for linear in linears) % multiple
+    if len(linears) > 1 or lacking:
+        joined = {name: _below([linear[name] for linear in linears], lacking) for name in joined}
+        starts = dict.fromkeys(joined, 0)
+        for linear in linears:
+            stops = {name: start + linear[name].shape[0] for name, start in starts.items()}
+            linear.update({name: joined[name][starts[name] : stops[name]] for name in joined})
+            starts = stops
+    layer = copy(first)
+    layer.update(joined)
+    if isinstance(first, nn.QuantizedLinear):
+        return Quantized.of(packing_of(layer), layer.get("bias"), few)
+    if type(first) is not nn.Linear:
+        return OfItsOwn(layer)
+    return _dense(layer, few)
+
+
+def packing_of(layer: nn.Module) -> Packed:
+    """layer: a quantised one, of experts too."""
+    return Packed(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        layer.group_size,
+        layer.bits,
+        layer.mode,
+    )
+
+
+def table_of(embed: nn.Module) -> Weight | None:
+    """The embeddings, if they are looked up and no more."""
+    if type(embed) is nn.QuantizedEmbedding:
+        return packing_of(embed)
+    return embed.weight if type(embed) is nn.Embedding else None
+
+
+def _kept(layer: nn.Module) -> Packed:
+    """What a dense layer was made of, if it has that, too."""
+    arrays = (layer.packed, layer.packed_scales, layer.packed_biases)
+    return Packed(*arrays, layer.group_size, layer.bits)
+
+
+def head(layer: nn.Module, dtype: mx.Dtype, few: ProductKernels | None) -> Head | None:
+    """The product with the vocabulary, if it is a plain one of `dtype`, or a quantised one. layer:
+    what has the weight, perhaps the embedding."""
+    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+        return Quantized.of(packing_of(layer), layer.get("bias"), few)
+    if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
+        return _dense(layer, few)
+    return None
+
+
+def _dense(layer: nn.Linear | nn.Embedding, few: ProductKernels | None) -> Dense | Twofold:
+    bias = layer.get("bias")
+    dense = Dense.of(layer.weight, bias, few)
+    if "packed" not in layer:
+        return dense
+    packed = Quantized.of(_kept(layer), bias, few)
+    return dense if packed.few is None else Twofold(packed, dense)
+
+
+def _below(parts: Sequence[mx.array], lacking: int) -> mx.array:
+    """`parts`, one below the other, and so many rows of zeros; in memory by columns where the first
+    of them is."""
+    first = parts[0]
+    if lacking:
+        parts = [*parts, mx.zeros((lacking, *first.shape[1:]), first.dtype)]
+    if first.dtype == mx.float32 and first.ndim == 2:
+        rows, columns = np.array(first, copy=False).strides
+        if rows < columns:
+            return mx.concatenate([part.T for part in parts], axis=1).T
+    return mx.concatenate(list(parts))

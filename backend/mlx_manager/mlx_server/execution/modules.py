@@ -1,0 +1,166 @@
+"""Steps of running rows alone through a module of mlx-lm's, on a GPU.
+
+Such a module puts 20 to 30 operations a layer together in Python, which takes longer than a GPU
+takes to compute them. So a step is a function of arrays alone, that can be compiled: of tokens,
+lengths and page tables, of the pages, which are written in place, and of the state that recurrent
+layers keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_manager.mlx_server.devices.attention import BlockKind, Splits
+from mlx_manager.mlx_server.execution.attention.paged import (
+    PagedLayer,
+    Pass,
+    ReadBy,
+    Reading,
+    RowsPlan,
+)
+from mlx_manager.mlx_server.execution.compiled import Compile, Kinds
+from mlx_manager.mlx_server.execution.running import Running
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mlx_manager.mlx_server.execution.forward import Decode
+
+Cut = tuple[ReadBy, bool, BlockKind]
+"""Of a kind of attention what is no array of its splits: `divided` and `blocks`."""
+Pages = tuple[mx.array, mx.array, mx.array]
+"""Of a layer, and what has been written to them."""
+Kept = list["mx.array | None"]
+"""What a recurrent layer keeps of a batch."""
+
+
+def serves(layers: Sequence[PagedLayer]) -> bool:
+    """Whether kernels read the pages of all `layers`; where there are none, whether a GPU computes
+    the others: MLX would compile for a CPU by the machine's own compiler, for seconds, if it has
+    one."""
+    if not layers:
+        return mx.default_device() == mx.gpu
+    by_kernels = (Reading.PAGES, Reading.HANDED_ON)
+    return all(layer.store.kernels is not None and layer.reading in by_kernels for layer in layers)
+
+
+class ModuleSteps:
+    """Args:
+        call: gives the logits, (rows, vocabulary), of a pass over tokens, (rows, 1).
+        layers: the caches of that pass that are pages. states: those that are not. They are empty
+            but for the time of a pass.
+        current: the pass that `layers` see.
+        page_size: tokens a page.
+        compile: as `mx.compile`.
+        size: what so many rows are padded to.
+
+    Attributes:
+        kinds: the kinds of step that there have been.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        call: Callable[[mx.array], mx.array],
+        layers: Sequence[PagedLayer],
+        states: Sequence[ArraysCache],
+        current: Pass,
+        page_size: int,
+        compile: Compile,
+        size: Callable[[int], int],
+    ) -> None:
+        self._call = call
+        self._stores = [layer.store for layer in layers]
+        self._states = states
+        self._pass = current
+        self._page_size = page_size
+        self._running = Running(partial(_cut, current), size)
+        self.kinds = Kinds(compile)
+
+    def run(self, decode: Decode, kept: Sequence[ArraysCache] = ()) -> mx.array:
+        """Logits of the rows, and then of padding, not evaluated.
+
+        kept: of the rows, in place of the states that have been given; they go on.
+        """
+        batch = self._running.next(decode.keys, decode.tables, decode.lengths)
+        cuts = [(by, cut.divided, cut.blocks) for by, cut in batch.splits.items()]
+        work = [cut.items for cut in batch.splits.values()]
+        logits, batch.before, pages, after = self.kinds.run(
+            (batch.table.shape, *cuts, *(items.shape for items in work)),
+            partial(self._step, cuts),
+            batch.padded(decode.tokens),
+            batch.before,
+            batch.table,
+            work,
+            [store.arrays for store in self._stores],
+            list(map(_kept_by, kept)),
+        )
+        for store, arrays in zip(self._stores, pages, strict=True):
+            store.arrays = arrays
+        for state, arrays in zip(kept, after, strict=True):
+            _keep(state, arrays)
+        found: mx.array = logits
+        return found
+
+    def pause(self) -> None:
+        """The next step does not follow the last one, or not alone."""
+        self._running.batch = None
+
+    def state(self) -> list[mx.array]:
+        """What outlives a step besides pages and states."""
+        last = self._running.batch
+        return [] if last is None else [last.before]
+
+    def _step(  # noqa: PLR0917
+        self,
+        cuts: Sequence[Cut],
+        tokens: mx.array,
+        before: mx.array,
+        table: mx.array,
+        work: Sequence[mx.array],
+        pages: Sequence[Pages],
+        kept: Sequence[Kept],
+    ) -> tuple[mx.array, mx.array, list[Pages], list[Kept]]:
+        """Logits, what is `before` the next step, and the pages and states after this one."""
+        splits = {
+            by: Splits(items, divided, blocks)
+            for (by, divided, blocks), items in zip(cuts, work, strict=True)
+        }
+        plan = RowsPlan.of(before, table, splits, self._page_size)
+        own = [store.arrays for store in self._stores]
+        try:
+            self._pass.plan, self._pass.chunk = plan, False
+            for store, arrays in zip(self._stores, pages, strict=True):
+                store.arrays = arrays
+            for state, held in zip(self._states, kept, strict=True):
+                _keep(state, held)
+            logits = self._call(tokens[:, None])
+            written = [store.arrays for store in self._stores]
+            return logits, plan.decoding.lengths, written, list(map(_kept_by, self._states))
+        finally:
+            # Where it is compiled, nothing may stay of what has been put together.
+            self._pass.plan = None
+            for store, arrays in zip(self._stores, own, strict=True):
+                store.arrays = arrays
+            for state in self._states:
+                _keep(state, [None] * (len(state.cache) + 2))
+
+
+def _cut(current: Pass, lengths: NDArray[Any]) -> dict[ReadBy, Splits]:
+    """The work of all that has attended in any pass."""
+    return {
+        (shape, window): kernels.plan(lengths, window=window)
+        for (shape, window), kernels in current.readers.items()
+    }
+
+
+def _kept_by(state: ArraysCache) -> Kept:
+    return [*state.cache, state.lengths, state.left_padding]
+
+
+def _keep(state: ArraysCache, kept: Kept) -> None:
+    *state.cache, state.lengths, state.left_padding = kept

@@ -1,0 +1,129 @@
+"""The running rows of steps that have no prompts in them, as they are on a GPU.
+
+What changes little from step to step stays on the device: the page tables are sent again when some
+row has new pages, and lengths advance there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.devices.attention import Splits
+from mlx_manager.mlx_server.devices.cuda.mapped import send, together
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
+
+# Steps after which the attention's work is divided anew, and for which rows get pages ahead.
+HORIZON = 16
+# Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Pages that tables are padded to, for the same reason.
+WIDTHS = tuple(64 * 8**i for i in range(8))
+
+
+def padded_rows(rows: int) -> int:
+    """What so many rows are padded to."""
+    return next((size for size in ROWS if size >= rows), -(-rows // ROWS[-1]) * ROWS[-1])
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of the last step, as they are on the device.
+
+    Attributes:
+        keys: of the rows, in order. lengths: of theirs in the last step.
+        pages: how many the rows had in all when `table` was made.
+        table: (padded rows, n). before: (padded rows,) their lengths before the next step, 0 for
+            padding. splits: of each kind of attention; `age` steps old. slots: (padded rows,), if
+            there are recurrent layers that have some.
+    """
+
+    keys: list[int]
+    lengths: list[int]
+    pages: int
+    table: mx.array
+    before: mx.array
+    splits: Mapping[Any, Splits]
+    slots: Sequence[mx.array]
+    age: int = 0
+
+    def padded(self, tokens: mx.array) -> mx.array:
+        """The rows' `tokens`, whatever follows them, and some for padding."""
+        size: int = self.before.size
+        if tokens.size == size:
+            return tokens
+        own = tokens[: len(self.keys)]
+        return mx.pad(own, (0, size - own.size)) if own.size < size else own
+
+
+class Running:
+    """What is on the device of the last step's rows.
+
+    Args:
+        plan: cuts a step's attention; see `Splits`.
+        size: what so many rows are padded to.
+        slots: of the rows of these keys, where recurrent layers have some.
+
+    Attributes:
+        batch: None if the last step had prompts in it.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[NDArray[np.int32]], Mapping[Any, Splits]],
+        size: Callable[[int], int] = padded_rows,
+        slots: Callable[[Sequence[int]], list[int]] = lambda _: [],
+    ) -> None:
+        self._plan = plan
+        self._size = size
+        self._slots = slots
+        self.batch: Batch | None = None
+
+    def next(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
+        """The rows of the next step. What is `before` the one after is to be put there."""
+        last = self.batch
+        if last is None or last.keys != keys or lengths != [length + 1 for length in last.lengths]:
+            self.batch = self.begin(keys, tables, lengths)
+            return self.batch
+        pages = sum(map(len, tables))
+        if pages != last.pages:
+            last.pages, last.table = pages, self._table(tables)
+        if last.age >= HORIZON:
+            last.age, last.splits = 0, self._plan(self._padded(lengths))
+        last.age += 1
+        last.lengths = lengths
+        return last
+
+    def begin(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
+        """As if no step had come before."""
+        padded = self._padded(lengths)
+        slots = self._slots(keys)
+        with together():
+            return Batch(
+                keys,
+                lengths,
+                sum(map(len, tables)),
+                self._table(tables),
+                send(np.maximum(padded - 1, 0)),
+                self._plan(padded),
+                [send(self._padded(slots))] if slots else [],
+            )
+
+    def _table(self, tables: Sequence[PageTable]) -> mx.array:
+        """All the pages that the rows have, also those that they will grow into."""
+        longest = max(map(len, tables))
+        width = next(width for width in WIDTHS if width >= longest)
+        table = np.zeros((self._size(len(tables)), width), np.int32)
+        for row, own in enumerate(tables):
+            table[row, : len(own)] = own.pages
+        return send(table)
+
+    def _padded(self, numbers: Sequence[int]) -> NDArray[np.int32]:
+        padded = np.zeros(self._size(len(numbers)), np.int32)
+        padded[: len(numbers)] = numbers
+        return padded

@@ -1,0 +1,1 @@
+"""Forms that answers are held to."""
