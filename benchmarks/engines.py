@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.devices.cpu.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.loading import Foresight, LoadedModel, load
+from mlx_manager.mlx_server.models.loading.load import Foresight, LoadedModel, load
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
 from workload import Row
 

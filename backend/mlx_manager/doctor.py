@@ -196,7 +196,7 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
     try:
         from mlx_manager.mlx_server.encoders.loading import checked_encoder
-        from mlx_manager.mlx_server.models.loading import check_room, checked_text
+        from mlx_manager.mlx_server.models.loading.load import check_room, checked_text
         from mlx_manager.mlx_server.utils.broken import explained
         from mlx_manager.mlx_server.utils.memory import Ledger, default_limit
 

@@ -16,7 +16,7 @@ import pytest
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.models.adapters import LlamaAdapter
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.loading import load
+from mlx_manager.mlx_server.models.loading.load import load
 from mlx_manager.mlx_server.utils.memory import Ledger
 from tests.mlx_server.engine.rig import Rig, alone, prompt
 from tests.mlx_server.tiny_models import EOS_ID, EOT_ID, make_tiny_model

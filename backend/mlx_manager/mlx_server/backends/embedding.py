@@ -45,7 +45,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidRequest,
     UnsupportedParameter,
 )
-from mlx_manager.mlx_server.models.sentence import Activation
+from mlx_manager.mlx_server.models.checkpoint.sentence import Activation
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

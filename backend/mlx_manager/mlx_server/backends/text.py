@@ -53,7 +53,7 @@ from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.select import Choice, choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
-from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.loading.load import LoadedModel
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox

@@ -20,8 +20,8 @@ from mlx import nn
 
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.architectures import ENCODERS
-from mlx_manager.mlx_server.models.sentence import Activation, Pooling
-from mlx_manager.mlx_server.models.weights import default_device
+from mlx_manager.mlx_server.models.checkpoint.sentence import Activation, Pooling
+from mlx_manager.mlx_server.models.loading.weights import default_device
 
 ALIAS = "mlx_manager_architectures"
 """The name that `mlx_embeddings.models` is imported by."""

@@ -18,13 +18,29 @@ from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.encoders.encoder import DenseLayer, Encoder, head_of
 from mlx_manager.mlx_server.encoders.wrapping import Wrapping
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
-from mlx_manager.mlx_server.models.building import arrays_in
 from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.checkpoint.building import arrays_in
+from mlx_manager.mlx_server.models.checkpoint.files import read_json
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.renamed import with_old_names
+from mlx_manager.mlx_server.models.checkpoint.rope import in_all_forms
+from mlx_manager.mlx_server.models.checkpoint.rotations import check_rotations
+from mlx_manager.mlx_server.models.checkpoint.sentence import (
+    Activation,
+    Dense,
+    Sentence,
+    check_supported,
+    labels_of,
+    rank_activation,
+)
+from mlx_manager.mlx_server.models.checkpoint.weight_files import (
+    SINGLE,
+    WeightFiles,
+    check_safetensors,
+)
 from mlx_manager.mlx_server.models.facts import WeightsForm
-from mlx_manager.mlx_server.models.files import read_json
-from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import kind_of
-from mlx_manager.mlx_server.models.loading import (
+from mlx_manager.mlx_server.models.loading.load import (
     NONE,
     Checked,
     Foresight,
@@ -35,28 +51,12 @@ from mlx_manager.mlx_server.models.loading import (
     granted,
     settle,
 )
-from mlx_manager.mlx_server.models.renamed import with_old_names
-from mlx_manager.mlx_server.models.rope import in_all_forms
-from mlx_manager.mlx_server.models.rotations import check_rotations
-from mlx_manager.mlx_server.models.sentence import (
-    Activation,
-    Dense,
-    Sentence,
-    check_supported,
-    labels_of,
-    rank_activation,
-)
-from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
-from mlx_manager.mlx_server.models.tokenizers import read_encoder_tokenizer
-from mlx_manager.mlx_server.models.weight_files import (
-    SINGLE,
-    WeightFiles,
-    check_safetensors,
-)
-from mlx_manager.mlx_server.models.weights import (
+from mlx_manager.mlx_server.models.loading.tokenizers import read_encoder_tokenizer
+from mlx_manager.mlx_server.models.loading.weights import (
     activation_dtype,
     widened,
 )
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

@@ -20,13 +20,13 @@ from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architecture
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.sentence import BERT_LIMITS, longest_text
+from mlx_manager.mlx_server.models.checkpoint.weight_files import INDEX
 from mlx_manager.mlx_server.models.family import detect_model_family
-from mlx_manager.mlx_server.models.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.removal import Removal, plan_removal
-from mlx_manager.mlx_server.models.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.settings import ModelsFile
-from mlx_manager.mlx_server.models.weight_files import INDEX
 from mlx_manager.mlx_server.utils.broken import BROKEN
 from mlx_manager.mlx_server.utils.text import encodable
 

@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.errors import (
     ModelNotFound,
     ModelNotSupported,
 )
-from mlx_manager.mlx_server.models.weight_files import (
+from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     INDEX,
     WEIGHTS,
     chosen,

@@ -8,7 +8,7 @@ from itertools import islice
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import WrongModelKind
 from mlx_manager.mlx_server.models.architectures import ENCODERS, OTHER_ENCODERS
-from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 
 NEVER_GENERATES = frozenset({*ENCODERS, *OTHER_ENCODERS}) - {"qwen3"}
 SENTENCE_TRANSFORMERS = "modules.json"

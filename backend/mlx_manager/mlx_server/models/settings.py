@@ -55,7 +55,7 @@ from mlx_manager.mlx_server.limits import (
     TopK,
     TopP,
 )
-from mlx_manager.mlx_server.models.files import read_json
+from mlx_manager.mlx_server.models.checkpoint.files import read_json
 from mlx_manager.mlx_server.utils import toml
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import UnsupportedParameter
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.facts import ModelFacts
-from mlx_manager.mlx_server.models.loading import (
+from mlx_manager.mlx_server.models.loading.load import (
     Foresight,
     LoadedModel,
     PreparedText,

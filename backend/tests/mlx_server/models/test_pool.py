@@ -55,7 +55,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.models import loads as loads_module
 from mlx_manager.mlx_server.models import pool as pool_module
-from mlx_manager.mlx_server.models.loading import LoadedModel
+from mlx_manager.mlx_server.models.loading.load import LoadedModel
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import rows
 from mlx_manager.mlx_server.text.grammar import matchers as grammar

@@ -40,7 +40,7 @@ from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step
 from mlx_manager.mlx_server.execution.decoder.projections import MOST_PACKED
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, RaggedStep
-from mlx_manager.mlx_server.models.weights import convert, forms_of
+from mlx_manager.mlx_server.models.loading.weights import convert, forms_of
 
 PAGE = 16
 ATTENDING = MODELS | GEMMA4S

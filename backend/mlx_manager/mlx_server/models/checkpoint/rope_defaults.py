@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_manager.mlx_server.models.rope import NESTED_READERS, rotations
+from mlx_manager.mlx_server.models.checkpoint.rope import NESTED_READERS, rotations
 
 
 def with_base(config: Mapping[str, Any]) -> dict[str, Any]:

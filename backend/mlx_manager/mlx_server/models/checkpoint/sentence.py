@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.architectures import ENCODERS
-from mlx_manager.mlx_server.models.files import read_json, read_json_list
-from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.files import read_json, read_json_list
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.kinds import SENTENCE_TRANSFORMERS
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
-from mlx_manager.mlx_server.models.tokenizers import read_encoder_tokenizer, read_tokenizer
+from mlx_manager.mlx_server.models.loading.tokenizers import read_encoder_tokenizer, read_tokenizer
 
 Read = Callable[[Path, bool], object]
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
-from mlx_manager.mlx_server.models.folder import (
+from mlx_manager.mlx_server.models.checkpoint.folder import (
     UNKNOWN_CONTEXT,
     ModelFolder,
     context_length,
 )
-from mlx_manager.mlx_server.models.weight_files import check_safetensors
+from mlx_manager.mlx_server.models.checkpoint.weight_files import check_safetensors
 
 
 @pytest.mark.parametrize(

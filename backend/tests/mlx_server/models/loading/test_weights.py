@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, make_tiny_model
 
 from mlx_manager.mlx_server.errors import ModelTooLarge
-from mlx_manager.mlx_server.models.weights import (
+from mlx_manager.mlx_server.models.loading.weights import (
     Form,
     activation_dtype,
     convert,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from linux import skip_without_linux
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
-from mlx_manager.mlx_server.models.files import LARGEST_JSON, read_json
-from mlx_manager.mlx_server.models.folder import check_regular
-from mlx_manager.mlx_server.models.weight_files import (
+from mlx_manager.mlx_server.models.checkpoint.files import LARGEST_JSON, read_json
+from mlx_manager.mlx_server.models.checkpoint.folder import check_regular
+from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     INDEX,
     LARGEST_HEADER,
     StoredTensor,

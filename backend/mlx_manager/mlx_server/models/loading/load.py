@@ -32,17 +32,16 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
-from mlx_manager.mlx_server.models.building import Plan, build, planned
 from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.checkpoint.building import Plan, build, planned
+from mlx_manager.mlx_server.models.checkpoint.files import read_json
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.weight_files import check_safetensors
 from mlx_manager.mlx_server.models.facts import WeightsForm
-from mlx_manager.mlx_server.models.files import read_json
-from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.layout import lay_out
-from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
-from mlx_manager.mlx_server.models.timing import fastest
-from mlx_manager.mlx_server.models.tokenizers import read_tokenizer
-from mlx_manager.mlx_server.models.weight_files import check_safetensors
-from mlx_manager.mlx_server.models.weights import (
+from mlx_manager.mlx_server.models.loading.layout import lay_out
+from mlx_manager.mlx_server.models.loading.timing import fastest
+from mlx_manager.mlx_server.models.loading.tokenizers import read_tokenizer
+from mlx_manager.mlx_server.models.loading.weights import (
     activation_dtype,
     convert,
     default_device,
@@ -50,6 +49,7 @@ from mlx_manager.mlx_server.models.weights import (
     forms_of,
     shortlist,
 )
+from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_sampling
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard

@@ -4,8 +4,8 @@ import mlx.core as mx
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.models.building import build, planned
-from mlx_manager.mlx_server.models.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.building import build, planned
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 
 
 def test_a_model_is_as_mlx_lm_makes_it(tmp_path):

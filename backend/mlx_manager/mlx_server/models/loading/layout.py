@@ -31,7 +31,7 @@ from mlx_manager.mlx_server.devices.cpu.blocked import (
     experts_can_be_blocked,
 )
 from mlx_manager.mlx_server.devices.cpu.cache import last_level_cache
-from mlx_manager.mlx_server.models.timing import CHOSEN, ROWS, CacheFlush, part_of, seconds
+from mlx_manager.mlx_server.models.loading.timing import CHOSEN, ROWS, CacheFlush, part_of, seconds
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 SMALLEST = 2**16

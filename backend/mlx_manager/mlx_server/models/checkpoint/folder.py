@@ -10,9 +10,9 @@ from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.architectures import with_known_names
-from mlx_manager.mlx_server.models.files import oversized, read_json, unreadable
-from mlx_manager.mlx_server.models.sizes import check_sizes
-from mlx_manager.mlx_server.models.weight_files import (
+from mlx_manager.mlx_server.models.checkpoint.files import oversized, read_json, unreadable
+from mlx_manager.mlx_server.models.checkpoint.sizes import check_sizes
+from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     StoredTensor,
     WeightFiles,
     headers_of,

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
-from mlx_manager.mlx_server.models.files import read_json, unreadable
+from mlx_manager.mlx_server.models.checkpoint.files import read_json, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
-from mlx_manager.mlx_server.models.weight_files import StoredTensor
+from mlx_manager.mlx_server.models.checkpoint.weight_files import StoredTensor
 
 LAYER_COUNTS = (
     "num_hidden_layers",

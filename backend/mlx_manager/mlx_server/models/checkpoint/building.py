@@ -26,13 +26,13 @@ from mlx_lm.utils import load_config, load_model
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.architectures import architecture, with_known_names
-from mlx_manager.mlx_server.models.folder import ModelFolder
-from mlx_manager.mlx_server.models.heads import Heads, is_head
-from mlx_manager.mlx_server.models.renamed import with_old_names
-from mlx_manager.mlx_server.models.rope import in_all_forms
-from mlx_manager.mlx_server.models.rope_defaults import with_base
-from mlx_manager.mlx_server.models.rotations import check_rotations
-from mlx_manager.mlx_server.models.weight_files import WEIGHTS, WeightFiles
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.heads import Heads, is_head
+from mlx_manager.mlx_server.models.checkpoint.renamed import with_old_names
+from mlx_manager.mlx_server.models.checkpoint.rope import in_all_forms
+from mlx_manager.mlx_server.models.checkpoint.rope_defaults import with_base
+from mlx_manager.mlx_server.models.checkpoint.rotations import check_rotations
+from mlx_manager.mlx_server.models.checkpoint.weight_files import WEIGHTS, WeightFiles
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mlx_manager.mlx_server.models.files import read_json
-from mlx_manager.mlx_server.models.folder import check_regular
+from mlx_manager.mlx_server.models.checkpoint.files import read_json
+from mlx_manager.mlx_server.models.checkpoint.folder import check_regular
 from mlx_manager.mlx_server.utils.bare import BareErrors
 
 UNREADABLE = BareErrors(f"tokenizers {version('tokenizers')} can't read its tokenizer.json")

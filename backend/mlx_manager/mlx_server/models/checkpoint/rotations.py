@@ -16,7 +16,7 @@ from mlx import nn
 from mlx_lm.models import rope_utils
 
 from mlx_manager.mlx_server.errors import ModelNotSupported
-from mlx_manager.mlx_server.models.rope import SECTIONS, rotations, scaling
+from mlx_manager.mlx_server.models.checkpoint.rope import SECTIONS, rotations, scaling
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 FREQUENCIES = (

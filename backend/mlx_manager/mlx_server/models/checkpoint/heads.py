@@ -14,7 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_manager.mlx_server.models.weight_files import StoredTensor, WeightFiles, headers_of
+from mlx_manager.mlx_server.models.checkpoint.weight_files import (
+    StoredTensor,
+    WeightFiles,
+    headers_of,
+)
 
 TIE = "tie_word_embeddings"
 PARTS = ("weight", "scales", "biases")

@@ -17,7 +17,7 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_manager.mlx_server.devices.cpu.cache import last_level_cache
-from mlx_manager.mlx_server.models.weights import (
+from mlx_manager.mlx_server.models.loading.weights import (
     Device,
     Form,
     activation_dtype,

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.devices.cpu.blocked import BlockedExperts, BlockedLinear
-from mlx_manager.mlx_server.models.layout import (
+from mlx_manager.mlx_server.models.loading.layout import (
     are_better,
     blockable_layers,
     by_columns,
@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.models.layout import (
     times_of,
     times_of_experts,
 )
-from mlx_manager.mlx_server.models.weights import default_device, evaluate
+from mlx_manager.mlx_server.models.loading.weights import default_device, evaluate
 
 TOKENS = mx.array([[256, 72, 101, 108, 108, 111]])
 

@@ -19,10 +19,10 @@ from tiny_models import FAMILIES, make_tiny_model
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.encoders.loading import load_encoder
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
-from mlx_manager.mlx_server.models.building import build, planned
 from mlx_manager.mlx_server.models.catalog import described
-from mlx_manager.mlx_server.models.loading import checked_folder
-from mlx_manager.mlx_server.models.weight_files import INDEX
+from mlx_manager.mlx_server.models.checkpoint.building import build, planned
+from mlx_manager.mlx_server.models.checkpoint.weight_files import INDEX
+from mlx_manager.mlx_server.models.loading.load import checked_folder
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 

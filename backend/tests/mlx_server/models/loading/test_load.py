@@ -17,9 +17,9 @@ from mlx_manager.mlx_server.errors import (
     OutOfMemory,
 )
 from mlx_manager.mlx_server.models.catalog import ModelSource, described
-from mlx_manager.mlx_server.models.loading import load
+from mlx_manager.mlx_server.models.loading.load import load
+from mlx_manager.mlx_server.models.loading.weights import default_device
 from mlx_manager.mlx_server.models.settings import Recipe
-from mlx_manager.mlx_server.models.weights import default_device
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 from mlx_manager.mlx_server.utils.text import sized
 

@@ -12,8 +12,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.models import timing
-from mlx_manager.mlx_server.models.timing import (
+from mlx_manager.mlx_server.models.loading import timing
+from mlx_manager.mlx_server.models.loading.timing import (
     CacheFlush,
     cpu_seconds,
     fastest,
@@ -22,7 +22,7 @@ from mlx_manager.mlx_server.models.timing import (
     sample_of,
     typical_layer,
 )
-from mlx_manager.mlx_server.models.weights import Form, default_device, forms_of
+from mlx_manager.mlx_server.models.loading.weights import Form, default_device, forms_of
 
 STORED = Form("stored", 100)
 

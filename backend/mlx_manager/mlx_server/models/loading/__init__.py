@@ -1,0 +1,1 @@
+"""From a checked folder to a model in memory."""
