@@ -22,11 +22,14 @@ import mlx.core as mx
 import numpy as np
 
 from harness import interleave, parser, print_report, ratio, refuse
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.config import MLXServerSettings, PoolLimits
 from mlx_manager.mlx_server.core import EmbeddingRequest
+from mlx_manager.mlx_server.encoders.loading import load_encoder
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.main import make_pool
+from mlx_manager.mlx_server.models.catalog import described
 from mlx_manager.mlx_server.services.inference import generate_completion
+from mlx_manager.mlx_server.utils.memory import Ledger, default_limit
 
 WORDS = "the quick brown fox jumps over a lazy dog while engineers measure what they serve".split()
 LENGTHS = (3, 8, 20, 60, 150)
@@ -59,6 +62,12 @@ class OneByOne:
         return np.stack(found)
 
 
+def one_by_one_of(folder: str, limits: PoolLimits) -> OneByOne:
+    """Load the model a second time, for this process."""
+    source = described(folder, Path(folder), "local")
+    return OneByOne(load_encoder(source, limits, Ledger(default_limit())))
+
+
 async def main() -> None:
     options = parser(__doc__, rounds=5, model="minilm")
     options.add_argument("--texts", type=int, default=64)
@@ -68,9 +77,9 @@ async def main() -> None:
     thread = MLXThread()
     thread.start()
     settings = MLXServerSettings(model=folder, hf_cache=False)
-    pool = await thread.call(lambda: make_pool(settings, thread))
+    pool = make_pool(settings)
+    one_by_one = await thread.call(lambda: one_by_one_of(folder, settings.pool))
     async with pool.lease(folder, "embedding") as lease:
-        one_by_one = OneByOne(lease.loaded)
         loop = asyncio.get_running_loop()
 
         async def ours(texts: Sequence[str]) -> np.ndarray:

@@ -3,9 +3,8 @@
 Streams of one model generate in a pool as the server has it; then a model is asked for that is not
 loaded, and, once it is, for an answer in JSON. The gaps are those between the pieces of text that a
 stream's reader gets: before the load, from its first moment to its last, and while the answer in
-JSON comes. A gap that spans a border counts as the load's. Each round has two processes: one in
-which streams have been there from the beginning, and one that has had a quiet time before, in which
-the server makes ahead what Python's lock is held for (and again before the answer in JSON).
+JSON comes. A gap that spans a border counts as the load's. Each round has a
+process of its own.
 
     python benchmarks/load_pause.py
     python benchmarks/load_pause.py --shapes 1b 8b --rounds 3      (on a GPU; tiny tiny anywhere)
@@ -59,7 +58,6 @@ WARM, REST = 0.5, 1.0
 """Seconds until the streams have settled, and for which they are watched undisturbed."""
 ANSWER = 8
 """Tokens of the answer in JSON."""
-BEFORE = {False: "streams from the beginning", True: "quiet before"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,29 +201,22 @@ async def answer_in_json(pool: ModelPool, model: str) -> None:
             pass
 
 
-async def loaded_beside(
-    settings: MLXServerSettings, arriving: str, streams: int, quiet: bool
-) -> Run:
+async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int) -> Run:
     async with open_pool(settings) as opened:
         pool = cast(ModelPoolManager, opened)
         async with pool.lease(settings.model):
             pass
-        if quiet:
-            await pool.complete()
         async with streaming(pool, settings.model, streams) as moments:
             await asyncio.sleep(WARM)
             rested = time.perf_counter()
             await asyncio.sleep(REST)
             begin = time.perf_counter()
-            async with pool.lease(arriving) as lease:
+            async with pool.lease(arriving):
                 end = time.perf_counter()
-                arrived = lease.backend.stats().forward
-            async with pool.lease(settings.model) as lease:
-                forwards = lease.backend.stats().forward, arrived
+            await pool.look()
+            engines = pool.figures()["engines"]
+            forwards = engines[settings.model]["forward"], engines[arriving]["forward"]
             await asyncio.sleep(WARM)
-            if quiet:
-                await pool.complete()
-                await asyncio.sleep(WARM)
             asked = time.perf_counter()
             await answer_in_json(pool, arriving)
             answered = time.perf_counter()
@@ -239,22 +230,21 @@ async def loaded_beside(
     )
 
 
-def one_round(models: Models, streams: int, quiet: bool) -> Run:
+def one_round(models: Models, streams: int) -> Run:
     settings = MLXServerSettings(
         model=str(models.streaming), available_models=(str(models.arriving),), hf_cache=False
     )
-    return asyncio.run(loaded_beside(settings, str(models.arriving), streams, quiet))
+    return asyncio.run(loaded_beside(settings, str(models.arriving), streams))
 
 
-def rounds_of(models: Models, streams: int, count: int) -> dict[bool, list[Run]]:
-    """By whether it had been quiet before."""
-    runs: dict[bool, list[Run]] = {False: [], True: []}
-    for number, quiet in product(range(1, count + 1), runs):
-        run = apart(one_round, models, streams, quiet)
-        runs[quiet].append(run)
+def rounds_of(models: Models, streams: int, count: int) -> list[Run]:
+    runs: list[Run] = []
+    for number in range(1, count + 1):
+        run = apart(one_round, models, streams)
+        runs.append(run)
         print(
-            f"round {number} of {count}, {BEFORE[quiet]}: a load of {run.load:.1f} s, the longest "
-            f"gaps {1e3 * max(run.during):.0f} and {1e3 * max(run.answering):.0f} ms, "
+            f"round {number} of {count}: a load of {run.load:.1f} s, the longest gaps "
+            f"{1e3 * max(run.during):.0f} and {1e3 * max(run.answering):.0f} ms, "
             f"a step {1e3 * statistics.median(run.idle):.1f} ms",
             file=sys.stderr,
             flush=True,
@@ -311,26 +301,21 @@ def main() -> None:
             os.environ.pop("MLX_PTX_CACHE_DIR", None)
             models = synthetic(chosen, folder)
         runs = rounds_of(models, chosen.streams, chosen.rounds)
-    every = [run for some in runs.values() for run in some]
-    loads = [during(BEFORE[quiet], some) for quiet, some in runs.items()]
+    loads = [during("all rounds", runs)]
     if chosen.shapes is not None and chosen.rounds > 1:
         # What is new to the machine is compiled in the very first.
-        first, *others = runs[False]
-        loads[:1] = [
-            during(f"{BEFORE[False]}, first round", [first]),
-            during(f"{BEFORE[False]}, the others", others),
-        ]
+        first, *others = runs
+        loads = [during("first round", [first]), during("the others", others)]
     print_report(
         models.title,
         ["gaps, ms: median of the rounds (largest)", "gaps a round", "median", "p99", "max"],
-        [line("before", every, [run.idle for run in every]), *chain.from_iterable(loads)],
+        [line("before", runs, [run.idle for run in runs]), *chain.from_iterable(loads)],
     )
     print()
-    for quiet, some in runs.items():
-        steps = [statistics.median(run.idle) for run in some]
-        worst = ratio([max(run.during) for run in some], steps)
-        print(f"The longest gap of a load, {BEFORE[quiet]}, is {worst} a step.")
-    print(f"The models are run so: {' and '.join(every[0].forwards)}.")
+    steps = [statistics.median(run.idle) for run in runs]
+    worst = ratio([max(run.during) for run in runs], steps)
+    print(f"The longest gap of a load is {worst} a step.")
+    print(f"The models are run so: {' and '.join(runs[0].forwards)}.")
 
 
 if __name__ == "__main__":

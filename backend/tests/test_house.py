@@ -54,7 +54,7 @@ MAY_IMPORT = {
 }
 """Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
 ROOMS = {
-    **{f"workers/{name}.py": "inside" for name in ("host", "memory", "model")},
+    **{f"workers/{name}.py": "inside" for name in ("host", "memory", "model", "wire")},
     **{
         f"models/{name}.py": "pool"
         for name in ("grants", "loads", "policy", "pool", "residents", "status")
