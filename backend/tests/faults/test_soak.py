@@ -15,7 +15,7 @@ from live import live_server
 from thorough import ALL, slow
 from tiny_models import make_tiny_model
 
-ROUNDS = 50 if ALL else 5
+ROUNDS = 50 if ALL else 2
 WARMUP = 2
 """Rounds after which the server has what it keeps."""
 GROWTH = 4 * 2**20
