@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter, sleep
+from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
@@ -76,9 +76,6 @@ WORTHWHILE = 1 / 8
 WORTHWHILE_AHEAD = 1 / 2
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
 MOST_SNAPSHOTS = 16
-# Seconds in which a first token's reader gets Python's lock, which whoever puts a step together
-# holds for milliseconds.
-BREATH = 1e-4
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
 STEPS_BETWEEN_TRIMS = 512
 
@@ -359,7 +356,6 @@ class TextEngine:
         if self._undrawn is None:
             if self._only_begins(last) and self._read(last):
                 self._deliver()
-                sleep(BREATH)
             elif not self._may_look_ahead():
                 self._read(last)
             self._undrawn = self._launch(last)
